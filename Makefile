@@ -1,0 +1,80 @@
+# The front door. `make help` lists the commands; every one sets up what it needs and redoes nothing.
+PYTHON ?= python3
+BUILD ?= build
+JOBS ?= $(shell nproc)
+OUT ?= runs/train
+ARGS ?=
+
+venv := .venv
+python := $(venv)/bin/python
+requirements := requirements.txt requirements-dev.txt
+cxx_files = $(wildcard include/blockscale/*.h src/*.h src/*.cc src/*/*.h src/*/*.cc \
+              binding/*.h binding/*.cc bench/*.cc tests/cpp/*.h tests/cpp/*.cc examples/cpp/*.cc \
+              cmake/highway/*.cc)
+
+.DELETE_ON_ERROR:
+.PHONY: help setup build train test bench lint format asan wheel clean
+
+help:  ## this list
+	@echo "usage: make COMMAND [ARGS=...]"
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+# --- setup: stamps carry the state; each is redone when what it was made from is newer ------------
+$(BUILD)/.system-packages: tools/system_packages.sh
+	@mkdir -p $(BUILD)
+	@PYTHON=$(PYTHON) tools/system_packages.sh
+	@touch $@
+
+$(venv)/.requirements: $(requirements) tools/develop.py | $(BUILD)/.system-packages
+	test -x $(python) || $(PYTHON) -m venv $(venv)
+	$(python) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(python) tools/develop.py
+	@touch $@
+
+$(BUILD)/build.ninja: $(venv)/.requirements
+	cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(python) \
+	    -DBLOCKSCALE_TESTS=ON -DBLOCKSCALE_BENCH=ON -DBLOCKSCALE_TORCH=ON
+	@touch $@
+
+build: $(BUILD)/build.ninja
+	@cmake --build $(BUILD) -j $(JOBS)
+	@cmake --install $(BUILD) --component python --prefix python >/dev/null
+
+setup: build  ## packages, .venv and build, on first use or when something changed
+
+# --- the commands --------------------------------------------------------------------------------
+# A run that is already in the folder goes on where it stopped; OUT=... starts another beside it.
+train: setup  ## the main job: train on real text in every recipe (OUT=runs/train, ARGS="--steps 50")
+	$(venv)/bin/blockscale train --out $(OUT) $(if $(wildcard $(OUT)/settings.json),--resume) $(ARGS)
+
+test: setup  ## every test, C++ and Python
+	@$(python) tools/test.py --gtest $(BUILD)/blockscale_tests --pytest
+
+bench: setup  ## speed against memcpy and torch.mm, as JSON with provenance in runs/bench
+	@mkdir -p runs/bench
+	$(BUILD)/blockscale_bench --benchmark_out=runs/bench/core.json --benchmark_out_format=json \
+	    --benchmark_context=commit=$$(git rev-parse HEAD)
+	$(python) bench/run.py --out runs/bench/python.json $(ARGS)
+
+lint: $(venv)/.requirements  ## clang-format, ruff and mypy
+	$(venv)/bin/clang-format --dry-run -Werror $(cxx_files)
+	$(venv)/bin/ruff check .
+	$(venv)/bin/ruff format --check .
+	$(venv)/bin/mypy
+
+format: $(venv)/.requirements  ## rewrite the sources the way lint wants them
+	$(venv)/bin/clang-format -i $(cxx_files)
+	$(venv)/bin/ruff check --fix .
+	$(venv)/bin/ruff format .
+
+asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan
+	@test -f build-asan/build.ninja || cmake -S . -B build-asan -G Ninja -DBLOCKSCALE_TESTS=ON \
+	    -DBLOCKSCALE_SANITIZE=address,undefined
+	@cmake --build build-asan -j $(JOBS)
+	@UBSAN_OPTIONS=print_stacktrace=1 $(python) tools/test.py --gtest build-asan/blockscale_tests
+
+wheel: $(venv)/.requirements  ## one wheel for every Python and PyTorch, in dist/
+	$(python) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:  ## forget every build; .venv and runs/ stay
+	rm -rf build build-asan build-wheel dist python/blockscale/lib .mypy_cache .ruff_cache .pytest_cache

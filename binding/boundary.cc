@@ -1,0 +1,293 @@
+#include "boundary.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+namespace blockscale::binding {
+namespace {
+
+std::string list_text(const int64_t* values, size_t count) {
+  std::string text = "[";
+  for (size_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
+}
+std::string shape_text(const Tensor& t) { return list_text(t.sizes().data(), t.sizes().size()); }
+
+// torch's names, e.g. "float8_e4m3fn"; torch/headeronly only has "Float8_e4m3fn".
+std::string dtype_text(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    default:
+      break;
+  }
+  std::string text = torch::headeronly::toString(type);
+  std::transform(text.begin(), text.end(), text.begin(), [](char c) { return std::tolower(c); });
+  return text;
+}
+
+// The torch dtype of codes or scales: torch's own where it has one, else bytes.
+ScalarType torch_dtype(Format format) {
+  switch (format) {
+    case Format::e4m3fn:
+    case Format::e4m3:
+      return ScalarType::Float8_e4m3fn;
+    case Format::e4m3fnuz:
+      return ScalarType::Float8_e4m3fnuz;
+    case Format::e5m2:
+      return ScalarType::Float8_e5m2;
+    case Format::e5m2fnuz:
+      return ScalarType::Float8_e5m2fnuz;
+    case Format::e8m0:
+      return ScalarType::Float8_e8m0fnu;
+    case Format::fp32:
+      return ScalarType::Float;
+    default:
+      return ScalarType::Byte;
+  }
+}
+
+// Shapes of the stored tensors (architecture page: stored shapes). Non-linear layouts are flat,
+// but for mn_major, which is a transposed and padded matrix.
+struct Sizes {
+  std::vector<int64_t> codes, scales, outer;
+};
+Sizes sizes_of(const QuantSpec& spec, const StorageLayout& layout, int axis, int64_t rows,
+               int64_t columns, std::optional<int64_t> batch) {
+  const StoredShape s = stored_shape(spec, layout, axis, rows, columns);
+  Sizes sizes;
+  if (batch) sizes.codes = sizes.scales = sizes.outer = {*batch};
+  auto append = [](std::vector<int64_t>& to, std::initializer_list<int64_t> extents) {
+    to.insert(to.end(), extents);
+  };
+  if (layout.codes == Layout::linear)
+    append(sizes.codes, {s.lines, s.line_bytes});
+  else
+    append(sizes.codes, {s.code_bytes});
+  if (layout.scales == Layout::linear)
+    append(sizes.scales, {s.scale_rows, s.blocks});
+  else if (layout.scales == Layout::mn_major)
+    append(sizes.scales, {s.blocks, padded_rows(layout.scales, s.scale_rows)});
+  else
+    append(sizes.scales, {s.scale_count});
+  if (!spec.outer) sizes.outer = {0};
+  return sizes;
+}
+
+// Contiguous, and exactly of this dtype and shape.
+Tensor checked(const char* op, const std::string& name, const Tensor& t, ScalarType dtype,
+               const std::vector<int64_t>& sizes, const QuantSpec& spec) {
+  check_device(op, name.c_str(), t);
+  const std::string text = to_string(spec);
+  if (t.scalar_type() != dtype)
+    fail(op, name + ".dtype", dtype_text(t.scalar_type()), dtype_text(dtype) + " for " + text);
+  if (!std::equal(sizes.begin(), sizes.end(), t.sizes().begin(), t.sizes().end()))
+    fail(op, name + ".shape", shape_text(t), list_text(sizes.data(), sizes.size()) + " for " + text,
+         "the operand is damaged, or described by the wrong extents or layout");
+  return torch::stable::contiguous(t);
+}
+
+int64_t scalar_int64(const char* op, const char* name, const Tensor& t) {
+  check_device(op, name, t);
+  if (t.scalar_type() != ScalarType::Long)
+    fail(op, std::string(name) + ".dtype", dtype_text(t.scalar_type()), "int64");
+  require(t.numel() == 1, op, name, shape_text(t), "one element");
+  return *static_cast<const int64_t*>(t.const_data_ptr());
+}
+
+// A row stride that walks all leading dimensions, if there is one. Dimensions of extent 1 have no
+// say, and so has no dimension of a tensor without elements.
+std::optional<int64_t> common_row_stride(const Tensor& x) {
+  if (x.numel() == 0) return 0;
+  std::optional<int64_t> stride;
+  int64_t next = 0;  // what the stride of the next dimension has to be
+  for (int64_t d = x.dim() - 2; d >= 0; --d) {
+    if (x.size(d) == 1) continue;
+    if (stride && x.stride(d) != next) return std::nullopt;
+    if (!stride) stride = x.stride(d);
+    next = x.stride(d) * x.size(d);
+  }
+  return stride.value_or(0);
+}
+
+}  // namespace
+
+const QuantSpec& spec_of(const Text& text) {
+  thread_local std::unordered_map<std::string, QuantSpec> cache;
+  const auto found = cache.find(text.value);
+  if (found != cache.end()) return found->second;
+  return cache.emplace(text.value, parse_spec(text.value)).first->second;
+}
+
+const StorageLayout& layout_of(const Text& text) {
+  thread_local std::unordered_map<std::string, StorageLayout> cache;
+  const auto found = cache.find(text.value);
+  if (found != cache.end()) return found->second;
+  return cache.emplace(text.value, parse_layout(text.value)).first->second;
+}
+
+void check_device(const char* op, const char* argument, const Tensor& tensor) {
+  if (tensor.is_cpu()) return;
+  const char* device = tensor.is_cuda() ? "cuda" : "another device";
+  std::string reason = "move it with .cpu()";
+  for (const Backend& backend : backends())
+    if (backend.name == device && !backend.reason.empty()) reason += ": " + backend.reason;
+  fail(op, std::string(argument) + ".device", device, "cpu", reason);
+}
+
+int checked_axis(const char* op, int64_t axis) {
+  require(axis == -1 || axis == -2, op, "axis", axis, "-1 or -2",
+          "-1: blocks run along a row; -2: down a column");
+  return static_cast<int>(axis);
+}
+
+DType dtype_of(const char* op, const char* argument, ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    case ScalarType::Half:
+      return DType::f16;
+    default:
+      fail(op, argument, dtype_text(type), "float32, bfloat16 or float16",
+           "convert with .to(torch.float32)");
+  }
+}
+
+Input input(const char* op, const Tensor& x, int axis, int64_t batch_dims) {
+  check_device(op, "x", x);
+  const DType dtype = dtype_of(op, "x.dtype", x.scalar_type());
+  require(batch_dims == 0 || batch_dims == 1, op, "batch_dims", batch_dims, "0 or 1");
+  const int64_t rank = x.dim();
+  if (batch_dims == 1)
+    require(rank == 3, op, "x.shape", shape_text(x), "rank 3, [E, R, C], with batch_dims = 1");
+  else if (axis == -2)
+    require(rank >= 2, op, "x.shape", shape_text(x), "rank 2 or more with axis = -2");
+  else
+    require(rank >= 1, op, "x.shape", shape_text(x), "rank 1 or more");
+
+  Input result{x, {}};
+  if (batch_dims == 0 && !common_row_stride(x)) result.tensor = torch::stable::contiguous(x);
+  const Tensor& t = result.tensor;
+  ConstMatrix& view = result.view;
+  view.data = t.const_data_ptr();
+  view.dtype = dtype;
+  view.columns = t.size(rank - 1);
+  view.column_stride = t.stride(rank - 1);
+  if (batch_dims == 1) {
+    view.batch = t.size(0);
+    view.batch_stride = t.stride(0);
+    view.rows = t.size(1);
+    view.row_stride = t.stride(1);
+  } else {
+    view.rows = 1;
+    for (int64_t d = 0; d + 1 < rank; ++d) view.rows *= t.size(d);
+    view.row_stride = *common_row_stride(t);
+  }
+  return result;
+}
+
+Output allocate(const Tensor& like, const QuantSpec& spec, const StorageLayout& layout, int axis,
+                int64_t rows, int64_t columns, std::optional<int64_t> batch) {
+  const Sizes sizes = sizes_of(spec, layout, axis, rows, columns, batch);
+  const auto make = [&](const std::vector<int64_t>& size, ScalarType dtype) {
+    return torch::stable::empty(size, dtype, std::nullopt, like.device());
+  };
+  Output out{make(sizes.codes, torch_dtype(spec.element)),
+             make(sizes.scales, torch_dtype(spec.scale)),
+             make(sizes.outer, ScalarType::Float),
+             {}};
+  out.view = {static_cast<uint8_t*>(out.codes.mutable_data_ptr()),
+              static_cast<uint8_t*>(out.scales.mutable_data_ptr()),
+              static_cast<float*>(out.outer.mutable_data_ptr()),
+              spec,
+              layout,
+              axis,
+              rows,
+              columns,
+              batch.value_or(1)};
+  return out;
+}
+
+Operand operand(const char* op, const std::string& prefix, const Tensor& codes,
+                const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
+                const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
+                std::optional<int64_t> batch) {
+  validate(spec, layout);
+  const Sizes sizes = sizes_of(spec, layout, axis, rows, columns, batch);
+  Operand result{
+      checked(op, prefix + "codes", codes, torch_dtype(spec.element), sizes.codes, spec),
+      checked(op, prefix + "scales", scales, torch_dtype(spec.scale), sizes.scales, spec),
+      checked(op, prefix + "outer", outer, ScalarType::Float, sizes.outer, spec),
+      {}};
+  result.view = {static_cast<const uint8_t*>(result.codes.const_data_ptr()),
+                 static_cast<const uint8_t*>(result.scales.const_data_ptr()),
+                 static_cast<const float*>(result.outer.const_data_ptr()),
+                 spec,
+                 layout,
+                 axis,
+                 rows,
+                 columns,
+                 batch.value_or(1)};
+  return result;
+}
+
+Extents extents(const char* op, const std::vector<int64_t>& shape) {
+  const std::string text = list_text(shape.data(), shape.size());
+  require(shape.size() == 2 || shape.size() == 3, op, "shape", text, "[R, C] or [E, R, C]",
+          "flatten the leading dimensions into rows");
+  for (int64_t extent : shape) require(extent >= 0, op, "shape", text, "extents of 0 or more");
+  const size_t at = shape.size() - 2;
+  return {shape[at], shape[at + 1], at ? std::optional<int64_t>(shape[0]) : std::nullopt};
+}
+
+Options options(const char* op, const QuantSpec& spec, const std::optional<Tensor>& amax,
+                const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
+                const std::vector<int64_t>& origin, int64_t batch) {
+  Options result;
+  if (amax) {
+    check_device(op, "amax", *amax);
+    const std::string text = to_string(spec);
+    require(spec.outer, op, "amax", shape_text(*amax), "none: this spec has no outer scale",
+            ("drop amax, or use a spec with outer = true instead of " + text).c_str());
+    if (amax->scalar_type() != ScalarType::Float)
+      fail(op, "amax.dtype", dtype_text(amax->scalar_type()), "float32");
+    if (amax->numel() != batch)
+      fail(op, "amax.shape", shape_text(*amax),
+           std::to_string(batch) + (batch == 1 ? " element" : " elements, one per matrix"));
+    result.amax_tensor = torch::stable::contiguous(*amax);
+    result.options.amax = static_cast<const float*>(result.amax_tensor.const_data_ptr());
+    // NaN and Inf are data (the whole result becomes NaN); a negative maximum is a mistake.
+    for (int64_t e = 0; e < batch; ++e)
+      require(!(result.options.amax[e] < 0), op, "amax", result.options.amax[e], "0 or more",
+              "amax is the largest |x|; bs.amax computes it");
+  }
+  require(seed.has_value() == offset.has_value(), op, "seed, offset",
+          seed ? "a seed without an offset" : "an offset without a seed", "both or neither");
+  if (seed)
+    result.options.rng = Rng{static_cast<uint64_t>(scalar_int64(op, "seed", *seed)),
+                             static_cast<uint64_t>(scalar_int64(op, "offset", *offset))};
+  require(!spec.stochastic() || seed, op, "rng", "none",
+          "a seed and an offset: the spec rounds stochastically", "pass rng=bs.Rng(seed, offset)");
+  if (!origin.empty()) {
+    const std::string text = list_text(origin.data(), origin.size());
+    require(origin.size() == 2, op, "origin", text, "[row, column]");
+    require(origin[0] >= 0 && origin[1] >= 0, op, "origin", text, "coordinates of 0 or more");
+    result.options.origin_row = origin[0];
+    result.options.origin_column = origin[1];
+  }
+  return result;
+}
+
+}  // namespace blockscale::binding

@@ -1,0 +1,104 @@
+// Between torch tensors and the core's views: names, checks and allocation. Everything that torch
+// knows and the core does not (dtypes, devices, stored shapes) is checked here, once.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "blockscale/ops.h"
+
+namespace blockscale::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// A `str` argument. TORCH_BOX can pass std::string too, but its conversion leaks the string.
+struct Text {
+  std::string value;
+};
+
+// PyTorch's own threads.
+class TorchExecutor final : public Executor {
+ public:
+  void parallel_for(int64_t count, const Body& body) const override {
+    torch::stable::parallel_for(0, count, 1, body);
+  }
+};
+
+// The parsed form of a spec or layout text. Parsed once per thread: an operator that is called
+// thousands of times a step gets the same few texts.
+const QuantSpec& spec_of(const Text& text);
+const StorageLayout& layout_of(const Text& text);
+
+// A high-precision operand; `tensor` keeps the memory that `view` points into.
+struct Input {
+  Tensor tensor;
+  ConstMatrix view;
+};
+// batch_dims 0: all leading dimensions are rows; 1: [E, R, C] is a batch of E matrices. Any
+// strides; only leading dimensions that no single row stride describes are copied.
+Input input(const char* op, const Tensor& x, int axis, int64_t batch_dims);
+
+// A quantized operand in fresh tensors.
+struct Output {
+  Tensor codes, scales, outer;
+  Quantized view;
+};
+// `batch` is none for a single matrix; `like` gives the device.
+Output allocate(const Tensor& like, const QuantSpec& spec, const StorageLayout& layout, int axis,
+                int64_t rows, int64_t columns, std::optional<int64_t> batch);
+
+// A quantized operand that came from a caller: its tensors must be what `allocate` would make.
+struct Operand {
+  Tensor codes, scales, outer;
+  ConstQuantized view;
+};
+// `prefix` names the operand in errors, e.g. "a_".
+Operand operand(const char* op, const std::string& prefix, const Tensor& codes,
+                const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
+                const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
+                std::optional<int64_t> batch);
+
+// Every tensor of a call lies on one device that this build has a backend for.
+void check_device(const char* op, const char* argument, const Tensor& tensor);
+int checked_axis(const char* op, int64_t axis);
+DType dtype_of(const char* op, const char* argument, ScalarType type);
+
+// Logical extents given as a list: [R, C], or [E, R, C] for a batch.
+struct Extents {
+  int64_t rows, columns;
+  std::optional<int64_t> batch;
+};
+Extents extents(const char* op, const std::vector<int64_t>& shape);
+
+// What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`.
+struct Options {
+  Tensor amax_tensor;
+  QuantizeOptions options;
+};
+Options options(const char* op, const QuantSpec& spec, const std::optional<Tensor>& amax,
+                const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
+                const std::vector<int64_t>& origin, int64_t batch);
+
+}  // namespace blockscale::binding
+
+HIDDEN_NAMESPACE_BEGIN(torch, stable, detail)
+template <>
+struct ToImpl<blockscale::binding::Text> {
+  static blockscale::binding::Text call(StableIValue value, uint64_t, bool) {
+    const StringHandle handle = to<StringHandle>(value);
+    size_t length = 0;
+    const char* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    blockscale::binding::Text text{std::string(data, length)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
+HIDDEN_NAMESPACE_END(torch, stable, detail)

@@ -1,0 +1,148 @@
+// What the core knows of itself, as JSON through plain C, for Python's ctypes. The Python layer
+// holds no format facts of its own.
+//
+// Every function writes NUL-terminated UTF-8 to `out` (capacity `n`) and returns its length; a
+// length >= n means that the text was cut: call again with more room. On failure the length is
+// negated and the text is the error.
+#include <cstring>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "blockscale/ops.h"
+
+namespace blockscale {
+namespace {
+
+std::string quote(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+  }
+  return out + '"';
+}
+
+const char* boolean(bool value) { return value ? "true" : "false"; }
+
+// [item(x), ...]
+template <class Range, class Item>
+std::string list(const Range& range, Item item) {
+  std::string out = "[";
+  for (const auto& x : range) {
+    if (out.size() > 1) out += ", ";
+    out += item(x);
+  }
+  return out + "]";
+}
+
+std::string hex(const Hadamard& h) {
+  std::ostringstream out;
+  out << "0x" << std::hex;
+  if (h.mask_hi) {
+    out << h.mask_hi;
+    out.width(16);
+    out.fill('0');
+  }
+  out << h.mask_lo;
+  return out.str();
+}
+
+std::string spec_json(const QuantSpec& s) {
+  std::ostringstream out;
+  out << "{\"text\": " << quote(to_string(s)) << ", \"family\": " << quote(family_of(s).name)
+      << ", \"element\": " << quote(traits(s.element).name)
+      << ", \"codes_per_byte\": " << codes_per_byte(s.element)
+      << ", \"scale\": " << quote(traits(s.scale).name)
+      << ", \"scale_bytes\": " << scale_bytes(s.scale) << ", \"block\": [" << s.block_lines()
+      << ", " << s.block << "], \"rule\": " << quote(to_string(s.rule))
+      << ", \"scale_rounding\": " << quote(to_string(s.scale_rounding))
+      << ", \"rounding\": " << quote(to_string(s.rounding)) << ", \"outer\": " << boolean(s.outer)
+      << ", \"hadamard\": " << s.hadamard.dim << ", \"hadamard_mask\": " << quote(hex(s.hadamard))
+      << ", \"extent_multiple\": " << (s.hadamard.dim ? s.hadamard.dim : 1) << "}";
+  return out.str();
+}
+
+std::string layout_json(const LayoutTraits& t) {
+  const char* applies = t.for_codes && t.for_scales ? "both" : t.for_codes ? "codes" : "scales";
+  std::ostringstream out;
+  out << "{\"name\": " << quote(t.name) << ", \"applies\": " << quote(applies)
+      << ", \"scale_bytes\": " << t.scale_bytes << ", \"row_multiple\": " << t.row_multiple
+      << ", \"column_multiple\": " << t.column_multiple << "}";
+  return out.str();
+}
+
+std::string element_json(const FormatTraits& t, Format f) {
+  std::ostringstream out;
+  out << "{\"name\": " << quote(t.name) << ", \"bits\": " << t.bits()
+      << ", \"max\": " << max_value(f) << "}";
+  return out.str();
+}
+
+std::string describe_json() {
+  std::vector<Format> elements, scales;
+  for (int i = 0; i < kFormatCount; ++i)
+    (kFormats[i].is_element ? elements : scales).push_back(static_cast<Format>(i));
+  std::ostringstream out;
+  out << "{\"version\": " << quote(BLOCKSCALE_VERSION)
+      << ", \"instruction_set\": " << quote(instruction_set())
+      << ", \"instruction_sets\": " << list(instruction_sets(), quote)
+      << ", \"specs\": " << list(families(), [](const Family& f) { return quote(f.name); })
+      << ", \"elements\": " << list(elements, [](Format f) { return element_json(traits(f), f); })
+      << ", \"scales\": " << list(scales, [](Format f) { return quote(traits(f).name); })
+      << ", \"layouts\": " << list(kLayouts, layout_json)
+      << ", \"hadamard_sizes\": " << list(kHadamardSizes, [](int d) { return std::to_string(d); })
+      << ", \"backends\": "
+      << list(backends(),
+              [](const Backend& b) {
+                return "{\"name\": " + quote(b.name) + ", \"available\": " + boolean(b.available) +
+                       ", \"reason\": " + quote(b.reason) + "}";
+              })
+      << "}";
+  return out.str();
+}
+
+long write(const std::string& text, bool ok, char* out, long n) {
+  if (n > 0) {
+    const size_t count = std::min(text.size(), static_cast<size_t>(n - 1));
+    std::memcpy(out, text.data(), count);
+    out[count] = '\0';
+  }
+  const long length = static_cast<long>(text.size());
+  return ok ? length : -length;
+}
+
+// No exception crosses the C boundary.
+long answer(const std::function<std::string()>& make, char* out, long n) {
+  try {
+    return write(make(), true, out, n);
+  } catch (const std::exception& error) {
+    return write(error.what(), false, out, n);
+  }
+}
+
+}  // namespace
+}  // namespace blockscale
+
+#define BLOCKSCALE_EXPORT extern "C" __attribute__((visibility("default")))
+
+BLOCKSCALE_EXPORT long bs_describe(char* out, long n) {
+  return blockscale::answer(blockscale::describe_json, out, n);
+}
+
+BLOCKSCALE_EXPORT long bs_spec(const char* text, char* out, long n) {
+  using namespace blockscale;
+  return answer([&] { return spec_json(parse_spec(text)); }, out, n);
+}
+
+BLOCKSCALE_EXPORT long bs_spec_with(const char* text, const char* changes, char* out, long n) {
+  using namespace blockscale;
+  return answer([&] { return spec_json(with_changes(parse_spec(text), changes)); }, out, n);
+}
+
+BLOCKSCALE_EXPORT long bs_explain(const char* spec, const char* layout, const char* device,
+                                  char* out, long n) {
+  using namespace blockscale;
+  return answer([&] { return explain(spec, layout, device); }, out, n);
+}

@@ -1,0 +1,172 @@
+// The operators under torch.ops.blockscale. One kernel serves every device: the boundary refuses a
+// device without a backend by name, where the dispatcher would only say that nothing is registered.
+// Autograd and fake kernels are Python, over these.
+#include "boundary.h"
+
+namespace blockscale::binding {
+namespace {
+
+using Ints = std::vector<int64_t>;
+using OptionalTensor = std::optional<Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+
+const TorchExecutor kExecutor;
+
+std::optional<int64_t> batch_of(const Input& in, int64_t batch_dims) {
+  return batch_dims ? std::optional<int64_t>(in.view.batch) : std::nullopt;
+}
+
+Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor amax,
+                   OptionalTensor seed, OptionalTensor offset, Ints origin, Text layout_text,
+                   int64_t batch_dims) {
+  constexpr const char* kOp = "quantize";
+  const int axis = checked_axis(kOp, axis_value);
+  const QuantSpec& spec = spec_of(spec_text);
+  const StorageLayout& layout = layout_of(layout_text);
+  validate(spec, layout);
+  const Input in = input(kOp, x, axis, batch_dims);
+  const Options o = options(kOp, spec, amax, seed, offset, origin, in.view.batch);
+  Output out =
+      allocate(x, spec, layout, axis, in.view.rows, in.view.columns, batch_of(in, batch_dims));
+  quantize(in.view, out.view, o.options, kExecutor);
+  return {out.codes, out.scales, out.outer};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
+    Tensor x, Text row_text, Text column_text, OptionalTensor row_amax, OptionalTensor column_amax,
+    OptionalTensor seed, OptionalTensor offset, Ints origin, Text row_layout_text,
+    Text column_layout_text, int64_t batch_dims) {
+  constexpr const char* kOp = "quantize_dual";
+  const QuantSpec& row_spec = spec_of(row_text);
+  const QuantSpec& column_spec = spec_of(column_text);
+  const StorageLayout& row_layout = layout_of(row_layout_text);
+  const StorageLayout& column_layout = layout_of(column_layout_text);
+  validate(row_spec, row_layout);
+  validate(column_spec, column_layout);
+  const Input in = input(kOp, x, -2, batch_dims);
+  const int64_t rows = in.view.rows, columns = in.view.columns;
+  const Options row_o = options(kOp, row_spec, row_amax, seed, offset, origin, in.view.batch);
+  const Options column_o =
+      options(kOp, column_spec, column_amax, seed, offset, origin, in.view.batch);
+  const auto batch = batch_of(in, batch_dims);
+  Output row = allocate(x, row_spec, row_layout, -1, rows, columns, batch);
+  Output column = allocate(x, column_spec, column_layout, -2, rows, columns, batch);
+  quantize_dual(in.view, row.view, column.view, row_o.options, column_o.options, kExecutor);
+  return {row.codes, row.scales, row.outer, column.codes, column.scales, column.outer};
+}
+
+Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims) {
+  constexpr const char* kOp = "amax";
+  const int axis = checked_axis(kOp, axis_value);
+  const QuantSpec& spec = spec_of(spec_text);
+  const Input in = input(kOp, x, axis, batch_dims);
+  const Ints sizes = batch_dims ? Ints{in.view.batch} : Ints{};
+  Tensor out = torch::stable::empty(sizes, ScalarType::Float, std::nullopt, x.device());
+  amax(in.view, spec, axis, static_cast<float*>(out.mutable_data_ptr()), kExecutor);
+  return out;
+}
+
+Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, int64_t axis_value,
+                     Ints shape, Text layout_text, ScalarType dtype) {
+  constexpr const char* kOp = "dequantize";
+  const int axis = checked_axis(kOp, axis_value);
+  const Extents e = extents(kOp, shape);
+  const Operand q = operand(kOp, "", codes, scales, outer, spec_of(spec_text),
+                            layout_of(layout_text), axis, e.rows, e.columns, e.batch);
+  const DType type = dtype_of(kOp, "dtype", dtype);
+  Tensor out = torch::stable::empty(shape, dtype, std::nullopt, codes.device());
+  const Matrix view{
+      out.mutable_data_ptr(), type, e.rows, e.columns, e.columns, 1, e.batch.value_or(1),
+      e.rows * e.columns};
+  dequantize(q.view, view, kExecutor);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_text,
+                                       int64_t axis_value, Ints shape, Text from_text,
+                                       Text to_text) {
+  constexpr const char* kOp = "relayout";
+  const int axis = checked_axis(kOp, axis_value);
+  // Only codes and scales change their place: the outer scale is left out of the spec.
+  QuantSpec spec = spec_of(spec_text);
+  spec.outer = false;
+  const Extents e = extents(kOp, shape);
+  const StorageLayout& to = layout_of(to_text);
+  validate(spec, to);
+  const Tensor none =
+      torch::stable::empty(Ints{0}, ScalarType::Float, std::nullopt, codes.device());
+  const Operand from = operand(kOp, "", codes, scales, none, spec, layout_of(from_text), axis,
+                               e.rows, e.columns, e.batch);
+  Output out = allocate(codes, spec, to, axis, e.rows, e.columns, e.batch);
+  relayout(from.view, out.view, kExecutor);
+  return {out.codes, out.scales};
+}
+
+Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, Text a_layout,
+                 int64_t a_rows, Tensor b_codes, Tensor b_scales, Tensor b_outer, Text b_spec,
+                 Text b_layout, int64_t b_rows, int64_t k, OptionalTensor bias,
+                 ScalarType out_dtype) {
+  constexpr const char* kOp = "matmul";
+  for (int64_t extent : {a_rows, b_rows, k})
+    require(extent >= 0, kOp, "a_rows, b_rows, k", extent, "0 or more");
+  require(out_dtype == ScalarType::Float || out_dtype == ScalarType::BFloat16, kOp, "out_dtype",
+          torch::headeronly::toString(out_dtype), "float32 or bfloat16",
+          "convert the result with .to()");
+  // Stored operands look the same along either axis: lines of contraction-contiguous codes.
+  const Operand a = operand(kOp, "a_", a_codes, a_scales, a_outer, spec_of(a_spec),
+                            layout_of(a_layout), -1, a_rows, k, std::nullopt);
+  const Operand b = operand(kOp, "b_", b_codes, b_scales, b_outer, spec_of(b_spec),
+                            layout_of(b_layout), -1, b_rows, k, std::nullopt);
+  GemmOptions gemm_options;
+  Tensor fp32_bias = a_outer;  // only a tensor to assign to: a default one costs an allocation
+  if (bias) {
+    check_device(kOp, "bias", *bias);
+    dtype_of(kOp, "bias.dtype", bias->scalar_type());
+    require(bias->dim() == 1 && bias->numel() == b_rows, kOp, "bias.numel()", bias->numel(),
+            ("one dimension of " + std::to_string(b_rows) + ", the rows of b").c_str());
+    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
+    gemm_options.bias = static_cast<const float*>(fp32_bias.const_data_ptr());
+  }
+  Tensor out =
+      torch::stable::empty(Ints{a_rows, b_rows}, out_dtype, std::nullopt, a_codes.device());
+  const DType type = dtype_of(kOp, "out_dtype", out_dtype);
+  const Matrix d{out.mutable_data_ptr(), type, a_rows, b_rows, b_rows, 1, 1, a_rows * b_rows};
+  gemm(a.view, b.view, d, gemm_options, kExecutor);
+  return out;
+}
+
+}  // namespace
+}  // namespace blockscale::binding
+
+STABLE_TORCH_LIBRARY(blockscale, m) {
+  m.def(
+      "quantize(Tensor x, str spec, int axis, Tensor? amax, Tensor? seed, Tensor? offset, "
+      "SymInt[] origin, str layout, int batch_dims) -> (Tensor codes, Tensor scales, Tensor "
+      "outer)");
+  m.def(
+      "quantize_dual(Tensor x, str row_spec, str col_spec, Tensor? row_amax, Tensor? col_amax, "
+      "Tensor? seed, Tensor? offset, SymInt[] origin, str row_layout, str col_layout, "
+      "int batch_dims) -> (Tensor row_codes, Tensor row_scales, Tensor row_outer, "
+      "Tensor col_codes, Tensor col_scales, Tensor col_outer)");
+  m.def("amax(Tensor x, str spec, int axis, int batch_dims) -> Tensor");
+  m.def(
+      "dequantize(Tensor codes, Tensor scales, Tensor outer, str spec, int axis, SymInt[] shape, "
+      "str layout, ScalarType dtype) -> Tensor");
+  m.def(
+      "relayout(Tensor codes, Tensor scales, str spec, int axis, SymInt[] shape, str from_layout, "
+      "str to_layout) -> (Tensor codes, Tensor scales)");
+  m.def(
+      "matmul(Tensor a_codes, Tensor a_scales, Tensor a_outer, str a_spec, str a_layout, "
+      "SymInt a_rows, Tensor b_codes, Tensor b_scales, Tensor b_outer, str b_spec, str b_layout, "
+      "SymInt b_rows, SymInt k, Tensor? bias, ScalarType out_dtype) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
+  using namespace blockscale::binding;
+  m.impl("quantize", TORCH_BOX(&quantize_op));
+  m.impl("quantize_dual", TORCH_BOX(&quantize_dual_op));
+  m.impl("amax", TORCH_BOX(&amax_op));
+  m.impl("dequantize", TORCH_BOX(&dequantize_op));
+  m.impl("relayout", TORCH_BOX(&relayout_op));
+  m.impl("matmul", TORCH_BOX(&matmul_op));
+}

@@ -1,0 +1,112 @@
+// Index maps and sizes of every storage layout (the layouts page of the specification).
+//
+// A layout maps (row, column) of a matrix of scales, or of code bytes, to an offset. All are
+// bijections between the padded matrix and the buffer.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "blockscale/formats.h"
+#include "blockscale/spec.h"
+
+namespace blockscale {
+
+enum class Layout : uint8_t { linear, mn_major, nv_128x4, aiter_scale, mfma_16x16 };
+
+struct LayoutTraits {
+  const char* name;
+  bool for_codes;
+  bool for_scales;
+  int scale_bytes;  // size of the scales it can hold; 0 = any
+  int row_multiple;
+  int column_multiple;
+};
+
+inline constexpr LayoutTraits kLayouts[] = {
+    //  name         codes  scales bytes rows columns
+    {"linear", true, true, 0, 1, 1},
+    {"mn_major", false, true, 4, 4, 1},
+    {"nv_128x4", false, true, 1, 128, 4},
+    {"aiter_scale", false, true, 1, 256, 8},
+    {"mfma_16x16", true, false, 1, 16, 32},
+};
+inline constexpr int kLayoutCount = sizeof(kLayouts) / sizeof(kLayouts[0]);
+
+BLOCKSCALE_HD constexpr int64_t padded_rows(Layout l, int64_t rows) {
+  return round_up(rows, kLayouts[static_cast<int>(l)].row_multiple);
+}
+BLOCKSCALE_HD constexpr int64_t padded_columns(Layout l, int64_t columns) {
+  return round_up(columns, kLayouts[static_cast<int>(l)].column_multiple);
+}
+BLOCKSCALE_HD constexpr int64_t layout_size(Layout l, int64_t rows, int64_t columns) {
+  return padded_rows(l, rows) * padded_columns(l, columns);
+}
+
+// Offset of element (r, s) of a rows x columns matrix, in elements.
+BLOCKSCALE_HD constexpr int64_t layout_offset(Layout l, int64_t rows, int64_t columns, int64_t r,
+                                              int64_t s) {
+  const int64_t width = padded_columns(l, columns);
+  switch (l) {
+    case Layout::mn_major:
+      return s * padded_rows(l, rows) + r;
+    case Layout::nv_128x4:
+      return (r / 128 * (width / 4) + s / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + s % 4;
+    case Layout::aiter_scale:
+      return r / 32 * 32 * width + s / 8 * 256 + s % 4 * 64 + r % 16 * 4 + s / 4 % 2 * 2 +
+             r / 16 % 2;
+    case Layout::mfma_16x16:
+      return r / 16 * 16 * width + s / 16 * 256 + r % 16 * 16 + s % 16;
+    case Layout::linear:
+      break;
+  }
+  return r * width + s;
+}
+
+// The byte that padding holds: 1.0 for E8M0 in AITER's layout, 0 elsewhere.
+BLOCKSCALE_HD constexpr uint8_t padding_fill(Layout l, Format scale) {
+  return l == Layout::aiter_scale && scale == Format::e8m0 ? 127 : 0;
+}
+
+// How one operand is stored: a layout for its codes and one for its scales. The text form is one
+// name ("nv_128x4": codes linear), or both joined by '+' ("mfma_16x16+aiter_scale").
+struct StorageLayout {
+  Layout codes = Layout::linear;
+  Layout scales = Layout::linear;
+  constexpr bool operator==(const StorageLayout&) const = default;
+};
+StorageLayout parse_layout(std::string_view text);
+std::string to_string(const StorageLayout& layout);
+// Throws Error when `spec` cannot be stored so.
+void validate(const QuantSpec& spec, const StorageLayout& layout);
+
+// Extents of a stored operand. A line is a row of the stored codes: a row of x for axis -1, a
+// column of x for axis -2; the extent is the contraction length.
+struct StoredShape {
+  int64_t lines;         // number of lines
+  int64_t extent;        // contraction length, extended to a multiple of the Hadamard size
+  int64_t padded;        // extent rounded up to whole blocks: codes per line
+  int64_t blocks;        // blocks per line
+  int64_t line_bytes;    // bytes of codes per line before any layout padding
+  int64_t scale_rows;    // rows of the scale matrix in its layout
+  int64_t code_bytes;    // size of the codes buffer
+  int64_t scale_count;   // elements of the scales buffer
+};
+BLOCKSCALE_HD constexpr StoredShape stored_shape(const QuantSpec& spec, const StorageLayout& layout,
+                                                 int axis, int64_t rows, int64_t columns) {
+  StoredShape s{};
+  s.lines = axis == -1 ? rows : columns;
+  const int64_t contraction = axis == -1 ? columns : rows;
+  s.extent = spec.hadamard.dim ? round_up(contraction, spec.hadamard.dim) : contraction;
+  s.blocks = ceil_div(s.extent, spec.block);
+  s.padded = s.blocks * spec.block;
+  s.line_bytes = s.padded / codes_per_byte(spec.element);
+  // The byte layouts hold one row of scales per line: square blocks are replicated in them.
+  const bool grid = spec.square && kLayouts[static_cast<int>(layout.scales)].scale_bytes != 1;
+  s.scale_rows = grid ? ceil_div(s.lines, spec.block) : s.lines;
+  s.code_bytes = layout_size(layout.codes, s.lines, s.line_bytes);
+  s.scale_count = layout_size(layout.scales, s.scale_rows, s.blocks);
+  return s;
+}
+
+}  // namespace blockscale

@@ -1,0 +1,93 @@
+// The operators. Every one exists in three places with the same signature up to the executor:
+// `reference::` (scalar, the definition), `cpu::` (SIMD), and here, where arguments are checked and
+// the backend is chosen.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "blockscale/philox.h"
+#include "blockscale/status.h"
+#include "blockscale/tensor.h"
+
+namespace blockscale {
+
+// Runs body(begin, end) over disjoint ranges that cover [0, count), in any order, on any threads.
+class Executor {
+ public:
+  using Body = std::function<void(int64_t begin, int64_t end)>;
+  virtual ~Executor() = default;
+  virtual void parallel_for(int64_t count, const Body& body) const = 0;
+};
+const Executor& serial_executor();
+// As many threads as the machine has cores, started on first use.
+const Executor& default_executor();
+
+struct QuantizeOptions {
+  const float* amax = nullptr;  // per matrix of the batch; only for specs with an outer scale;
+                                // computed when null
+  std::optional<Rng> rng;       // needed by stochastic specs
+  int64_t origin_row = 0;       // of x in the unsharded tensor; whole blocks along the contraction
+  int64_t origin_column = 0;    // axis (and across it for square blocks)
+};
+
+// x [rows, columns] -> out. Reads x once, and once more when an outer scale's amax is not given.
+void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options = {},
+              const Executor& executor = default_executor());
+
+// Rows (axis -1) and columns (axis -2) of x in one pass; the specs may differ.
+void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
+                   const QuantizeOptions& row_options = {},
+                   const QuantizeOptions& column_options = {},
+                   const Executor& executor = default_executor());
+
+// max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch: NaN when any
+// value is NaN, else Inf when any is infinite, 0 for an empty matrix.
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
+          const Executor& executor = default_executor());
+
+// x^ = fl(fl(outer * scale) * code), then rounded (RN) to x.dtype. A Hadamard transform is not
+// undone: x^ is the transformed operand, extended like the codes, cut to x's extents.
+void dequantize(const ConstQuantized& q, const Matrix& x,
+                const Executor& executor = default_executor());
+
+// The same operand in another storage layout.
+void relayout(const ConstQuantized& from, const Quantized& to,
+              const Executor& executor = default_executor());
+
+// D = alpha * (A B^T) + bias + beta_one * D. A is [M, K], B is [N, K] up to their axes: each
+// operand's contraction axis is the one it was quantized along, its lines are the rows of A or B.
+struct GemmOptions {
+  float alpha = 1.0f;
+  const float* bias = nullptr;  // N values, added to every row
+  bool accumulate = false;      // add to D (FP32 only) instead of overwriting it
+};
+void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+          const GemmOptions& options = {}, const Executor& executor = default_executor());
+
+// Why an operator cannot run, in the words of its error; empty when it can.
+std::string explain(std::string_view spec, std::string_view layout, std::string_view device);
+
+// Backends of this build.
+struct Backend {
+  std::string name;
+  bool available;
+  std::string reason;  // why it is not available
+};
+std::vector<Backend> backends();
+// The instruction set in use by the CPU backend, and all this build holds that the machine has.
+std::string instruction_set();
+std::vector<std::string> instruction_sets();
+
+namespace reference {
+void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options);
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out);
+void dequantize(const ConstQuantized& q, const Matrix& x);
+void relayout(const ConstQuantized& from, const Quantized& to);
+void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+          const GemmOptions& options);
+}  // namespace reference
+
+}  // namespace blockscale

@@ -1,0 +1,55 @@
+// The counter RNG (Philox4x32-7, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC 2011) and how coordinates become counters (numerics section 7).
+#pragma once
+
+#include <cstdint>
+
+#include "blockscale/formats.h"
+
+namespace blockscale {
+
+struct PhiloxBlock {
+  uint32_t word[4];
+};
+
+inline constexpr uint32_t kPhiloxM0 = 0xD2511F53, kPhiloxM1 = 0xCD9E8D57;
+inline constexpr uint32_t kPhiloxW0 = 0x9E3779B9, kPhiloxW1 = 0xBB67AE85;
+inline constexpr int kPhiloxRounds = 7;
+inline constexpr int kElementsPerPhilox = 16;  // one byte each
+
+template <int kRounds = kPhiloxRounds>
+BLOCKSCALE_HD constexpr PhiloxBlock philox4x32(PhiloxBlock counter, uint32_t k0, uint32_t k1) {
+  PhiloxBlock c = counter;
+  for (int round = 0; round < kRounds; ++round) {
+    const uint64_t p0 = uint64_t{kPhiloxM0} * c.word[0];
+    const uint64_t p1 = uint64_t{kPhiloxM1} * c.word[2];
+    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ k0, static_cast<uint32_t>(p1),
+          static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ k1, static_cast<uint32_t>(p0)}};
+    k0 += kPhiloxW0;
+    k1 += kPhiloxW1;
+  }
+  return c;
+}
+
+// What keys the random bits of one operand: seed and offset by value. Bit 63 of offset is ignored.
+struct Rng {
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+};
+
+// plane 0: blocks along a row (line = global row, pos = global column);
+// plane 1: blocks down a column (line = global column, pos = global row).
+BLOCKSCALE_HD constexpr PhiloxBlock random_block(Rng rng, int plane, uint32_t line,
+                                                 uint32_t pos_div_16) {
+  const uint32_t high = static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF;
+  return philox4x32({{pos_div_16, line, static_cast<uint32_t>(rng.offset),
+                      high | static_cast<uint32_t>(plane) << 31}},
+                    static_cast<uint32_t>(rng.seed), static_cast<uint32_t>(rng.seed >> 32));
+}
+
+// The 8 bits of one element: byte i%4 (little end first) of word i/4, i = pos % 16.
+BLOCKSCALE_HD constexpr uint32_t random_byte(const PhiloxBlock& block, uint32_t i) {
+  return block.word[i / 4] >> (8 * (i % 4)) & 0xFF;
+}
+
+}  // namespace blockscale

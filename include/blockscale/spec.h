@@ -1,0 +1,90 @@
+// QuantSpec: everything that decides the bits of a quantized operand (numerics section 9).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "blockscale/formats.h"
+#include "blockscale/hadamard.h"
+#include "blockscale/rounding.h"
+
+namespace blockscale {
+
+enum class Rounding : uint8_t { nearest, stochastic };
+
+// A structural type: usable as `template <QuantSpec kSpec>`.
+struct QuantSpec {
+  Format element = Format::e4m3fn;
+  Format scale = Format::fp32;
+  uint16_t block = 128;  // elements along the contraction axis that share a scale
+  bool square = false;   // block x block tiles instead of 1 x block
+  ScaleRule rule = ScaleRule::amax;
+  ScaleRounding scale_rounding = ScaleRounding::nearest;
+  Rounding rounding = Rounding::nearest;
+  bool outer = false;  // an FP32 scale of the whole tensor on top of the block scales
+  Hadamard hadamard{};
+
+  BLOCKSCALE_HD constexpr int block_lines() const { return square ? block : 1; }
+  BLOCKSCALE_HD constexpr bool stochastic() const { return rounding == Rounding::stochastic; }
+  BLOCKSCALE_HD constexpr bool two_level() const { return rule == ScaleRule::two_level; }
+  constexpr bool operator==(const QuantSpec&) const = default;
+};
+
+inline constexpr QuantSpec kFp8_1x128{};
+inline constexpr QuantSpec kFp8_128x128{.square = true};
+inline constexpr QuantSpec kMxfp8{.scale = Format::e8m0, .block = 32, .rule = ScaleRule::rceil};
+inline constexpr QuantSpec kMxfp6{
+    .element = Format::e2m3, .scale = Format::e8m0, .block = 32, .rule = ScaleRule::rceil};
+inline constexpr QuantSpec kMxfp4{
+    .element = Format::e2m1, .scale = Format::e8m0, .block = 32, .rule = ScaleRule::even};
+inline constexpr QuantSpec kNvfp4{.element = Format::e2m1,
+                                  .scale = Format::e4m3,
+                                  .block = 16,
+                                  .rule = ScaleRule::two_level,
+                                  .outer = true};
+inline constexpr QuantSpec kAmdfp4{.element = Format::e2m1,
+                                   .scale = Format::ue5m3,
+                                   .block = 16,
+                                   .rule = ScaleRule::two_level,
+                                   .outer = true};
+
+// A family is a named spec together with what may be changed in it. Adding a format family is a
+// row of kFamilies (spec.cc).
+struct Family {
+  const char* name;
+  QuantSpec spec;
+  std::vector<Format> elements;
+  std::vector<ScaleRule> rules;
+};
+const std::vector<Family>& families();
+// The family a valid spec belongs to: the row with its element, scale format and (for FP8, whose
+// two block shapes are two names) block.
+const Family& family_of(const QuantSpec& spec);
+
+// Throws Error for a combination that means nothing, with the reason and the remedy.
+void validate(const QuantSpec& spec);
+
+// The canonical text: the family's name, then what differs from the family's spec, in a fixed
+// order, e.g. "nvfp4[block=16x16]". parse_spec(to_string(s)) == s for every valid s.
+//   element=e5m2  block=16x16  scale_rule=floor  scale_rounding=nearest|up
+//   rounding=nearest|stochastic  outer=true|false  hadamard=none|16|16:0xd7e8
+std::string to_string(const QuantSpec& spec);
+// Parses a family's name with or without changes in brackets; validates. An unknown name throws
+// with the nearest known one. rounding=stochastic turns scale_rounding of a two-level spec to `up`
+// unless it is given.
+QuantSpec parse_spec(std::string_view text);
+// `changes` in the bracket syntax, without brackets.
+QuantSpec with_changes(const QuantSpec& spec, std::string_view changes);
+
+const char* to_string(ScaleRule rule);
+const char* to_string(ScaleRounding rounding);
+const char* to_string(Rounding rounding);
+
+// What the contraction axis is zero-extended to a multiple of before it is cut into blocks.
+BLOCKSCALE_HD constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+BLOCKSCALE_HD constexpr int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+}  // namespace blockscale

@@ -1,0 +1,42 @@
+"""Block-scaled FP8 and FP4 quantization and matrix multiplication for training."""
+
+from __future__ import annotations
+
+from blockscale import nn
+from blockscale._core import describe, explain
+from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
+from blockscale.functional import linear
+from blockscale.ops import amax, dequantize, matmul, quantize, quantize_dual, relayout
+from blockscale.recipe import Recipe, Spec, recipe, recipe_names, spec, spec_names
+from blockscale.rng import Rng
+from blockscale.tensor import QuantizedTensor
+
+__version__: str = describe()["version"]
+
+__all__ = [
+    "QuantizedTensor",
+    "Recipe",
+    "Report",
+    "Rng",
+    "Spec",
+    "advance",
+    "amax",
+    "attach",
+    "convert",
+    "dequantize",
+    "describe",
+    "explain",
+    "linear",
+    "matmul",
+    "nn",
+    "quantize",
+    "quantize_dual",
+    "recipe",
+    "recipe_names",
+    "relayout",
+    "revert",
+    "rng_state",
+    "set_step",
+    "spec",
+    "spec_names",
+]

@@ -1,0 +1,28 @@
+"""The one error form: ``operation: argument = got; need ...; remedy``, on one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import NoReturn
+
+
+def message(operation: str, argument: str, got: object, need: str, remedy: str = "") -> str:
+    text = f"{operation}: {argument} = {got}; need {need}"
+    return f"{text}; {remedy}" if remedy else text
+
+
+def fail(operation: str, argument: str, got: object, need: str, remedy: str = "") -> NoReturn:
+    """Raise ValueError: a value of the right type that cannot be used."""
+    raise ValueError(message(operation, argument, got, need, remedy))
+
+
+def fail_type(operation: str, argument: str, got: object, need: str, remedy: str = "") -> NoReturn:
+    """Raise TypeError naming the type of `got`."""
+    raise TypeError(message(operation, argument, f"a {type(got).__name__}", need, remedy))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The remedy that names what is spelled most like `name`; empty when nothing is known."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f"did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,1 @@
+"""The `blockscale` command; `blockscale.cli.main` lists its subcommands, one module each."""

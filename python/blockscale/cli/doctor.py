@@ -1,0 +1,79 @@
+"""Show what this machine can run: backends, instruction set, PyTorch, devices, and for every
+recipe the devices it runs on, or why it does not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import blockscale as bs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints two tables."""
+    console = Console()
+    about = bs.describe()
+    console.print(facts(about))
+    console.print(recipes([backend["name"] for backend in about["backends"]]))
+    return 0
+
+
+def facts(about: dict[str, Any]) -> Table:
+    """Versions, backends and devices."""
+    table = Table(title="blockscale doctor", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("blockscale", bs.__version__)
+    table.add_row("python", platform.python_version())
+    cuda = torch.version.cuda
+    table.add_row("torch", f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'})")
+    table.add_row("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use")
+    others = ", ".join(about["instruction_sets"])
+    table.add_row("instruction set", f"{about['instruction_set']} (built for {others})")
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        table.add_row(
+            f"cuda:{index}",
+            f"{device.name}, sm_{device.major}{device.minor}, "
+            f"{device.total_memory / 2**30:.0f} GiB",
+        )
+    for backend in about["backends"]:
+        state = "available" if backend["available"] else f"not available: {backend['reason']}"
+        table.add_row(f"backend {backend['name']}", state)
+    return table
+
+
+def recipes(devices: list[str]) -> Table:
+    """A row per recipe, a column per device: `yes`, or the reason why not."""
+    table = Table(title="what each recipe can run on")
+    table.add_column("recipe", no_wrap=True)
+    for device in devices:
+        table.add_column(device, overflow="fold")
+    for name in bs.recipe_names():
+        table.add_row(name, *(why_not(name, device) or "yes" for device in devices))
+    return table
+
+
+def why_not(recipe: str, device: str) -> str:
+    """The first reason why a recipe cannot run on the device; empty when it can."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    reasons = (bs.explain(spec, device=device) for spec in recipe_specs(recipe))
+    return next((reason for reason in reasons if reason), "")
+
+
+def recipe_specs(recipe: str) -> Iterator[bs.Spec]:
+    """The specs of a recipe's operands; none for an operand kept in high precision."""
+    for value in vars(bs.recipe(recipe)).values():
+        if isinstance(value, bs.Spec):
+            yield value

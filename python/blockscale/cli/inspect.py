@@ -1,0 +1,291 @@
+"""Show what each spec would do to the tensors of a safetensors file: signal to quantization noise,
+largest magnitude, underflow and saturation rates, as a table and a plot. The file may be larger
+than memory."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import torch
+from blockscale.cli.errors import CliError, nearest
+from blockscale.cli.run_folder import write_atomically
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+CHUNK_ELEMENTS = 1 << 22  # read at a time
+CHUNK_ROWS = 128  # a chunk is whole tiles of every spec
+ROUNDING_OF_DECODE = 2.0**-20  # numerics, section 6: what a maximum may lose without saturating
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one spec does to one tensor."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    spec: str
+    amax: float
+    sqnr: float  # dB
+    underflow: float  # share of the nonzero elements that become zero
+    saturation: float  # share of all elements that are cut off at the largest code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE.safetensors")
+    parser.add_argument(
+        "--spec", action="append", metavar="SPEC",
+        help=f"name or canonical text; may be repeated (default: {', '.join(DEFAULT_SPECS)})",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="PLOT.png", help="also draw the figures")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one row per tensor and spec, and the skipped tensors with the reason."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # in a file, rather wide than folded
+    specs = [parse_spec(text) for text in args.spec or DEFAULT_SPECS]
+    if args.out is not None:
+        check_plot_path(Path(args.out))
+    results: list[Result] = []
+    skipped: list[tuple[str, str]] = []
+    with open_file(args.file) as file:
+        for name in sorted(file.keys()):
+            piece = file.get_slice(name)
+            shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
+            reason = why_skip(shape, dtype)
+            if reason:
+                skipped.append((name, reason))
+            else:
+                results += inspect_tensor(name, piece, shape, specs)
+    console.print(as_table(results))
+    for name, reason in skipped:
+        console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
+    if args.out is not None:
+        if results:
+            content = draw(results, specs)
+            write_atomically(Path(args.out), lambda handle: handle.write(content))
+            console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
+        else:
+            console.print("no plot: no tensor could be inspected")
+    return 0
+
+
+def parse_spec(text: str) -> bs.Spec:
+    """A spec from its name or canonical text; CliError with the nearest name."""
+    family = text.split("[")[0]
+    if family not in bs.spec_names():
+        known = bs.spec_names()
+        raise CliError(
+            f"--spec = {text}; need a spec among {', '.join(known)}; {nearest(family, known)}"
+        )
+    try:
+        spec = bs.spec(text)
+    except ValueError as error:
+        raise CliError(f"--spec = {text}; {error}") from None
+    if spec.hadamard:
+        raise CliError(
+            f"--spec = {text}; need a spec without a Hadamard transform, whose codes stand for "
+            "the transformed tensor; drop hadamard="
+        )
+    return spec
+
+
+def check_plot_path(path: Path) -> None:
+    """CliError unless the plot can be written, before the long work."""
+    if path.suffix != ".png":
+        raise CliError(f"--out = {path}; need a .png file; name it {path.with_suffix('.png')}")
+    if not path.parent.is_dir() or path.is_dir():
+        raise CliError(f"--out = {path}; need a file in an existing folder; choose another path")
+    try:
+        write_atomically(path.with_name(f".{path.name}.probe"), lambda file: None)
+    except OSError as error:
+        raise CliError(
+            f"--out = {path} ({error.strerror}); need a folder that can be written; choose another"
+        ) from None
+    path.with_name(f".{path.name}.probe").unlink()
+
+
+def open_file(path: str) -> Any:
+    """The file, opened for reading by slices."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise CliError(f"file = {path}; need an existing file; check the path") from None
+    except (SafetensorError, OSError) as error:
+        raise CliError(
+            f"file = {path} ({error}); need a whole safetensors file; it is truncated, damaged or "
+            "of another kind"
+        ) from None
+
+
+def why_skip(shape: Sequence[int], dtype: str) -> str:
+    """Why a tensor is not inspected; empty when it is."""
+    if dtype not in FLOATS:
+        return f"{dtype}, not one of {', '.join(FLOATS)}"
+    if len(shape) < 2:
+        return f"{len(shape)}-D, not a matrix"
+    return "" if math.prod(shape) else "empty"
+
+
+def pieces(file_slice: Any, shape: Sequence[int], prefix: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """A tensor's leading dims flattened into rows, as consecutive 2-D parts of bounded size."""
+    left = shape[len(prefix) :]
+    inner = math.prod(left[1:])
+    if inner > CHUNK_ELEMENTS and len(left) > 2:
+        for index in range(left[0]):
+            yield from pieces(file_slice, shape, (*prefix, index))
+        return
+    step = max(1, CHUNK_ELEMENTS // inner)
+    for start in range(0, left[0], step):
+        part = file_slice[(*prefix, slice(start, min(start + step, left[0])))]
+        yield part.reshape(-1, shape[-1])
+
+
+def chunks(file_slice: Any, shape: Sequence[int]) -> Iterator[Tensor]:
+    """The same rows regrouped, so that every chunk but the last has a multiple of CHUNK_ROWS."""
+    held: list[Tensor] = []
+    rows = 0
+    for piece in pieces(file_slice, shape):
+        held.append(piece)
+        rows += len(piece)
+        whole = rows - rows % CHUNK_ROWS
+        if whole:
+            joined = torch.cat(held)
+            yield joined[:whole]
+            held, rows = [joined[whole:].clone()], rows - whole
+    if rows:
+        yield torch.cat(held)
+
+
+def inspect_tensor(
+    name: str, file_slice: Any, shape: tuple[int, ...], specs: Sequence[bs.Spec]
+) -> list[Result]:
+    """Reads a tensor twice: once for its amax, which two-level specs scale by, once to measure."""
+    amax = max_of(chunk.float().abs().amax() for chunk in chunks(file_slice, shape))
+    sums = [Sums() for _ in specs]
+    for index, chunk in enumerate(chunks(file_slice, shape)):
+        for spec, total in zip(specs, sums, strict=True):
+            total.add(chunk, spec, amax, index)
+    return [
+        Result(name, shape, spec.text, float(amax), *total.rates())
+        for spec, total in zip(specs, sums, strict=True)
+    ]
+
+
+def max_of(values: Iterator[Tensor]) -> Tensor:
+    """The largest of some scalars, NaN if one is NaN."""
+    return torch.stack(list(values)).amax()
+
+
+class Sums:
+    """Running sums over the chunks of a tensor under one spec, in float64."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+        self.count = self.nonzero = self.underflowed = self.saturated = 0
+
+    def add(self, x: Tensor, spec: bs.Spec, amax: Tensor, index: int) -> None:
+        """Adds one chunk [R, C]. `index` varies the random bits of stochastic specs."""
+        rng = bs.Rng(0, index) if spec.rounding == "stochastic" else None
+        q = bs.quantize(x, spec, amax=amax if spec.outer else None, rng=rng)
+        y = bs.dequantize(q, dtype=torch.float32)
+        x = x.float()
+        self.signal += float(x.double().square().sum())
+        self.noise += float((x.double() - y.double()).square().sum())
+        self.count += x.numel()
+        self.nonzero += int((x != 0).sum())
+        self.underflowed += int(((x != 0) & (y == 0)).sum())
+        cut = x.abs() > y.abs() * (1.0 + ROUNDING_OF_DECODE)
+        self.saturated += int((cut & is_largest(q, x.shape[1])).sum())
+
+    def rates(self) -> tuple[float, float, float]:
+        """SQNR in dB, underflow, saturation."""
+        if self.signal == 0.0 or self.noise == 0.0:  # a tensor of zeros, or an exact one
+            sqnr = math.inf
+        else:
+            sqnr = 10.0 * math.log10(self.signal / self.noise)
+        return sqnr, self.underflowed / max(1, self.nonzero), self.saturated / self.count
+
+
+def is_largest(q: bs.QuantizedTensor, columns: int) -> Tensor:
+    """Where a code [R, C] stands for its format's largest magnitude."""
+    element = next(e for e in bs.describe()["elements"] if e["name"] == q.spec.element)
+    codes = q.codes
+    if codes.dtype != torch.uint8:  # an FP8 dtype of torch
+        return codes[:, :columns].float().abs() == element["max"]
+    if q.spec.codes_per_byte == 2:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    # FP6 and FP4 have no NaN or Inf: the largest magnitude is all ones below the sign.
+    ones = (1 << (element["bits"] - 1)) - 1
+    return (codes[:, :columns] & ones) == ones
+
+
+def as_table(results: Sequence[Result]) -> Table:
+    """A row per tensor and spec; a tensor's name, shape and amax once."""
+    table = Table()
+    table.add_column("tensor", overflow="fold")
+    for heading in ("shape", "amax", "spec"):
+        table.add_column(heading, justify="right" if heading == "amax" else "left")
+    for heading in ("SQNR dB", "underflow", "saturation"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    previous = None
+    for r in results:
+        first = r.tensor != previous
+        previous = r.tensor
+        table.add_row(
+            r.tensor if first else "",
+            "x".join(map(str, r.shape)) if first else "",
+            f"{r.amax:.4g}" if first else "",
+            r.spec,
+            f"{r.sqnr:.2f}",
+            f"{r.underflow:.3%}",
+            f"{r.saturation:.3%}",
+        )
+    return table
+
+
+def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
+    """Three panels over the tensors, a colour and marker per spec."""
+    from blockscale.cli.report import COLOURS, MARKERS
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(r.tensor for r in results))
+    height = min(40.0, 2.0 + 0.22 * len(names))
+    figure = Figure(figsize=(13, max(4.0, height)), dpi=120, layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    rows = range(len(names))
+    for index, spec in enumerate(specs):
+        ours = [r for r in results if r.spec == spec.text]
+        columns = ([r.sqnr for r in ours], [100 * r.underflow for r in ours],
+                   [100 * r.saturation for r in ours])  # fmt: skip
+        for axes, values in zip(panels, columns, strict=True):
+            axes.plot(
+                values, rows, linestyle="", color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index % len(MARKERS)], label=spec.text,
+            )  # fmt: skip
+    labels = ("SQNR (dB), more is better", "underflow (% of nonzeros)", "saturation (%)")
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set_xlabel(label)
+        axes.grid(color="0.9", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(rows, names, fontsize=8)
+    panels[0].invert_yaxis()
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
+    )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

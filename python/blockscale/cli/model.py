@@ -1,0 +1,126 @@
+"""The language model that `blockscale train` trains: decoder only, byte-level tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 256  # bytes; 0 marks the end of a file
+KEPT_IN_BF16 = ("lm_head",)  # what convert is told to skip
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The shape of a model and the training settings that suit it."""
+
+    dim: int
+    layers: int
+    heads: int
+    hidden: int
+    seq_len: int
+    batch_size: int
+    steps: int
+    lr: float
+    eval_every: int
+
+
+PRESETS = {
+    "tiny": Preset(256, 3, 4, 640, 128, 8, 200, 1e-3, 25),
+    "small": Preset(512, 6, 8, 1408, 256, 16, 2000, 1e-3, 100),
+    "gpt-124m": Preset(768, 12, 12, 2048, 1024, 8, 20000, 6e-4, 500),
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary position embedding."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, dim: int, heads: int, seq_len: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        half = dim // heads // 2
+        angle = torch.outer(torch.arange(seq_len), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turns each (i, i + half) pair of x [B, H, T, D] by its position's angle."""
+        length = x.shape[-2]
+        cos, sin = self.cos[:length], self.sin[:length]
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, dim))
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate) * up), gate and up from one GEMM."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, preset: Preset, seq_len: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(preset.dim, eps=1e-6)
+        self.attention = Attention(preset.dim, preset.heads, seq_len)
+        self.mlp_norm = nn.RMSNorm(preset.dim, eps=1e-6)
+        self.mlp = SwiGlu(preset.dim, preset.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(nn.Module):
+    """Tokens [B, T] (int64, below 256) to the mean next-token cross-entropy in nats, FP32 scalar.
+
+    `targets` [B, T] are the tokens one to the right. `reduction` is as in `cross_entropy`.
+    """
+
+    def __init__(self, preset: Preset, seq_len: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, preset.dim)
+        self.layers = nn.ModuleList(Block(preset, seq_len) for _ in range(preset.layers))
+        self.norm = nn.RMSNorm(preset.dim, eps=1e-6)
+        self.lm_head = nn.Linear(preset.dim, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.lm_head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+    def initialize(self, seed: int) -> None:
+        """Fills every parameter from `seed` alone: normal(0, 0.02), the two projections back into
+        the residual stream narrowed by 1/sqrt(2 * layers)."""
+        generator = torch.Generator().manual_seed(seed)
+        narrow = (2 * len(self.layers)) ** -0.5
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() < 2:
+                    continue  # norms start at one
+                back = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                parameter.normal_(0.0, 0.02 * (narrow if back else 1.0), generator=generator)

@@ -1,0 +1,77 @@
+"""Live progress of a run: bars on a terminal, an occasional plain line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+PLAIN_EVERY = 10.0  # seconds between two plain lines
+
+
+class LiveProgress:
+    """Shows step, loss, tokens per second and time left; a context manager."""
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        """`total` steps over all trainings of the run, `done` of them in an earlier process."""
+        self.console = console
+        self.total = total
+        self.done = done
+        self.before = done
+        self.begin = self.last = time.monotonic()
+        self.bars = Progress(
+            TextColumn("{task.description:<22}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.whole: TaskID = self.bars.add_task("all", total=total, completed=done, status="")
+        self.current: TaskID | None = None
+        self.name = ""
+
+    def __enter__(self) -> LiveProgress:
+        self.bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bars.stop()
+
+    def start(self, name: str, step: int, steps: int) -> None:
+        """A training begins (or continues) at `step`."""
+        if self.current is not None:
+            self.bars.remove_task(self.current)
+        self.name = name
+        self.current = self.bars.add_task(name, total=steps, completed=step, status="")
+
+    def step(self, step: int, steps: int, loss: float, tokens_per_second: float) -> None:
+        """One more step is done."""
+        self.done += 1
+        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        self.bars.update(self.whole, completed=self.done)
+        if self.current is not None:
+            self.bars.update(self.current, completed=step, status=status)
+        if not self.console.is_terminal and time.monotonic() - self.last > PLAIN_EVERY:
+            self.last = time.monotonic()
+            self.say(f"{self.name}  step {step}/{steps}  {status}  {self.time_left()} left")
+
+    def time_left(self) -> str:
+        """Of the whole run, from the mean pace of this process."""
+        pace = (time.monotonic() - self.begin) / max(1, self.done - self.before)
+        seconds = round(pace * (self.total - self.done))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, highlight=False, soft_wrap=True)

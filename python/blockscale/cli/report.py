@@ -1,0 +1,250 @@
+"""The end of a run: the table, report.md and loss.png, all from settings.json and metrics.jsonl."""
+
+from __future__ import annotations
+
+import io
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from blockscale.cli.data import Corpus, bits_per_byte
+from blockscale.cli.run_folder import Cell, RunFolder, write_atomically
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BASELINE = "bf16"
+HEADINGS = ("recipe", "validation (nats)", "bits per byte", "gap to BF16 (nats)", "tokens/s")
+
+# Okabe and Ito's palette, told apart with any colour vision; markers differ too.
+COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One recipe's outcome, means over the seeds."""
+
+    recipe: str
+    loss: float
+    gap: float | None  # None without a BF16 training to compare with
+    spread: float | None  # sample standard deviation of the gap; None with one seed
+    tokens_per_second: float
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table, as text."""
+        gap = "–" if self.gap is None or self.recipe == BASELINE else f"{self.gap:+.4f}"
+        if gap != "–" and self.spread is not None:
+            gap += f" ± {self.spread:.4f}"
+        bits = bits_per_byte(self.loss)
+        return (
+            self.recipe, f"{self.loss:.4f}", f"{bits:.4f}", gap, f"{self.tokens_per_second:,.0f}"
+        )  # fmt: skip
+
+
+def curve(folder: RunFolder, cell: Cell, key: str) -> dict[int, float]:
+    """step -> value of one metric of one training."""
+    return {
+        row["step"]: row[key]
+        for row in folder.rows
+        if key in row and row["seed"] == cell.seed and row["recipe"] == cell.recipe
+    }
+
+
+def seed_curves(folder: RunFolder, recipe: str, key: str) -> list[dict[int, float]]:
+    """One curve per seed, in the order of the seeds."""
+    return [curve(folder, cell, key) for cell in folder.cells() if cell.recipe == recipe]
+
+
+def gaps(folder: RunFolder, recipe: str, step: int) -> list[float]:
+    """Validation loss above BF16's of the same seed, one number per seed; empty without BF16."""
+    ours = seed_curves(folder, recipe, "validation_loss")
+    theirs = seed_curves(folder, BASELINE, "validation_loss")
+    return [a[step] - b[step] for a, b in zip(ours, theirs, strict=False)]
+
+
+def results(folder: RunFolder) -> list[Result]:
+    """The final figures of every recipe. The pace is that of the median step, evaluation apart."""
+    settings = folder.settings
+    tokens = settings["batch_size"] * settings["seq_len"]
+    found = []
+    for recipe in settings["recipes"]:
+        losses = [c[settings["steps"]] for c in seed_curves(folder, recipe, "validation_loss")]
+        gap = gaps(folder, recipe, settings["steps"])
+        seconds = [
+            row["seconds"] for row in folder.rows if row["recipe"] == recipe and "train_loss" in row
+        ]
+        found.append(
+            Result(
+                recipe=recipe,
+                loss=statistics.fmean(losses),
+                gap=statistics.fmean(gap) if gap else None,
+                spread=statistics.stdev(gap) if len(gap) > 1 else None,
+                tokens_per_second=tokens / statistics.median(seconds),
+            )
+        )
+    return found
+
+
+def print_table(folder: RunFolder, console: Console) -> None:
+    """The comparison, on the console."""
+    table = Table(title=f"{folder.settings['preset']}, {folder.settings['steps']} steps")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "recipe" else "right")
+    for result in results(folder):
+        table.add_row(*result.cells())
+    console.print(table)
+
+
+def write_report(folder: RunFolder, corpus: Corpus) -> None:
+    """Writes report.md and loss.png."""
+    unigram = corpus.unigram_loss()
+    plot = draw(folder, unigram)
+    write_atomically(folder.path / "loss.png", lambda file: file.write(plot))
+    text = markdown(folder, corpus, unigram).encode()
+    write_atomically(folder.path / "report.md", lambda file: file.write(text))
+
+
+def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
+    """The text of report.md."""
+    settings = folder.settings
+    lines = [
+        f"# {', '.join(settings['recipes'])}: preset {settings['preset']}, "
+        f"{settings['steps']} steps, seeds {seed_range(settings)}",
+        "",
+        f"| {' | '.join(HEADINGS)} |",
+        "|---|" + "---:|" * (len(HEADINGS) - 1),
+        *(f"| {' | '.join(result.cells())} |" for result in results(folder)),
+        "",
+        "Every recipe starts from the same initial weights and sees the same batches. The gap is "
+        "taken seed by seed; after ± stands its standard deviation over the seeds (left out with "
+        "one seed). Tokens/s is from the median step, evaluation apart. A model that knows only "
+        f"how frequent each byte is scores {unigram:.4f} nats, "
+        f"{bits_per_byte(unigram):.4f} bits per byte.",
+        "",
+        "![Training loss, validation loss and gap to BF16](loss.png)",
+        "",
+        f"Text: {corpus.source}; {corpus.files} files, of which {corpus.validation_files} are held "
+        f"out for validation; {len(corpus.train):,} and {len(corpus.validation):,} bytes.",
+        "",
+        "| setting | value |",
+        "|---|---|",
+    ]
+    for key, value in (settings | settings["environment"]).items():
+        if key not in ("environment", "data"):
+            shown = ", ".join(value) if isinstance(value, list) else value
+            lines.append(f"| {key} | {shown} |")
+    return "\n".join([*lines, "", "Again:", "", f"    {command(settings)}", ""])
+
+
+def seed_range(settings: dict[str, Any]) -> str:
+    """`0` or `0 to 2`."""
+    first, last = settings["seed"], settings["seed"] + settings["seeds"] - 1
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def command(settings: dict[str, Any]) -> str:
+    """The command that repeats a run."""
+    words = ["blockscale", "train"]
+    for key, value in settings.items():
+        if key in ("environment", "data_sha256") or value == []:
+            continue
+        words.append("--" + key.replace("_", "-"))
+        if key == "recipes":
+            words.append(",".join(value))
+        else:
+            words += [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    return shlex.join(words)
+
+
+def draw(folder: RunFolder, unigram: float) -> bytes:
+    """loss.png: training and validation loss on the left, the gap to BF16 on the right."""
+    from matplotlib.figure import Figure
+
+    settings = folder.settings
+    figure = Figure(figsize=(12, 5), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for index, recipe in enumerate(settings["recipes"]):
+        colour = COLOURS[index % len(COLOURS)]
+        marker = MARKERS[index % len(MARKERS)]
+        style = {"color": colour, "marker": marker, "label": recipe}
+        # Hollow markers that shrink and lines that thin out, since most of them coincide.
+        shrink = 1.0 - index / (len(settings["recipes"]) + 3)
+        draw_losses(left, folder, recipe, style, shrink)
+        if recipe != BASELINE and BASELINE in settings["recipes"]:
+            draw_gap(right, folder, recipe, style, index)
+    left.axhline(unigram, color="0.5", linestyle=":", linewidth=1.2)
+    left.annotate(
+        "byte frequencies alone", (settings["steps"], unigram), (0, 3),
+        textcoords="offset points", ha="right", color="0.35", fontsize=9,
+    )  # fmt: skip
+    left.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(None, 1.25 * unigram))
+    left.set_title("Training (line, smoothed) and validation (points)")
+    left.legend(frameon=False)
+    right.axhline(0.0, color="0.5", linewidth=1.0)
+    right.set(xlabel="step", ylabel="validation loss above BF16 (nats per byte)")
+    right.set_title("Gap to BF16" + (", mean ± deviation" if settings["seeds"] > 1 else ""))
+    if right.get_legend_handles_labels()[0]:
+        right.legend(frameon=False)
+    else:
+        note = "needs bf16 and one more recipe in --recipes"
+        right.text(0.5, 0.6, note, transform=right.transAxes, ha="center", color="0.35")
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(color="0.9", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def draw_losses(
+    axes: Axes, folder: RunFolder, recipe: str, style: dict[str, Any], shrink: float
+) -> None:
+    """The smoothed training curve and the validation points, means over the seeds."""
+    train = mean_curve(seed_curves(folder, recipe, "train_loss"))
+    smooth = smoothed(list(train.values()))
+    axes.plot(list(train), smooth, color=style["color"], linewidth=2.5 * shrink)
+    points = mean_curve(seed_curves(folder, recipe, "validation_loss"))
+    axes.plot(
+        list(points), list(points.values()), linestyle="", markersize=11 * shrink,
+        fillstyle="none", markeredgewidth=1.5, **style,
+    )  # fmt: skip
+
+
+def draw_gap(axes: Axes, folder: RunFolder, recipe: str, style: dict[str, Any], index: int) -> None:
+    """The gap at every evaluation, with its deviation over the seeds."""
+    steps = list(seed_curves(folder, recipe, "validation_loss")[0])
+    values = [gaps(folder, recipe, step) for step in steps]
+    means = [statistics.fmean(v) for v in values]
+    if len(values[0]) > 1:
+        # Side by side, so that the bars of different recipes do not hide one another.
+        shift = (index - len(folder.settings["recipes"]) / 2) * 0.006 * steps[-1]
+        deviation = [statistics.stdev(v) for v in values]
+        axes.errorbar(
+            [step + shift for step in steps], means, yerr=deviation, linewidth=1.3, capsize=2,
+            markersize=5, **style,
+        )  # fmt: skip
+    else:
+        axes.plot(steps, means, linewidth=1.5, markersize=6, **style)
+
+
+def mean_curve(curves: Sequence[dict[int, float]]) -> dict[int, float]:
+    """step -> mean over the seeds."""
+    return {step: statistics.fmean(c[step] for c in curves) for step in curves[0]}
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Exponential moving average over about a twentieth of the curve, without a starting bias."""
+    decay = math.exp(-20.0 / max(20, len(values)))
+    out, total, weight = [], 0.0, 0.0
+    for value in values:
+        total = decay * total + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        out.append(total / weight)
+    return out

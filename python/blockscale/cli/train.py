@@ -1,0 +1,201 @@
+"""Train a decoder-only language model on real text in several recipes, from the same initial
+weights and the same batches, and compare their validation loss."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import torch
+from blockscale.cli import run_folder
+from blockscale.cli.data import Corpus, load_corpus
+from blockscale.cli.doctor import why_not
+from blockscale.cli.errors import CliError, integer, nearest, positive_float
+from blockscale.cli.model import PRESETS
+from blockscale.cli.progress import LiveProgress
+from blockscale.cli.report import print_table, write_report
+from blockscale.cli.run_folder import RunFolder
+from blockscale.cli.trainer import Trainer, use_reproducible_kernels
+from rich.console import Console
+
+SETTINGS = (
+    "preset", "data", "recipes", "steps", "seeds", "seed", "batch_size", "seq_len", "lr",
+    "eval_every", "checkpoint_every", "device",
+)  # fmt: skip
+FACTS = ("data_sha256", "environment")  # saved beside the settings, not options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every default is None: the preset (or, with --resume, the run) supplies the value."""
+    add = parser.add_argument
+    add("--preset", metavar="NAME", help=f"model: {', '.join(PRESETS)} (default tiny)")
+    source = "text files or folders, read into memory (default: the Python standard library)"
+    add("--data", nargs="+", metavar="PATH", help=source)
+    add("--recipes", metavar="A,B,...", help=f"default: {','.join(bs.recipe_names())}")
+    add("--steps", type=integer(1), metavar="N", help="optimizer steps of each training")
+    seeds = "train each recipe from N seeds and give the gap with its spread (default 1)"
+    add("--seeds", type=integer(1), metavar="N", help=seeds)
+    add("--seed", type=integer(0), metavar="N", help="the first seed (default 0)")
+    add("--batch-size", type=integer(1), metavar="N", help="sequences in a batch")
+    add("--seq-len", type=integer(2), metavar="N", help="bytes in a sequence")
+    add("--lr", type=positive_float, metavar="X", help="peak learning rate")
+    add("--eval-every", type=integer(1), metavar="N", help="steps between validations")
+    add("--checkpoint-every", type=integer(1), metavar="N", help="default: as --eval-every")
+    add("--device", metavar="NAME", help="cpu or cuda (default cpu)")
+    add("--out", metavar="FOLDER", help="new or empty folder (default runs/train-<date>-<time>)")
+    resume = "continue the run in --out; options left out are taken from it"
+    add("--resume", action="store_true", help=resume)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains every cell, then writes report.md and loss.png and prints the table."""
+    console = Console()
+    folder, corpus = prepare(args, console)
+    use_reproducible_kernels(folder.settings["device"])
+    cells = folder.cells()
+    done = sum("train_loss" in row for row in folder.rows)
+    try:
+        with LiveProgress(console, len(cells) * folder.settings["steps"], done) as progress:
+            for cell in cells:
+                if not folder.finished(cell):
+                    Trainer(folder, cell, corpus).run(progress)
+    except KeyboardInterrupt:
+        command = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
+        console.print(f"stopped; continue with: {command}", highlight=False, soft_wrap=True)
+        return 130
+    write_report(folder, corpus)
+    print_table(folder, console)
+    console.print(
+        f"wrote report.md, loss.png, metrics.jsonl and the final weights to {folder.path}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return 0
+
+
+def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corpus]:
+    """Checks everything there is to check, and only then touches the output folder."""
+    if args.resume and args.out is None:
+        raise CliError("--out = nothing; need the folder of the run to --resume; add --out FOLDER")
+    if args.data is not None:  # absolute, so that --resume works from any folder
+        args.data = [os.path.abspath(path) for path in args.data]
+    if args.recipes is not None:
+        args.recipes = parse_recipes(args.recipes)
+    path = Path(args.out or time.strftime("runs/train-%Y%m%d-%H%M%S"))
+    saved = run_folder.read_settings(path, (*SETTINGS, *FACTS)) if args.resume else {}
+    settings = choose_settings(args, saved)
+    check_device(settings)
+    if not args.resume:
+        run_folder.check_free(path)
+    corpus = load_corpus(settings["data"], settings["seq_len"])
+    if saved and saved["data_sha256"] != corpus.sha256:
+        raise CliError(
+            "--data = text that has changed since the run began; need the same text; restore it, "
+            "or start again in another folder"
+        )
+    settings |= {"data_sha256": corpus.sha256, "environment": environment()}
+    if saved:
+        warn_of_changes(saved["environment"], settings["environment"], console)
+        return run_folder.open_run(path, saved), corpus
+    return run_folder.create_run(path, settings), corpus
+
+
+def choose_settings(args: argparse.Namespace, saved: dict[str, Any]) -> dict[str, Any]:
+    """The value of each setting: the given one, else the saved run's, else the preset's.
+
+    Raises CliError when a given setting is not the saved run's.
+    """
+    name = args.preset or "tiny"
+    if name not in PRESETS:
+        raise CliError(
+            f"--preset = {name}; need one of {', '.join(PRESETS)}; {nearest(name, list(PRESETS))}"
+        )
+    eval_every = args.eval_every or PRESETS[name].eval_every
+    default = dataclasses.asdict(PRESETS[name]) | {
+        "preset": name,
+        "data": [],
+        "recipes": list(bs.recipe_names()),
+        "seeds": 1,
+        "seed": 0,
+        "checkpoint_every": eval_every,
+        "device": "cpu",
+    }
+    settings = {}
+    for key in SETTINGS:
+        given = getattr(args, key)
+        if saved and given is not None and given != saved[key]:
+            option = "--" + key.replace("_", "-")
+            raise CliError(
+                f"{option} = {shown(given)}; need {shown(saved[key])}, as the run to resume has "
+                f"it; leave {option} out, or start another run in another folder"
+            )
+        settings[key] = saved[key] if saved else default[key] if given is None else given
+    return settings
+
+
+def parse_recipes(text: str) -> list[str]:
+    """The names in `a,b,c`, each known and given once."""
+    known = bs.recipe_names()
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise CliError(
+                f"--recipes = {name}; need names among {', '.join(known)}; {nearest(name, known)}"
+            )
+        if names.count(name) > 1:
+            raise CliError(f"--recipes = {name} twice; need each recipe once; drop one of them")
+    return names
+
+
+def check_device(settings: dict[str, Any]) -> None:
+    """CliError when the device is absent or cannot run one of the recipes."""
+    device = settings["device"]
+    if device not in ("cpu", "cuda"):
+        raise CliError(f"--device = {device}; need cpu or cuda; {nearest(device, ['cpu', 'cuda'])}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CliError(
+            "--device = cuda; need a CUDA device and a PyTorch built for it; use --device cpu, or "
+            "see `blockscale doctor`"
+        )
+    for recipe in settings["recipes"]:
+        reason = why_not(recipe, device)
+        if reason:
+            raise CliError(
+                f"--recipes = {recipe} on --device {device} ({reason}); need recipes that run "
+                "there; see `blockscale doctor`"
+            )
+
+
+def environment() -> dict[str, Any]:
+    """What besides the settings decides the bits of a result."""
+    return {
+        "blockscale": bs.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": bs.describe()["instruction_set"],
+    }
+
+
+def warn_of_changes(before: dict[str, Any], now: dict[str, Any], console: Console) -> None:
+    """Another version or thread count may sum in another order; say so, do not refuse."""
+    changed = [
+        f"{key} {before.get(key)} -> {now[key]}" for key in now if now[key] != before.get(key)
+    ]
+    if changed:
+        console.print(
+            f"note: {', '.join(changed)} since the run began; the result may differ in its last "
+            "bits from an uninterrupted run",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def shown(value: Any) -> str:
+    """A setting as one would type it."""
+    return ",".join(value) if isinstance(value, list) else str(value)

@@ -1,0 +1,141 @@
+"""One training: a recipe from one seed's weights, resumable at any checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import blockscale as bs
+import torch
+from blockscale.cli.data import Corpus
+from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
+from blockscale.cli.progress import LiveProgress
+from blockscale.cli.run_folder import Cell, RunFolder
+from torch import nn
+
+
+def use_reproducible_kernels(device: str) -> None:
+    """Makes PyTorch choose kernels that give the same bits in every run."""
+    if device == "cuda":  # cuBLAS reads this when it makes its first handle
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+class Trainer:
+    """The model, optimizer and schedule of one cell."""
+
+    def __init__(self, folder: RunFolder, cell: Cell, corpus: Corpus) -> None:
+        self.folder = folder
+        self.cell = cell
+        self.corpus = corpus
+        settings = folder.settings
+        self.steps: int = settings["steps"]
+        self.lr: float = settings["lr"]
+        self.device = torch.device(settings["device"])
+        self.batch_size: int = settings["batch_size"]
+        self.seq_len: int = settings["seq_len"]
+        self.model = LanguageModel(PRESETS[settings["preset"]], self.seq_len)
+        self.model.initialize(cell.seed)
+        self.model.to(self.device)
+        self.report = bs.convert(self.model, cell.recipe, skip=list(KEPT_IN_BF16), seed=cell.seed)
+        self.optimizer = make_optimizer(self.model, self.lr)
+        bs.attach(self.model, self.optimizer)
+        self.step = 0
+        self._restore()
+
+    def _restore(self) -> None:
+        state = self.folder.load_checkpoint(self.cell)
+        if state is None:
+            return
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        bs.set_step(self.model, state["rng"]["step"])
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "rng": bs.rng_state(self.model),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        self.folder.save_checkpoint(self.cell, state)
+
+    def run(self, progress: LiveProgress) -> None:
+        """Trains from where the checkpoint stands to the end, then leaves the final weights."""
+        settings = self.folder.settings
+        progress.start(str(self.cell), self.step, self.steps)
+        while self.step < self.steps:
+            begin = time.perf_counter()
+            loss, grad_norm = self._train_step()
+            seconds = time.perf_counter() - begin
+            self.folder.append(
+                self.cell, self.step, train_loss=loss, grad_norm=grad_norm, seconds=seconds
+            )
+            last = self.step == self.steps
+            pace = self.batch_size * self.seq_len / seconds
+            progress.step(self.step, self.steps, loss, pace)
+            if last or self.step % settings["eval_every"] == 0:
+                self._evaluate(progress)
+            if not last and self.step % settings["checkpoint_every"] == 0:
+                self._save()
+        self.folder.finish(self.cell, self.model.state_dict())
+
+    def _train_step(self) -> tuple[float, float]:
+        rate = learning_rate(self.step + 1, self.steps, self.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tokens, targets = self.corpus.batch(
+            self.cell.seed, self.step + 1, self.batch_size, self.seq_len
+        )
+        self.model.train()
+        with self._bf16():
+            loss = self.model(tokens.to(self.device), targets.to(self.device))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss.item(), norm.item()
+
+    def _evaluate(self, progress: LiveProgress) -> None:
+        begin = time.perf_counter()
+        total, count = 0.0, 0
+        self.model.eval()
+        with torch.no_grad(), self._bf16():
+            for tokens, targets in self.corpus.validation_batches(self.batch_size, self.seq_len):
+                tokens, targets = tokens.to(self.device), targets.to(self.device)
+                total += self.model(tokens, targets, "sum").item()
+                count += tokens.numel()
+        # Evaluation counts as forwards of this step; without this a resumed run, which does not
+        # repeat them, would draw other random bits.
+        bs.set_step(self.model, self.step)
+        loss = total / count
+        seconds = time.perf_counter() - begin
+        self.folder.append(self.cell, self.step, validation_loss=loss, seconds=seconds)
+        progress.say(f"{self.cell!s:<22}  step {self.step:>5}  validation loss {loss:.4f} nats")
+
+    def _bf16(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    """AdamW over FP32 parameters; norms are not decayed."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warmup over the first tenth, then a cosine down to a tenth of the peak."""
+    warmup = max(1, steps // 10)
+    if step <= warmup:
+        return peak * step / warmup
+    position = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1.0 + math.cos(math.pi * position)))

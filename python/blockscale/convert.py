@@ -1,0 +1,290 @@
+"""Convert the linear layers of a model, in place, and drive the random bits of its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from blockscale._errors import did_you_mean, fail, fail_type
+from blockscale.nn import Linear, drop_root, make_root, root_state
+from blockscale.recipe import Recipe
+from blockscale.recipe import recipe as recipe_named
+from blockscale.rng import RngState
+
+# Wrappers that put themselves into the names of what they wrap. A layer's random bits must not
+# depend on whether it is compiled, checkpointed or sharded.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `convert` did. Prints as a table.
+
+    Attributes:
+        converted: (qualified name, recipe) of every converted layer.
+        skipped: (qualified name, reason) of every other module that has parameters of its own.
+    """
+
+    converted: list[tuple[str, Recipe]]
+    skipped: list[tuple[str, str]]
+
+    def __str__(self) -> str:
+        rows = [(name or "(root)", str(recipe)) for name, recipe in self.converted]
+        rows += [(name or "(root)", f"left alone: {reason}") for name, reason in self.skipped]
+        width = max(len(name) for name, _ in rows)
+        head = f"{len(self.converted)} linear layers converted, {len(self.skipped)} modules not"
+        return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
+
+
+def convert(
+    model: torch.nn.Module,
+    recipe: str | Recipe,
+    rules: Mapping[str, str | Recipe | None] | None = None,
+    skip: Sequence[str] = (),
+    seed: int = 0,
+) -> Report:
+    """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place.
+
+    Modules, parameters and state_dict keys stay the same objects and names. Converting again
+    changes what is different and keeps the count of steps; `revert` undoes it.
+
+    Args:
+        model: its outermost module: its forward is what counts as a forward (docs/rng.md).
+        recipe: for layers that no rule matches.
+        rules: {regular expression: recipe or None}, searched in the qualified names of linear
+            layers; the first that matches decides, None leaves the layer alone.
+        skip: layers left alone: a name, or a part of one between dots; "lm_head" also skips
+            "model.lm_head" and everything inside it.
+        seed: of the random bits.
+
+    Returns:
+        A printable report: each module, its recipe, or why it was left alone.
+
+    Raises:
+        TypeError, ValueError: an unknown recipe, a rule or skip that matches nothing, or a model
+            with nothing to convert. Nothing is changed then.
+    """
+    if not isinstance(model, torch.nn.Module):
+        fail_type("convert", "model", model, "an nn.Module")
+    if isinstance(skip, str):
+        fail_type("convert", "skip", skip, "a list of names", f"write skip=[{skip!r}]")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        fail_type("convert", "seed", seed, "an int")
+    default = recipe_named(recipe)
+    plan = list(_plan(model, default, dict(rules or {}), list(skip)))
+    report = Report(
+        [(step.name, step.what) for step in plan if isinstance(step.what, Recipe)],
+        [(step.name, step.what) for step in plan if isinstance(step.what, str)],
+    )
+    if not report.converted:
+        why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in report.skipped[:4])
+        fail(
+            "convert",
+            "model",
+            f"{type(model).__name__} with nothing to convert",
+            "at least one nn.Linear that no rule or skip leaves alone",
+            why or "it has no parameters",
+        )
+    _check_not_inside_another(model)
+
+    state = root_state(model) or RngState(seed)
+    state.seed = seed
+    for step in plan:
+        if isinstance(step.what, Recipe):
+            step.module.__class__ = Linear
+            assert isinstance(step.module, Linear)
+            step.module.configure(step.what, state, step.name)
+        else:
+            _restore(step.module)
+    make_root(model, state)
+    return report
+
+
+def revert(model: torch.nn.Module) -> list[str]:
+    """Make every converted layer of `model` a plain `nn.Linear` again, in place.
+
+    Returns:
+        The qualified names of the layers that were converted.
+    """
+    names = [_clean(name) for name, module in model.named_modules() if _restore(module)]
+    for module in model.modules():
+        drop_root(module)
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    name: str
+    module: torch.nn.Module
+    what: Recipe | str  # its recipe, or why it is left alone
+
+
+def _clean(name: str) -> str:
+    return _WRAPPERS.sub("", name).rstrip(".")
+
+
+def _plan(
+    model: torch.nn.Module,
+    default: Recipe,
+    rules: dict[str, str | Recipe | None],
+    skip: list[str],
+) -> Iterator[_Step]:
+    """What to do with each module that has parameters of its own."""
+    compiled = [
+        (_pattern(rule), None if to is None else recipe_named(to), rule)
+        for rule, to in rules.items()
+    ]
+    named = {_clean(name): module for name, module in model.named_modules()}
+    linears = [name for name, module in named.items() if isinstance(module, torch.nn.Linear)]
+    for pattern, _, rule in compiled:
+        if not any(pattern.search(name) for name in linears):
+            fail(
+                "convert",
+                "rules",
+                repr(rule),
+                "a regular expression that is found in the name of a linear layer",
+                f"the names are {', '.join(linears[:4])}{', ...' if len(linears) > 4 else ''}",
+            )
+    for entry in skip:
+        if not any(_is_part(entry, name) for name in named):
+            parts = {part for name in named for part in (name, name.rpartition(".")[2]) if part}
+            fail(
+                "convert",
+                "skip",
+                repr(entry),
+                "the name of a module",
+                did_you_mean(entry, sorted(parts)),
+            )
+
+    for name, module in named.items():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        reason = _unfit(module)
+        matched = next((item for item in compiled if item[0].search(name)), None)
+        skipped = next((entry for entry in skip if _is_part(entry, name)), None)
+        if reason:
+            yield _Step(name, module, reason)
+        elif skipped is not None:
+            yield _Step(name, module, f"skip {skipped!r}")
+        elif matched is not None:
+            yield _Step(name, module, matched[1] or f"rule {matched[2]!r}")
+        else:
+            yield _Step(name, module, default)
+
+
+def _pattern(rule: str) -> re.Pattern[str]:
+    try:
+        return re.compile(rule)
+    except re.error as error:
+        fail("convert", "rules", repr(rule), "a regular expression", str(error))
+
+
+def _is_part(entry: str, name: str) -> bool:
+    """`entry` is a run of whole components of a dotted name."""
+    return bool(entry) and f".{entry}." in f".{name}."
+
+
+def _unfit(module: torch.nn.Module) -> str:
+    """Why a module cannot be converted; "" when it can."""
+    if type(module) not in (torch.nn.Linear, Linear):
+        kind = type(module).__name__
+        if isinstance(module, torch.nn.Linear):
+            return f"{kind} is a subclass of nn.Linear: its forward may be its own"
+        return f"{kind} is not nn.Linear"
+    assert isinstance(module, torch.nn.Linear)
+    if module.weight.dtype not in _DTYPES:
+        return f"its weight is {module.weight.dtype}, not float32, bfloat16 or float16"
+    return ""
+
+
+def _check_not_inside_another(model: torch.nn.Module) -> None:
+    """The layers of a model that is part of a converted one belong to that one's root."""
+    owned = {id(root_state(module)) for module in model.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and id(module._rng_state) not in owned:
+            fail(
+                "convert",
+                "model",
+                f"{type(model).__name__}, whose {name or 'layer'!r} belongs to a converted model",
+                "the outermost module",
+                "convert that with rules=, or bs.revert this part first",
+            )
+
+
+def _restore(module: torch.nn.Module) -> bool:
+    if type(module) is not Linear:
+        return False
+    drop_root(module)
+    for name in ("recipe", "_rng_state", "_seeds"):
+        del module.__dict__[name]
+    module.__class__ = torch.nn.Linear
+    return True
+
+
+# --- the random bits of a converted model ---------------------------------------------------------
+
+
+def _state(operation: str, model: torch.nn.Module) -> RngState:
+    """The one state of all converted layers of `model`."""
+    if not isinstance(model, torch.nn.Module):
+        fail_type(operation, "model", model, "an nn.Module")
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    states = {id(layer._rng_state): layer._rng_state for layer in layers}
+    if len(states) != 1:
+        got = f"{type(model).__name__} with {len(states)} separately counted parts"
+        if not states:
+            got = f"{type(model).__name__}, which is not converted"
+        fail(operation, "model", got, "a converted model", "call bs.convert(model, recipe) first")
+    return next(iter(states.values()))
+
+
+def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Count `optimizer`'s steps as the model's: each advances the offset of its random bits.
+
+    Of several optimizers, attach one. Attaching the same one again changes nothing.
+
+    Raises:
+        TypeError, ValueError: not an optimizer, or the model is not converted.
+    """
+    state = _state("attach", model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        fail_type(
+            "attach",
+            "optimizer",
+            optimizer,
+            "a torch.optim.Optimizer",
+            "call bs.advance(model) after each step instead",
+        )
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    if not any(getattr(hook, "__self__", None) is state for hook in hooks):
+        optimizer.register_step_post_hook(state.after_step)
+
+
+def advance(model: torch.nn.Module) -> None:
+    """An optimizer step has ended: the next forward is forward 0 of the next step."""
+    _state("advance", model).advance()
+
+
+def rng_state(model: torch.nn.Module) -> dict[str, int]:
+    """{"step", "forward", "seed"}: steps ended, forwards begun since, the seed of `convert`."""
+    state = _state("rng_state", model)
+    step, forward = state.position()
+    return {"step": step, "forward": forward, "seed": state.seed}
+
+
+def set_step(model: torch.nn.Module, step: int) -> None:
+    """Continue as if `step` optimizer steps had ended; forward 0.
+
+    Raises:
+        TypeError, ValueError: not an int, negative, or the model is not converted.
+    """
+    state = _state("set_step", model)
+    if isinstance(step, bool) or not isinstance(step, int):
+        fail_type("set_step", "step", step, "an int")
+    if not 0 <= step < 1 << 47:
+        fail("set_step", "step", step, "0 or more, below 2^47")
+    state.set_step(step)

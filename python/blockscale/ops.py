@@ -1,0 +1,365 @@
+"""The operators as functions of tensors, and their fake kernels."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import torch
+
+from blockscale._errors import fail, fail_type
+from blockscale.recipe import Spec, spec
+from blockscale.rng import Rng
+from blockscale.tensor import QuantizedTensor, matrix_extents, stored_shapes
+
+_ops = torch.ops.blockscale
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantize(
+    x: torch.Tensor,
+    spec: str | Spec,
+    axis: int = -1,
+    amax: float | torch.Tensor | None = None,
+    rng: Rng | None = None,
+    layout: str = "linear",
+    batch_dims: int = 0,
+    origin: Sequence[int] | None = None,
+) -> QuantizedTensor:
+    """Quantize `x` along one axis. Not differentiable; `linear` is.
+
+    Args:
+        x: [..., C] float32, bfloat16 or float16, any strides; leading dimensions are rows.
+        spec: a Spec, or a spec's text such as "nvfp4".
+        axis: the contraction axis of the GEMM that will read the result: -1 (blocks run along a
+            row) or -2 (down a column; the codes are stored transposed).
+        amax: for specs with an outer scale: the largest |x| to use instead of computing it, a
+            number or a float32 tensor of one element ([E] with batch_dims=1).
+        rng: the key of the random bits; needed by stochastic specs, unused by others.
+        layout: how codes and scales are stored.
+        batch_dims: 1 when x is [E, R, C], a batch of separate matrices.
+        origin: (row, column) of x in the unsharded tensor, so that a shard draws its own bits.
+
+    Raises:
+        TypeError, ValueError: with the operation, the argument, what it got and what it needs.
+    """
+    s = _spec("quantize", spec)
+    x = _tensor("quantize", x)
+    seed, offset = _rng("quantize", rng, x)
+    codes, scales, outer = _ops.quantize(
+        x,
+        str(s),
+        axis,
+        _amax("quantize", "amax", amax, x, batch_dims),
+        seed,
+        offset,
+        list(origin or ()),
+        layout,
+        batch_dims,
+    )
+    return _stored((codes, scales, outer), s, axis, x, layout, batch_dims)
+
+
+def quantize_dual(
+    x: torch.Tensor,
+    row_spec: str | Spec,
+    col_spec: str | Spec,
+    row_amax: float | torch.Tensor | None = None,
+    col_amax: float | torch.Tensor | None = None,
+    rng: Rng | None = None,
+    row_layout: str = "linear",
+    col_layout: str = "linear",
+    batch_dims: int = 0,
+    origin: Sequence[int] | None = None,
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Quantize `x` along both axes in one pass.
+
+    The results are those of `quantize(x, row_spec, axis=-1)` and `quantize(x, col_spec, axis=-2)`,
+    bit for bit. Arguments and errors are as there; x has rank 2 or more.
+    """
+    row, col = _spec("quantize_dual", row_spec), _spec("quantize_dual", col_spec)
+    x = _tensor("quantize_dual", x)
+    seed, offset = _rng("quantize_dual", rng, x)
+    out = _ops.quantize_dual(
+        x,
+        str(row),
+        str(col),
+        _amax("quantize_dual", "row_amax", row_amax, x, batch_dims),
+        _amax("quantize_dual", "col_amax", col_amax, x, batch_dims),
+        seed,
+        offset,
+        list(origin or ()),
+        row_layout,
+        col_layout,
+        batch_dims,
+    )
+    return (
+        _stored(out[:3], row, -1, x, row_layout, batch_dims),
+        _stored(out[3:], col, -2, x, col_layout, batch_dims),
+    )
+
+
+def amax(x: torch.Tensor, spec: str | Spec, axis: int = -1, batch_dims: int = 0) -> torch.Tensor:
+    """The largest |x| after the spec's transform: what `quantize` takes as `amax`.
+
+    Returns:
+        A float32 scalar on x's device ([E] with batch_dims=1): NaN when a value is NaN, else Inf
+        when one is infinite, 0 for an empty tensor.
+    """
+    s = _spec("amax", spec)
+    result: torch.Tensor = _ops.amax(_tensor("amax", x), str(s), axis, batch_dims)
+    return result
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The values of `q`: outer · scale · code, rounded to `dtype` (float32, bfloat16, float16).
+
+    A Hadamard transform is not undone: these are the values that a GEMM multiplies.
+
+    Returns:
+        A tensor of shape `q.shape`.
+
+    Raises:
+        TypeError, ValueError: not a QuantizedTensor, or a damaged one.
+    """
+    _operand("dequantize", "q", q)
+    values: torch.Tensor = _ops.dequantize(
+        q.codes,
+        q.scales,
+        q.outer_or_empty,
+        str(q.spec),
+        q.axis,
+        _matrix_shape(q),
+        q.layout,
+        dtype,
+    )
+    return values.reshape(q.shape)
+
+
+def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
+    """The same operand stored in another layout, bit for bit.
+
+    Raises:
+        TypeError, ValueError: not a QuantizedTensor, a damaged one, or a layout that its spec
+            cannot be stored in.
+    """
+    _operand("relayout", "q", q)
+    codes, scales = _ops.relayout(
+        q.codes, q.scales, str(q.spec), q.axis, _matrix_shape(q), q.layout, layout
+    )
+    return QuantizedTensor(codes, scales, q.outer, q.spec, q.axis, q.shape, layout, q.batch_dims)
+
+
+def matmul(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along.
+
+    Args:
+        a, b: operands; the extents of their axes must be equal. The other extent of each (leading
+            dimensions are rows) is an extent of the result.
+        bias: [rows of b], float32, bfloat16 or float16; added to the FP32 sums.
+        out_dtype: float32 or bfloat16.
+
+    Returns:
+        [rows of a, rows of b].
+
+    Raises:
+        TypeError, ValueError: operands that are damaged, or that cannot be multiplied.
+    """
+    _operand("matmul", "a", a)
+    _operand("matmul", "b", b)
+    for name, q in (("a", a), ("b", b)):
+        if q.batch_dims:
+            fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix")
+    a_rows, a_length = _lines_and_length(a)
+    b_rows, b_length = _lines_and_length(b)
+    if a_length != b_length:
+        got = f"{a_length} (axis {a.axis} of {list(a.shape)}) and "
+        got += f"{b_length} (axis {b.axis} of {list(b.shape)})"
+        fail(
+            "matmul",
+            "contraction lengths of a and b",
+            got,
+            "equal lengths",
+            "quantize both operands along the axis that is summed over",
+        )
+    product: torch.Tensor = _ops.matmul(
+        *(a.codes, a.scales, a.outer_or_empty, str(a.spec), a.layout, a_rows),
+        *(b.codes, b.scales, b.outer_or_empty, str(b.spec), b.layout, b_rows),
+        a_length,
+        None if bias is None else bias.detach(),
+        out_dtype,
+    )
+    return product
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _spec(operation: str, value: object) -> Spec:
+    if not isinstance(value, str | Spec):
+        fail_type(operation, "spec", value, "a Spec, or a spec's text such as 'nvfp4'")
+    return spec(value)
+
+
+def _tensor(operation: str, x: object) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        fail_type(operation, "x", x, "a tensor")
+    return x.detach()
+
+
+def _operand(operation: str, name: str, q: object) -> None:
+    if not isinstance(q, QuantizedTensor):
+        fail_type(operation, name, q, "a QuantizedTensor", "quantize it first")
+
+
+def _rng(
+    operation: str, rng: object, x: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if rng is None:
+        return None, None
+    if not isinstance(rng, Rng):
+        fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
+    return rng.tensors(x.device)
+
+
+def _amax(
+    operation: str, name: str, value: object, x: torch.Tensor, batch_dims: int
+) -> torch.Tensor | None:
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        fail_type(operation, name, value, "a number, or a float32 tensor")
+    number = float(value)
+    # NaN in a tensor is data and makes the result NaN; as a number it is a mistake.
+    if math.isnan(number) or number < 0:
+        fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
+    return torch.full(x.shape[:batch_dims], number, dtype=torch.float32, device=x.device)
+
+
+def _stored(
+    tensors: Sequence[torch.Tensor], s: Spec, axis: int, x: torch.Tensor, layout: str, batch: int
+) -> QuantizedTensor:
+    codes, scales, outer = tensors
+    return QuantizedTensor(
+        codes, scales, outer if s.outer else None, s, axis, tuple(x.shape), layout, batch
+    )
+
+
+def _matrix_shape(q: QuantizedTensor) -> list[int]:
+    """[R, C], or [E, R, C] for a batch."""
+    return [*q.shape[: q.batch_dims], *matrix_extents(q.shape, q.batch_dims)]
+
+
+def _lines_and_length(q: QuantizedTensor) -> tuple[int, int]:
+    rows, columns = matrix_extents(q.shape, q.batch_dims)
+    return (rows, columns) if q.axis == -1 else (columns, rows)
+
+
+# --- fake kernels: shape, dtype and stride of every result, without data --------------------------
+
+
+def _fake_stored(
+    like: torch.Tensor, text: str, axis: int, shape: Sequence[int], layout: str, batch_dims: int
+) -> Triple:
+    s = spec(text)
+    shapes = stored_shapes(s, axis, shape, layout, batch_dims)
+    return (
+        like.new_empty(shapes.codes, dtype=s.code_dtype),
+        like.new_empty(shapes.scales, dtype=s.scale_dtype),
+        like.new_empty(shapes.outer, dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("blockscale::quantize")
+def _(
+    x: torch.Tensor,
+    spec: str,
+    axis: int,
+    amax: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    origin: Sequence[int],
+    layout: str,
+    batch_dims: int,
+) -> Triple:
+    return _fake_stored(x, spec, axis, x.shape, layout, batch_dims)
+
+
+@torch.library.register_fake("blockscale::quantize_dual")
+def _(
+    x: torch.Tensor,
+    row_spec: str,
+    col_spec: str,
+    row_amax: torch.Tensor | None,
+    col_amax: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    origin: Sequence[int],
+    row_layout: str,
+    col_layout: str,
+    batch_dims: int,
+) -> tuple[torch.Tensor, ...]:
+    return (
+        *_fake_stored(x, row_spec, -1, x.shape, row_layout, batch_dims),
+        *_fake_stored(x, col_spec, -2, x.shape, col_layout, batch_dims),
+    )
+
+
+@torch.library.register_fake("blockscale::amax")
+def _(x: torch.Tensor, spec: str, axis: int, batch_dims: int) -> torch.Tensor:
+    return x.new_empty(x.shape[:batch_dims], dtype=torch.float32)
+
+
+@torch.library.register_fake("blockscale::dequantize")
+def _(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    outer: torch.Tensor,
+    spec: str,
+    axis: int,
+    shape: Sequence[int],
+    layout: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return codes.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("blockscale::relayout")
+def _(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    spec: str,
+    axis: int,
+    shape: Sequence[int],
+    from_layout: str,
+    to_layout: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_stored(codes, spec, axis, shape, to_layout, len(shape) - 2)[:2]
+
+
+@torch.library.register_fake("blockscale::matmul")
+def _(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_outer: torch.Tensor,
+    a_spec: str,
+    a_layout: str,
+    a_rows: int,
+    b_codes: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_outer: torch.Tensor,
+    b_spec: str,
+    b_layout: str,
+    b_rows: int,
+    k: int,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return a_codes.new_empty((a_rows, b_rows), dtype=out_dtype)

@@ -1,0 +1,264 @@
+"""What decides the bits: `Spec` (one quantized operand) and `Recipe` (the operands of a linear)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Final
+
+import torch
+
+from blockscale import _core
+from blockscale._errors import did_you_mean, fail, fail_type
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """How one operand is quantized. Made by `spec`; `str(spec)` is its canonical text.
+
+    Everything but the text is what the core says about that text.
+    """
+
+    text: str
+    family: str = dataclasses.field(compare=False)
+    element: str = dataclasses.field(compare=False)
+    scale: str = dataclasses.field(compare=False)
+    block: tuple[int, int] = dataclasses.field(compare=False)
+    rule: str = dataclasses.field(compare=False)
+    scale_rounding: str = dataclasses.field(compare=False)
+    rounding: str = dataclasses.field(compare=False)
+    outer: bool = dataclasses.field(compare=False)
+    hadamard: int = dataclasses.field(compare=False)
+    hadamard_mask: int = dataclasses.field(compare=False)
+    codes_per_byte: int = dataclasses.field(compare=False)
+    scale_bytes: int = dataclasses.field(compare=False)
+    extent_multiple: int = dataclasses.field(compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Spec({self.text!r})"
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def square(self) -> bool:
+        """BxB blocks: the scales along one axis serve the other one too."""
+        return self.block[0] > 1
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """torch's dtype of the element where it has one, else uint8."""
+        dtype: torch.dtype = getattr(torch, f"float8_{self.element}", torch.uint8)
+        return dtype
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """torch's dtype of the scales where it has one, else uint8."""
+        return _SCALE_DTYPES.get(self.scale, torch.uint8)
+
+
+_SCALE_DTYPES: Final = {
+    "fp32": torch.float32,
+    "e8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+}
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace a call into C
+@functools.cache
+def _spec_from_text(text: str, changes: str = "") -> Spec:
+    facts = dict(_core.spec_facts_with(text, changes) if changes else _core.spec_facts(text))
+    facts["block"] = tuple(facts["block"])
+    facts["hadamard_mask"] = int(facts["hadamard_mask"], 16)
+    return Spec(**facts)
+
+
+def _change_text(key: str, value: object) -> str:
+    """One change in the core's syntax: block=16x16, outer=false, hadamard=16:0xd7e8."""
+    if value is None:
+        return f"{key}=none"
+    if isinstance(value, bool):
+        return f"{key}={str(value).lower()}"
+    if isinstance(value, tuple | list):
+        if key == "hadamard" and len(value) == 2:
+            return f"{key}={value[0]}:{value[1]:#x}"
+        return f"{key}={'x'.join(str(v) for v in value)}"
+    text = str(value)
+    if "," in text or "=" in text:
+        fail("spec", key, repr(value), "one value")
+    return f"{key}={text}"
+
+
+def spec(name: str | Spec, **changes: Any) -> Spec:
+    """A named spec, or a copy of one with changes.
+
+    Args:
+        name: "nvfp4", "mxfp8", ... (`spec_names`), a spec's text, or a Spec.
+        changes: element="e5m2", block=(16, 16), rounding="stochastic", scale_rule="rceil",
+            scale_rounding="up", outer=False, hadamard=None, 16 or (16, 0xd7e8).
+
+    Raises:
+        ValueError: unknown name or change, or a combination that means nothing, with the reason.
+    """
+    if not isinstance(name, str | Spec):
+        fail_type("spec", "name", name, "a name such as 'nvfp4', or a Spec")
+    text = ",".join(_change_text(key, value) for key, value in changes.items())
+    return _spec_from_text(str(name), text)
+
+
+def spec_names() -> tuple[str, ...]:
+    """The named specs."""
+    return tuple(_core.describe()["specs"])
+
+
+# The operands of the three GEMMs of y = x·Wᵀ; each GEMM multiplies its two.
+_GEMMS: Final = {
+    "fprop": ("fprop_x", "fprop_w"),  # y [M, N], contraction K
+    "dgrad": ("dgrad_dy", "dgrad_w"),  # dx [M, K], contraction N
+    "wgrad": ("wgrad_dy", "wgrad_x"),  # dW [N, K], contraction M
+}
+OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A spec for each operand of the three GEMMs of a linear layer; None is high precision.
+
+    `name` is only a label: recipes are equal when their operands are.
+    """
+
+    name: str = dataclasses.field(compare=False)
+    fprop_x: Spec | None = None
+    fprop_w: Spec | None = None
+    dgrad_dy: Spec | None = None
+    dgrad_w: Spec | None = None
+    wgrad_dy: Spec | None = None
+    wgrad_x: Spec | None = None
+
+    def __post_init__(self) -> None:
+        for gemm, (a, b) in _GEMMS.items():
+            self._check_transforms(gemm, a, b)
+
+    def _check_transforms(self, gemm: str, a: str, b: str) -> None:
+        """The transforms of a GEMM's operands cancel only when they are the same."""
+
+        def transform(operand: str) -> str:
+            s = getattr(self, operand)
+            if s is None:
+                return "none (high precision)"
+            return f"{s.hadamard}:{s.hadamard_mask:#x}" if s.hadamard else "none"
+
+        if transform(a).split(" ")[0] != transform(b).split(" ")[0]:
+            fail(
+                "recipe",
+                f"{a}, {b}",
+                f"Hadamard {transform(a)} and {transform(b)}",
+                f"the same transform on both operands of {gemm}, or it does not cancel",
+                f"give {a} and {b} the same hadamard=",
+            )
+
+    def replace(self, **operands: Spec | str | None) -> Recipe:
+        """A copy with some operands replaced.
+
+        Args:
+            operands: fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x: a Spec, its text, or
+                None for high precision. `name` renames the copy.
+
+        Raises:
+            ValueError: an unknown operand, or operands that cannot be multiplied.
+        """
+        name = operands.pop("name", None)
+        for key in operands:
+            if key not in OPERANDS:
+                fail(
+                    "recipe",
+                    "operand",
+                    repr(key),
+                    f"one of {', '.join(OPERANDS)}",
+                    did_you_mean(key, OPERANDS),
+                )
+        specs = {k: None if v is None else spec(v) for k, v in operands.items()}
+        changed = ",".join(f"{k}={'none' if v is None else v}" for k, v in specs.items())
+        label = f"{self.name}[{changed}]" if changed else self.name
+        return dataclasses.replace(self, name=str(name or label), **specs)
+
+    @property
+    def high_precision(self) -> bool:
+        """No operand is quantized."""
+        return all(getattr(self, operand) is None for operand in OPERANDS)
+
+    @property
+    def stochastic(self) -> bool:
+        """Some operand draws random bits."""
+        specs = (getattr(self, operand) for operand in OPERANDS)
+        return any(s is not None and s.stochastic for s in specs)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _uniform(name: str, x: str, w: str, dy: str, wgrad_dy: str, wgrad_x: str) -> Recipe:
+    """A recipe whose W has one spec in fprop and dgrad."""
+    return Recipe(name, spec(x), spec(w), spec(dy), spec(w), spec(wgrad_dy), spec(wgrad_x))
+
+
+def _fp4(family: str) -> Recipe:
+    """nvfp4 and amdfp4: square blocks on W, stochastic dy, signed Hadamard 16 in wgrad."""
+    return _uniform(
+        family,
+        x=family,
+        w=f"{family}[block=16x16]",
+        dy=f"{family}[rounding=stochastic]",
+        wgrad_dy=f"{family}[rounding=stochastic,hadamard=16]",
+        wgrad_x=f"{family}[hadamard=16]",
+    )
+
+
+def _named_recipes() -> dict[str, Recipe]:
+    """The named recipes (numerics section 9), one row each."""
+    mxfp4_wgrad = "mxfp4[hadamard=16:0x0]"
+    fp8, mxfp8, mxfp4 = "fp8_1x128", "mxfp8", "mxfp4"
+    rows = (
+        Recipe("bf16"),
+        _uniform("fp8_blockwise", x=fp8, w="fp8_128x128", dy=fp8, wgrad_dy=fp8, wgrad_x=fp8),
+        _uniform("mxfp8", x=mxfp8, w=mxfp8, dy=mxfp8, wgrad_dy=mxfp8, wgrad_x=mxfp8),
+        _uniform(
+            "mxfp4",
+            x=mxfp4,
+            w="mxfp4[block=32x32]",
+            dy=mxfp4,
+            wgrad_dy=mxfp4_wgrad,
+            wgrad_x=mxfp4_wgrad,
+        ),
+        _fp4("nvfp4"),
+        _fp4("amdfp4"),
+    )
+    return {row.name: row for row in rows}
+
+
+_RECIPES: Final = _named_recipes()
+
+
+def recipe(name: str | Recipe) -> Recipe:
+    """A named recipe (`recipe_names`); a Recipe is returned as it is.
+
+    Raises:
+        ValueError: unknown name; the message names the nearest.
+    """
+    if isinstance(name, Recipe):
+        return name
+    if not isinstance(name, str):
+        fail_type("recipe", "name", name, "a name such as 'nvfp4', or a Recipe")
+    if name not in _RECIPES:
+        known = recipe_names()
+        fail("recipe", "name", repr(name), f"one of {', '.join(known)}", did_you_mean(name, known))
+    return _RECIPES[name]
+
+
+def recipe_names() -> tuple[str, ...]:
+    """The named recipes."""
+    return tuple(_RECIPES)

@@ -1,0 +1,167 @@
+"""Where random bits come from: seeds of operands, and the offset that a whole model shares.
+
+The rules are in docs/rng.md. In short: bits are a function of (seed, offset, coordinates); the seed
+names one operand of one layer, the offset one forward of one optimizer step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+
+from blockscale._errors import fail, fail_type
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are far apart
+_ROLES: Final = {"x": 1, "w": 2, "dy": 3}
+_FORWARD_BITS: Final = 16
+
+
+def _signed(value: int) -> int:
+    """The int64 with the low 64 bits of `value`."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _check(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.dtype != torch.int64 or value.numel() != 1:
+            got = f"{value.dtype}{list(value.shape)}"
+            fail("rng", name, got, "an int64 tensor of one element, or an int")
+    elif isinstance(value, bool) or not isinstance(value, int):
+        fail_type("rng", name, value, "an int, or an int64 tensor of one element")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rng:
+    """The key of an operation's random bits. Holds no state: the same Rng gives the same bits.
+
+    Attributes:
+        seed: which operand; an int (its low 64 bits count), or an int64 tensor of one element on
+            the CPU or on the operand's device.
+        offset: which draw of that operand; likewise. Bit 63 is ignored.
+
+    Raises:
+        TypeError, ValueError: neither an int nor an int64 tensor of one element.
+    """
+
+    seed: int | torch.Tensor
+    offset: int | torch.Tensor = 0
+
+    def __post_init__(self) -> None:
+        _check("seed", self.seed)
+        _check("offset", self.offset)
+
+    def role(self, name: str) -> Rng:
+        """The Rng of one operand role of a linear layer: "x", "w" or "dy".
+
+        seed + k · 0x9E3779B97F4A7C15 modulo 2^64, with k = 1, 2, 3.
+        """
+        if name not in _ROLES:
+            fail("rng", "role", repr(name), f"one of {', '.join(_ROLES)}")
+        step = _signed(_ROLES[name] * _GOLDEN)
+        if isinstance(self.seed, torch.Tensor):
+            return Rng(self.seed + step, self.offset)  # int64 wraps
+        return Rng(_signed(self.seed + step), self.offset)
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seed and offset as the operators take them."""
+        return _as_tensor(self.seed, device), _as_tensor(self.offset, device)
+
+
+def _as_tensor(value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), _signed(value), dtype=torch.int64, device=device)
+
+
+def layer_seed(seed: int, name: str) -> int:
+    """The seed of the layer with this qualified name, before roles are added.
+
+    The first 8 bytes, little endian, of SHA-256("{seed}:{name}").
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def role_seeds(seed: int, name: str) -> dict[str, torch.Tensor]:
+    """The int64 seed tensors of a layer's operands, on the CPU."""
+    layer = Rng(layer_seed(seed, name))
+    cpu = torch.device("cpu")
+    return {role: layer.role(role).tensors(cpu)[0] for role in _ROLES}
+
+
+class RngState:
+    """The offset shared by all layers of a converted model: step · 2^16 + forward.
+
+    `offset` belongs to the forward that runs, or is being recomputed in a backward; `upcoming` is
+    what the next forward gets. Both are device tensors and change in place only, so that
+    captured graphs and compiled code see the changes, and nothing waits for the device.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        # The device is named: under `with torch.device("meta")` the default is no real memory.
+        self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def advance(self) -> None:
+        """An optimizer step has ended: next step, forward 0."""
+        self.upcoming.bitwise_right_shift_(_FORWARD_BITS).add_(1)
+        self.upcoming.bitwise_left_shift_(_FORWARD_BITS)
+
+    def set_step(self, step: int) -> None:
+        self.upcoming.fill_(step << _FORWARD_BITS)
+
+    def position(self) -> tuple[int, int]:
+        """(step, forwards begun in it); waits for the device."""
+        value = int(self.upcoming.item())
+        return value >> _FORWARD_BITS, value & ((1 << _FORWARD_BITS) - 1)
+
+    def move(self, device: torch.device) -> None:
+        if device.type != "meta" and self.offset.device != device:
+            self.offset = self.offset.to(device)
+            self.upcoming = self.upcoming.to(device)
+
+    def before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        """Forward pre-hook of the root: a forward that will be differentiated begins."""
+        if _is_new_forward():
+            self.offset.copy_(self.upcoming)
+            self.upcoming.add_(1)
+
+    def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the root: make recomputation in its backward see this forward's offset.
+
+        Activation checkpointing reruns layers in the backward pass, when later forwards may have
+        begun. The gradient of a model's output is computed before any of the model's own nodes
+        run, so a hook on it is where the offset is put back. Compiled code needs no such help: it
+        recomputes from what its own forward read.
+        """
+        if torch.compiler.is_compiling() or not _is_new_forward():
+            return
+        leaves = pytree.tree_leaves(output)
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not tensors:
+            return
+        value = self.offset.clone()
+
+        def restore(_: torch.Tensor) -> None:
+            self.offset.copy_(value)
+
+        for tensor in tensors:
+            tensor.register_hook(restore)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step post-hook of the optimizer."""
+        self.advance()
+
+
+def _is_new_forward() -> bool:
+    """Not an evaluation, and not a recomputation: those run inside the autograd engine."""
+    if not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1

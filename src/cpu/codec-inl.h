@@ -1,0 +1,232 @@
+// Vector forms of formats.h, rounding.h and philox.h: lanes hold one element each. Included once
+// per instruction set; the constants come from the traits table, so no format fact is repeated.
+
+#if defined(BLOCKSCALE_CODEC_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef BLOCKSCALE_CODEC_INL
+#undef BLOCKSCALE_CODEC_INL
+#else
+#define BLOCKSCALE_CODEC_INL
+#endif
+
+#include "blockscale/philox.h"
+#include "blockscale/rounding.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace blockscale::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Every block is a multiple of 16 elements, so vectors of at most 16 lanes never straddle one.
+using DF = hn::CappedTag<float, 16>;
+using DU = hn::RebindToUnsigned<DF>;
+using DU16 = hn::Rebind<uint16_t, DU>;
+using DU8 = hn::Rebind<uint8_t, DU>;
+using VF = hn::Vec<DF>;
+using VU = hn::Vec<DU>;
+HWY_INLINE constexpr size_t lanes() { return hn::MaxLanes(DF()); }
+
+// ---- high-precision elements ----
+
+HWY_INLINE VF load_values(const float* p) { return hn::LoadU(DF(), p); }
+HWY_INLINE VF load_values(const uint16_t* bf16) {
+  return hn::BitCast(DF(), hn::ShiftLeft<16>(hn::PromoteTo(DU(), hn::LoadU(DU16(), bf16))));
+}
+// IEEE binary16. Rebias the exponent; Inf and NaN need it twice; subnormals are small integers.
+HWY_INLINE VF load_fp16(const uint16_t* fp16) {
+  const DU du;
+  const DF df;
+  const VU bits = hn::PromoteTo(du, hn::LoadU(DU16(), fp16));
+  const VU magnitude = hn::And(bits, hn::Set(du, 0x7FFF));
+  const VU sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000)));
+  const VU rebias = hn::Set(du, 112u << 23);
+  const VU normal = hn::Add(hn::ShiftLeft<13>(magnitude), rebias);
+  const VU special = hn::IfThenElseZero(hn::Gt(magnitude, hn::Set(du, 0x7BFF)), rebias);
+  const VF subnormal = hn::Mul(hn::ConvertTo(df, hn::BitCast(hn::RebindToSigned<DU>(), magnitude)),
+                               hn::Set(df, exp2i(-24)));
+  const VU value = hn::IfThenElse(hn::Lt(magnitude, hn::Set(du, 0x400)),
+                                  hn::BitCast(du, subnormal), hn::Add(normal, special));
+  return hn::BitCast(df, hn::Or(value, sign));
+}
+
+// FP32 to the 16 bits of BF16 in the low half of each lane, round to nearest even. Done in
+// integers: the hardware conversion flushes subnormals.
+HWY_INLINE VU bf16_bits(VF x) {
+  const DU du;
+  const VU bits = hn::BitCast(du, x);
+  const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
+  const VU rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7FFF))));
+  const auto is_nan = hn::Gt(hn::And(bits, hn::Set(du, kAbsMask)), hn::Set(du, kInfBits));
+  return hn::IfThenElse(is_nan, hn::Or(hn::ShiftRight<16>(bits), hn::Set(du, 0x40)), rounded);
+}
+HWY_INLINE void store_values(VF x, float* p) { hn::StoreU(x, DF(), p); }
+HWY_INLINE void store_values(VF x, uint16_t* bf16) {
+  hn::StoreU(hn::TruncateTo(DU16(), bf16_bits(x)), DU16(), bf16);
+}
+HWY_INLINE VF round_to_bf16(VF x) { return hn::BitCast(DF(), hn::ShiftLeft<16>(bf16_bits(x))); }
+
+// ---- element codes ----
+
+// Constants of one element format, broadcast once per loop. kM: its mantissa bits.
+template <int kM>
+struct Encoder {
+  explicit Encoder(Format element) {
+    const FormatTraits t = traits(element);
+    largest = hn::Set(DF(), max_value(element));
+    const uint32_t min_normal = bit_cast<uint32_t>(exp2i(t.min_exponent()));
+    smallest_normal = hn::Set(DU(), min_normal);
+    // bits(a + magic) = bits(magic) + r, r in the low bits and the exponent E + 23 - m at bit 23;
+    // adding the two fields gives (E << m) + r, and the low bits of magic subtract Emin << m.
+    const uint32_t exponent_field = (min_normal >> 23) + 23 - kM;
+    const uint32_t minus_min = (0u - (exponent_field << kM)) & t.magnitude_mask();
+    magic = hn::Set(DU(), ((23u - kM) << 23) + minus_min);
+    base = hn::Set(DU(), ((min_normal >> 23) - 1) << kM);
+    magnitude_mask = hn::Set(DU(), t.magnitude_mask());
+    sign_bit = hn::Set(DU(), t.sign_bit());
+    sign_shift = 31 - (t.exponent_bits + t.mantissa_bits);
+    signless_zero = t.special == Special::negative_zero;
+  }
+
+  HWY_INLINE VU with_sign(VU magnitude, VU bits) const {
+    const DU du;
+    const VU code = hn::OrAnd(magnitude, hn::ShiftRightSame(bits, sign_shift), sign_bit);
+    if (HWY_UNLIKELY(signless_zero))
+      return hn::IfThenZeroElse(hn::Eq(magnitude, hn::Zero(du)), code);
+    return code;
+  }
+
+  // Round to nearest even, saturating; `x` is not NaN. See encode_magnitude() for the formula:
+  // magic is 2^(E + 23 - m), so that the addition rounds a to a multiple of 2^(E-m).
+  HWY_INLINE VU nearest(VF x) const {
+    const DU du;
+    const DF df;
+    const VF a = hn::Min(hn::Abs(x), largest);
+    const VU binade =
+        hn::Max(hn::And(hn::BitCast(du, a), hn::Set(du, kInfBits)), smallest_normal);
+    const VU t = hn::BitCast(du, hn::Add(a, hn::BitCast(df, hn::Add(binade, magic))));
+    const VU code = hn::And(hn::Add(t, hn::ShiftRight<23 - kM>(t)), magnitude_mask);
+    return with_sign(code, hn::BitCast(du, x));
+  }
+
+  // `random`: the element's byte in the low 8 bits of each lane.
+  HWY_INLINE VU stochastic(VF x, VU random) const {
+    const DU du;
+    const DF df;
+    const VF a = hn::Min(hn::Abs(x), largest);
+    const VF normal = hn::BitCast(df, smallest_normal);
+    const auto subnormal = hn::Lt(a, normal);
+    const VF w = hn::Add(a, hn::IfThenElseZero(subnormal, normal));
+    const VU up = hn::Add(hn::ShiftLeft<15 - kM>(random), hn::Set(du, 1u << (14 - kM)));
+    const VU rounded = hn::ShiftRight<23 - kM>(hn::Add(hn::BitCast(du, w), up));
+    const VU below = hn::IfThenElseZero(hn::RebindMask(du, subnormal), hn::Set(du, 1u << kM));
+    return with_sign(hn::Sub(hn::Sub(rounded, base), below), hn::BitCast(du, x));
+  }
+
+  VF largest;
+  VU smallest_normal, magic, base, magnitude_mask, sign_bit;
+  int sign_shift;
+  bool signless_zero;
+};
+
+// Value of a code in the low bits of each lane (no other bits set).
+template <int kM>
+struct Decoder {
+  explicit Decoder(Format format) {
+    const FormatTraits t = traits(format);
+    magnitude_mask = hn::Set(DU(), t.magnitude_mask());
+    sign_bit = hn::Set(DU(), t.sign_bit());
+    sign_shift = 31 - (t.exponent_bits + t.mantissa_bits);
+    rebias = hn::Set(DU(), static_cast<uint32_t>(127 - t.bias) << 23);
+    normal = hn::Set(DF(), exp2i(t.min_exponent()));
+    special = t.special;
+    max_code = hn::Set(DU(), t.max_code());
+    inf_code = hn::Set(DU(), t.max_code() + 1);
+    nan_code = hn::Set(DU(), t.nan_code());
+  }
+
+  HWY_INLINE VF operator()(VU code) const {
+    const DU du;
+    const DF df;
+    const VU magnitude = hn::And(code, magnitude_mask);
+    const VU sign = hn::ShiftLeftSame(hn::And(code, sign_bit), sign_shift);
+    // A subnormal decodes as the normal number with an implicit bit, less that bit's value.
+    const auto subnormal = hn::Lt(magnitude, hn::Set(du, 1u << kM));
+    const VU implied = hn::Add(magnitude, hn::IfThenElseZero(subnormal, hn::Set(du, 1u << kM)));
+    const VF raw = hn::BitCast(df, hn::Add(hn::ShiftLeft<23 - kM>(implied), rebias));
+    const VF value = hn::Sub(raw, hn::IfThenElseZero(hn::RebindMask(df, subnormal), normal));
+    VU bits = hn::Or(hn::BitCast(du, value), sign);
+    if (special == Special::none) return hn::BitCast(df, bits);
+    const VU nan = hn::Set(du, kNanBits);
+    if (special == Special::negative_zero) {
+      bits = hn::IfThenElse(hn::Eq(code, nan_code), nan, bits);
+    } else {
+      bits = hn::IfThenElse(hn::Gt(magnitude, max_code), nan, bits);
+      if (special == Special::ieee)
+        bits = hn::IfThenElse(hn::Eq(magnitude, inf_code), hn::Or(sign, hn::Set(du, kInfBits)),
+                              bits);
+    }
+    return hn::BitCast(df, bits);
+  }
+
+  VU magnitude_mask, sign_bit, rebias, max_code, inf_code, nan_code;
+  VF normal;
+  int sign_shift;
+  Special special;
+};
+
+// Calls body with the element's mantissa bits as a compile-time constant.
+template <class Body>
+HWY_INLINE void with_mantissa_bits(Format element, const Body& body) {
+  switch (traits(element).mantissa_bits) {
+    case 1:
+      return body(std::integral_constant<int, 1>());
+    case 2:
+      return body(std::integral_constant<int, 2>());
+    default:
+      return body(std::integral_constant<int, 3>());
+  }
+}
+
+// ---- random bits ----
+
+// High and low halves of 32x32-bit products with a constant.
+HWY_INLINE void multiply_wide(VU a, VU m, VU& high, VU& low) {
+  const DU du;
+  const hn::Repartition<uint64_t, DU> du64;
+  const auto even = hn::MulEven(a, m);
+  const auto odd = hn::MulEven(
+      hn::BitCast(du, hn::ShiftRight<32>(hn::BitCast(du64, a))), m);
+  low = hn::OddEven(hn::BitCast(du, hn::ShiftLeft<32>(odd)), hn::BitCast(du, even));
+  high = hn::OddEven(hn::BitCast(du, odd), hn::BitCast(du, hn::ShiftRight<32>(even)));
+}
+
+struct RandomWords {
+  VU word[4];
+};
+
+// One Philox call per lane.
+HWY_INLINE RandomWords random_words(Rng rng, int plane, VU line, VU pos_div_16) {
+  const DU du;
+  const uint32_t high = static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF;
+  VU c0 = pos_div_16, c1 = line;
+  VU c2 = hn::Set(du, static_cast<uint32_t>(rng.offset));
+  VU c3 = hn::Set(du, high | static_cast<uint32_t>(plane) << 31);
+  uint32_t k0 = static_cast<uint32_t>(rng.seed), k1 = static_cast<uint32_t>(rng.seed >> 32);
+  const VU m0 = hn::Set(du, kPhiloxM0), m1 = hn::Set(du, kPhiloxM1);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    VU high0, low0, high1, low1;
+    multiply_wide(c0, m0, high0, low0);
+    multiply_wide(c2, m1, high1, low1);
+    c0 = hn::Xor(hn::Xor(high1, c1), hn::Set(du, k0));
+    c2 = hn::Xor(hn::Xor(high0, c3), hn::Set(du, k1));
+    c1 = low1;
+    c3 = low0;
+    k0 += kPhiloxW0;
+    k1 += kPhiloxW1;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+}  // namespace blockscale::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

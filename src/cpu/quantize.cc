@@ -1,0 +1,408 @@
+// Quantize and amax. A matrix is cut into tiles; on each tile a pass for every wanted direction
+// finds the block amaxes, turns them into scales, encodes the elements into line-major codes in
+// scratch, and stores codes and scales in the wanted layout.
+#include "cpu/cpu.h"
+#include "cpu/direction.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/quantize.cc"
+#include "hwy/foreach_target.h"
+//
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "cpu/codec-inl.h"
+#include "cpu/scales-inl.h"
+#include "cpu/tile-inl.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace blockscale::cpu::HWY_NAMESPACE {
+
+// The one buffer a thread needs. Arrays may be overrun by one vector.
+struct Scratch {
+  static constexpr int64_t kSlack = 64;
+  alignas(64) float row_tile[kTileElements + kSlack];
+  alignas(64) float column_tile[kTileElements + kSlack];
+  alignas(64) uint32_t work[kTileElements + kSlack];
+  alignas(64) uint32_t amax[kTileElements / 16 + kSlack];
+  alignas(64) uint32_t stored[kTileElements / 16 + kSlack];
+  alignas(64) float inv[kTileElements / 16 + kSlack];
+  alignas(64) float lane_inv[kTileElements / 16 + kSlack];
+  alignas(64) uint8_t random[kTileElements + kSlack];
+  alignas(64) uint8_t codes[kTileElements + kSlack];
+};
+
+// ---- storing ----
+
+// Codes of one line, `count` bytes from byte `at` on; both multiples of 8, `at` of 16.
+HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int64_t at,
+                            int64_t count, const uint8_t* codes) {
+  const StoredShape& s = d.shape;
+  uint8_t* base = d.out.codes + batch * s.code_bytes;
+  if (d.out.layout.codes == Layout::linear) {
+    std::memcpy(base + line * s.line_bytes + at, codes, count);
+    return;
+  }
+  // mfma_16x16 keeps 16 bytes of a line together.
+  for (int64_t i = 0; i < count; i += 16)
+    std::memcpy(base + layout_offset(d.out.layout.codes, s.lines, s.line_bytes, line, at + i),
+                codes + i, std::min<int64_t>(16, count - i));
+}
+
+HWY_INLINE void store_scale(const Direction& d, int64_t batch, int64_t row, int64_t block,
+                            uint32_t bits) {
+  const StoredShape& s = d.shape;
+  const int64_t at = batch * s.scale_count +
+                     layout_offset(d.out.layout.scales, s.scale_rows, s.blocks, row, block);
+  if (d.out.spec.scale == Format::fp32)
+    std::memcpy(d.out.scales + 4 * at, &bits, 4);
+  else
+    d.out.scales[at] = static_cast<uint8_t>(bits);
+}
+
+// What a pass leaves in scratch: codes[line * pitch], and the scale of (line group, block) at
+// stored[group * group_step + block * block_step].
+struct Encoded {
+  int64_t batch, line, lines, pos, positions;  // the area in lines and positions
+  int64_t pitch;                               // bytes of codes per line
+  int64_t group_step, block_step;
+};
+
+HWY_INLINE void store(const Direction& d, const Encoded& e, bool has_bad, Scratch& scratch) {
+  const QuantSpec& spec = d.out.spec;
+  const StoredShape& s = d.shape;
+  const int per_byte = codes_per_byte(spec.element);
+  const int64_t group_lines = spec.block_lines();
+  const int64_t first_block = e.pos / spec.block;
+  const int64_t blocks = std::min(e.positions / spec.block, s.blocks - first_block);
+  const int64_t block_bytes = spec.block / per_byte;
+  const bool per_group = s.scale_rows != s.lines || !spec.square;
+  for (int64_t line = 0; line < e.lines; ++line) {
+    const int64_t group = line / group_lines;
+    uint8_t* codes = scratch.codes + line * e.pitch;
+    if (HWY_UNLIKELY(has_bad))
+      for (int64_t b = 0; b < blocks; ++b)
+        if (scratch.inv[group * e.group_step + b * e.block_step] == 0.0f)
+          std::memset(codes + b * block_bytes, 0, block_bytes);
+    store_codes(d, e.batch, e.line + line, e.pos / per_byte, blocks * block_bytes, codes);
+    if (per_group && line % group_lines != 0) continue;
+    const int64_t row = per_group ? (e.line + line) / group_lines : e.line + line;
+    for (int64_t b = 0; b < blocks; ++b)
+      store_scale(d, e.batch, row, first_block + b,
+                  scratch.stored[group * e.group_step + b * e.block_step]);
+  }
+}
+
+// ---- along rows ----
+
+// The random bytes of `count` consecutive positions of one line, in order.
+HWY_INLINE void random_line(const Direction& d, uint32_t line, int64_t pos, int64_t count,
+                            uint8_t* out) {
+  const DU du;
+  const VU first = hn::Add(hn::Set(du, d.global_block(pos)), hn::Iota(du, 0));
+  const int64_t blocks = count / kElementsPerPhilox;
+  for (int64_t b = 0; b < blocks; b += lanes()) {
+    const VU counter = hn::Add(first, hn::Set(du, static_cast<uint32_t>(b)));
+    const RandomWords w = random_words(d.rng, d.plane, hn::Set(du, line), counter);
+    HWY_ALIGN uint32_t words[4 * 16];
+    hn::StoreInterleaved4(w.word[0], w.word[1], w.word[2], w.word[3], du, words);
+    const int64_t bytes = std::min<int64_t>(lanes(), blocks - b) * kElementsPerPhilox;
+    std::memcpy(out + b * kElementsPerPhilox, words, bytes);
+  }
+}
+
+// Codes of 16 lanes to bytes, or to nibbles where two share a byte (element 2i in the low one).
+template <int kM>
+HWY_INLINE void store_lanes(VU code, uint8_t* out) {
+  if constexpr (kM == 1) {
+    const hn::Repartition<uint64_t, DU> du64;
+    const auto pairs = hn::BitCast(du64, code);
+    const auto bytes = hn::Or(pairs, hn::ShiftRight<28>(pairs));
+    const hn::Rebind<uint8_t, decltype(du64)> du8;
+    hn::StoreU(hn::TruncateTo(du8, bytes), du8, out);
+  } else {
+    hn::StoreU(hn::TruncateTo(DU8(), code), DU8(), out);
+  }
+}
+
+template <int kM, bool kStochastic, class T>
+HWY_INLINE void encode_row(const Encoder<kM>& encoder, const T* x, int64_t count, int block,
+                           const float* inv, const uint8_t* random, uint8_t* codes) {
+  constexpr int kPerByte = kM == 1 ? 2 : 1;
+  const int64_t step = static_cast<int64_t>(lanes());
+  for (int64_t start = 0; start < count; start += block) {
+    const VF scale = hn::Set(DF(), inv[start / block]);
+    for (int64_t i = start; i < start + block; i += step) {
+      const VF y = hn::Mul(load_values(x + i), scale);
+      VU code;
+      if constexpr (kStochastic)
+        code = encoder.stochastic(y, hn::PromoteTo(DU(), hn::LoadU(DU8(), random + i)));
+      else
+        code = encoder.nearest(y);
+      store_lanes<kM>(code, codes + i / kPerByte);
+    }
+  }
+}
+
+template <class T>
+HWY_INLINE void row_pass(const Direction& d, const TileView<T>& x, const TileArea& area,
+                         Scratch& scratch) {
+  const QuantSpec& spec = d.out.spec;
+  const int lines = spec.block_lines();
+  const int64_t blocks = x.columns / spec.block;
+  const int64_t groups = (x.rows + lines - 1) / lines;
+  row_amaxes(x, spec.block, lines, reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
+  const bool has_bad = block_scales(spec, d.tensor_scale(area.batch), d.tensor_finite(area.batch),
+                                    scratch.amax, groups * blocks, scratch.stored, scratch.inv);
+  const int64_t pitch = x.columns / codes_per_byte(spec.element);
+  with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
+    const Encoder<m> encoder(spec.element);
+    for (int64_t r = 0; r < area.rows; ++r) {
+      const float* inv = scratch.inv + r / lines * blocks;
+      uint8_t* codes = scratch.codes + r * pitch;
+      if (spec.stochastic()) {
+        random_line(d, d.global_line(area.batch, area.row + r), area.column, x.columns,
+                    scratch.random);
+        encode_row<m, true>(encoder, x.data + r * x.stride, x.columns, spec.block, inv,
+                            scratch.random, codes);
+      } else {
+        encode_row<m, false>(encoder, x.data + r * x.stride, x.columns, spec.block, inv, nullptr,
+                             codes);
+      }
+    }
+  });
+  const Encoded e{.batch = area.batch, .line = area.row,       .lines = area.rows,
+                  .pos = area.column,  .positions = x.columns, .pitch = pitch,
+                  .group_step = blocks, .block_step = 1};
+  store(d, e, has_bad, scratch);
+}
+
+// ---- down columns ----
+
+// 16 rows of one vector of columns: four codes of a byte, or eight of a nibble, fill a word.
+template <int kM, bool kStochastic, class T>
+HWY_INLINE void encode_16_rows(const Encoder<kM>& encoder, const T* x, int64_t stride, VF scale,
+                               const RandomWords& random, VU* words) {
+  constexpr int kBits = kM == 1 ? 4 : 8;
+  constexpr int kPerWord = 32 / kBits;
+  const DU du;
+  for (int w = 0; w < 16 / kPerWord; ++w) {
+    VU word = hn::Zero(du);
+    for (int i = 0; i < kPerWord; ++i) {
+      const int row = w * kPerWord + i;
+      const VF y = hn::Mul(load_values(x + row * stride), scale);
+      VU code;
+      if constexpr (kStochastic) {
+        const VU bits = hn::ShiftRightSame(random.word[row / 4], 8 * (row % 4));
+        code = encoder.stochastic(y, hn::And(bits, hn::Set(du, 0xFF)));
+      } else {
+        code = encoder.nearest(y);
+      }
+      word = hn::Or(word, hn::ShiftLeftSame(code, kBits * i));
+    }
+    words[w] = word;
+  }
+}
+
+template <int kM, bool kStochastic, class T>
+HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const TileArea& area,
+                               const float* inv, int64_t pitch, uint8_t* codes) {
+  constexpr int kRowsPerStore = kM == 1 ? 32 : 16;  // four words: 16 bytes of codes a column
+  const DU du;
+  const int block = d.out.spec.block;
+  const Encoder<kM> encoder(d.out.spec.element);
+  for (int64_t c = 0; c < x.columns; c += lanes()) {
+    const VU line = hn::Iota(du, d.global_line(area.batch, area.column + c));
+    for (int64_t r = 0; r < x.rows; r += kRowsPerStore) {
+      VU words[4];
+      for (int half = 0; half < kRowsPerStore / 16; ++half) {
+        const int64_t row = r + 16 * half;
+        const VF scale = hn::LoadU(DF(), inv + row / block * x.columns + c);
+        RandomWords random{{hn::Zero(du), hn::Zero(du), hn::Zero(du), hn::Zero(du)}};
+        if constexpr (kStochastic)
+          random = random_words(d.rng, d.plane, line, hn::Set(du, d.global_block(area.row + row)));
+        encode_16_rows<kM, kStochastic>(encoder, x.data + row * x.stride + c, x.stride, scale,
+                                        random, words + 2 * half);
+      }
+      HWY_ALIGN uint32_t bytes[4 * 16];
+      hn::StoreInterleaved4(words[0], words[1], words[2], words[3], du, bytes);
+      uint8_t* out = codes + c * pitch + r * 16 / kRowsPerStore;
+      for (size_t i = 0; i < lanes(); ++i) std::memcpy(out + i * pitch, bytes + 4 * i, 16);
+    }
+  }
+}
+
+template <class T>
+HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const TileArea& area,
+                            Scratch& scratch) {
+  const QuantSpec& spec = d.out.spec;
+  const int lines = spec.block_lines();
+  const int64_t blocks = x.rows / spec.block, groups = x.columns / lines;
+  column_amaxes(x, spec.block, scratch.amax);
+  if (spec.square) {
+    const TileView<float> amaxes{reinterpret_cast<const float*>(scratch.amax), x.columns, blocks,
+                                 x.columns};
+    row_amaxes(amaxes, spec.block, 1, scratch.work, scratch.amax);
+  }
+  const bool has_bad = block_scales(spec, d.tensor_scale(area.batch), d.tensor_finite(area.batch),
+                                    scratch.amax, groups * blocks, scratch.stored, scratch.inv);
+  const float* inv = scratch.inv;
+  if (spec.square) {
+    for (int64_t i = 0; i < blocks * x.columns; ++i)
+      scratch.lane_inv[i] = scratch.inv[i / lines];
+    inv = scratch.lane_inv;
+  }
+  const int64_t pitch = x.rows / codes_per_byte(spec.element);
+  with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
+    if (spec.stochastic())
+      encode_columns<m, true>(d, x, area, inv, pitch, scratch.codes);
+    else
+      encode_columns<m, false>(d, x, area, inv, pitch, scratch.codes);
+  });
+  const Encoded e{.batch = area.batch, .line = area.column, .lines = area.columns,
+                  .pos = area.row,     .positions = x.rows, .pitch = pitch,
+                  .group_step = 1,     .block_step = groups};
+  store(d, e, has_bad, scratch);
+}
+
+// ---- tiles ----
+
+// Whether a tile can be read where it lies: it needs no padding to whole blocks and no transform.
+HWY_INLINE bool in_place(const ConstMatrix& x, const QuantSpec& spec, const TileArea& area,
+                         bool along_rows) {
+  const int64_t row_multiple = along_rows ? 1 : kTile / 4;  // FP4 columns store 32 rows at a time
+  const int64_t column_multiple = along_rows ? spec.block : std::max<int64_t>(16, spec.block_lines());
+  return x.dtype != DType::f16 && x.column_stride == 1 && spec.hadamard.dim == 0 &&
+         area.columns % column_multiple == 0 && area.rows % row_multiple == 0 &&
+         (along_rows || area.rows % spec.block == 0);
+}
+
+// Calls body with a view of the tile as direction `spec` wants it.
+template <class Body>
+HWY_INLINE void with_tile(const ConstMatrix& x, const QuantSpec& spec, const TileArea& area,
+                          bool along_rows, float* buffer, const Body& body) {
+  if (in_place(x, spec, area, along_rows)) {
+    const int64_t at = area.batch * x.batch_stride + area.row * x.row_stride + area.column;
+    if (x.dtype == DType::f32)
+      return body(TileView<float>{static_cast<const float*>(x.data) + at, x.row_stride, area.rows,
+                                  area.columns});
+    return body(TileView<uint16_t>{static_cast<const uint16_t*>(x.data) + at, x.row_stride,
+                                   area.rows, area.columns});
+  }
+  const int64_t rows = along_rows ? area.rows : round_up(area.rows, kTile);
+  const int64_t columns = round_up(area.columns, kTile);
+  load_tile(x, area, rows, columns, buffer);
+  if (spec.hadamard.dim && along_rows)
+    hadamard_rows(spec.hadamard, buffer, rows * columns);
+  else if (spec.hadamard.dim)
+    hadamard_columns(spec.hadamard, buffer, rows, columns);
+  body(TileView<float>{buffer, columns, rows, columns});
+}
+
+// Cuts every matrix of the batch into tiles and calls body(area, scratch) on each, in parallel.
+template <class Body>
+HWY_INLINE void for_tiles(const ConstMatrix& x, int64_t tile_rows, int64_t tile_columns,
+                          const Executor& executor, const Body& body) {
+  const int64_t down = ceil_div(x.rows, tile_rows), across = ceil_div(x.columns, tile_columns);
+  executor.parallel_for(x.batch * down * across, [&](int64_t begin, int64_t end) HWY_ATTR {
+    const auto scratch = std::make_unique<Scratch>();
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / across % down * tile_rows, column = i % across * tile_columns;
+      const TileArea area{.batch = i / across / down,
+                          .row = row,
+                          .column = column,
+                          .rows = std::min(tile_rows, x.rows - row),
+                          .columns = std::min(tile_columns, x.columns - column)};
+      body(area, *scratch);
+    }
+  });
+}
+
+// Rows alone are best read in long stretches; whatever goes down columns takes square tiles.
+HWY_INLINE void tile_extents(bool rows_only, int lines, int64_t& rows, int64_t& columns) {
+  rows = rows_only ? (lines > 1 ? lines : 4) : kTile;
+  columns = rows_only ? kTileElements / (lines > 1 ? lines : 16) : kTile;
+}
+
+// `along`: the direction whose lines are the rows of x; `down`: whose lines are its columns.
+void quantize_tiles(const ConstMatrix& x, const Direction* along, const Direction* down,
+                    const Executor& executor) {
+  int64_t rows, columns;
+  tile_extents(down == nullptr, along ? along->out.spec.block_lines() : 1, rows, columns);
+  for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
+    if (along)
+      with_tile(x, along->out.spec, area, true, scratch.row_tile,
+                [&](const auto& tile) HWY_ATTR { row_pass(*along, tile, area, scratch); });
+    if (down)
+      with_tile(x, down->out.spec, area, false, scratch.column_tile,
+                [&](const auto& tile) HWY_ATTR { column_pass(*down, tile, area, scratch); });
+  });
+}
+
+// Bits of the largest magnitude of each matrix after the transform.
+void amax_tiles(const ConstMatrix& x, const QuantSpec& spec, bool along_rows,
+                std::atomic<uint32_t>* most, const Executor& executor) {
+  int64_t rows, columns;
+  tile_extents(along_rows, 1, rows, columns);
+  for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
+    uint32_t largest = 0;
+    with_tile(x, spec, area, along_rows, scratch.row_tile, [&](const auto& tile) HWY_ATTR {
+      // One "block" per 16 columns over all rows of the tile.
+      const int64_t count = tile.columns / 16;
+      row_amaxes(tile, 16, static_cast<int>(tile.rows),
+                 reinterpret_cast<BitsOf<std::decay_t<decltype(*tile.data)>>*>(scratch.work),
+                 scratch.amax);
+      for (int64_t i = 0; i < count; ++i) largest = std::max(largest, scratch.amax[i]);
+    });
+    std::atomic<uint32_t>& target = most[area.batch];
+    for (uint32_t old = target; largest > old && !target.compare_exchange_weak(old, largest);) {
+    }
+  });
+}
+
+}  // namespace blockscale::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace blockscale::cpu {
+HWY_EXPORT(quantize_tiles);
+HWY_EXPORT(amax_tiles);
+namespace {
+
+ConstMatrix transposed(ConstMatrix x) {
+  std::swap(x.rows, x.columns);
+  std::swap(x.row_stride, x.column_stride);
+  return x;
+}
+// A column-major matrix is read as its row-major transpose, with the directions exchanged.
+bool is_column_major(const ConstMatrix& x) { return x.column_stride != 1 && x.row_stride == 1; }
+
+}  // namespace
+
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
+          const Executor& executor) {
+  std::vector<std::atomic<uint32_t>> most(static_cast<size_t>(x.batch));
+  const bool swapped = is_column_major(x);
+  HWY_DYNAMIC_DISPATCH(amax_tiles)
+  (swapped ? transposed(x) : x, spec, (axis == -1) != swapped, most.data(), executor);
+  for (int64_t b = 0; b < x.batch; ++b)
+    out[b] = bit_cast<float>(most[b] > kInfBits ? kNanBits : most[b].load());
+}
+
+void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
+              const Quantized* column_out, const QuantizeOptions& column_options,
+              const Executor& executor) {
+  std::optional<Direction> row, column;
+  if (row_out) row.emplace(x, *row_out, row_options, executor);
+  if (column_out) column.emplace(x, *column_out, column_options, executor);
+  const bool swapped = is_column_major(x);
+  const Direction* along = row ? &*row : nullptr;
+  const Direction* down = column ? &*column : nullptr;
+  if (swapped) std::swap(along, down);
+  HWY_DYNAMIC_DISPATCH(quantize_tiles)(swapped ? transposed(x) : x, along, down, executor);
+}
+
+}  // namespace blockscale::cpu
+#endif

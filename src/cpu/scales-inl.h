@@ -1,0 +1,125 @@
+// Vector forms of the scale rules (numerics section 4), one block to a lane.
+
+#if defined(BLOCKSCALE_SCALES_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef BLOCKSCALE_SCALES_INL
+#undef BLOCKSCALE_SCALES_INL
+#else
+#define BLOCKSCALE_SCALES_INL
+#endif
+
+#include "blockscale/spec.h"
+#include "cpu/codec-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace blockscale::cpu::HWY_NAMESPACE {
+
+// The scale of each block as a code or as FP32 bits, and what its elements are multiplied with.
+struct BlockScales {
+  VU stored;
+  VF inv;
+};
+
+HWY_INLINE BlockScales float_scales(const QuantSpec& spec, VF amax) {
+  const DF df;
+  const DU du;
+  const float fmax = max_value(spec.element);
+  const VF a = hn::Max(amax, hn::Set(df, kAmaxFloor));
+  if (spec.rule == ScaleRule::amax) {
+    const VF inv = hn::Div(hn::Set(df, fmax), a);
+    return {hn::BitCast(du, hn::Div(hn::Set(df, 1.0f), inv)), inv};
+  }
+  // pow2_scale() in exponent fields: e = field(a) - field(FMAX) + 127, one more when FMAX * 2^e < a.
+  const uint32_t fmax_field = bit_cast<uint32_t>(fmax) >> 23;
+  const VU e = hn::Add(hn::ShiftRight<23>(hn::BitCast(du, a)), hn::Set(du, 127 - fmax_field));
+  const VF product = hn::Mul(hn::Set(df, fmax), hn::BitCast(df, hn::ShiftLeft<23>(e)));
+  const auto up = hn::RebindMask(du, hn::Lt(product, a));
+  const VU field = hn::Add(e, hn::IfThenElseZero(up, hn::Set(du, 1)));
+  const VU scale = hn::ShiftLeft<23>(field);
+  return {scale, hn::Div(hn::Set(df, 1.0f), hn::BitCast(df, scale))};
+}
+
+HWY_INLINE BlockScales e8m0_scales(const QuantSpec& spec, VF amax) {
+  const DF df;
+  const DU du;
+  const hn::RebindToSigned<DU> di;
+  const FormatTraits t = traits(spec.element);
+  const float fmax = max_value(spec.element);
+  const int p = static_cast<int>(bit_cast<uint32_t>(fmax) >> 23) - 127;
+  const VU fraction_mask = hn::Set(du, 0x7FFFFF);
+  const auto one_if = [&](hn::Mask<DU> mask) { return hn::IfThenElseZero(mask, hn::Set(du, 1)); };
+  VU bits = hn::BitCast(du, amax);
+  VU byte;
+  if (spec.rule == ScaleRule::rceil) {
+    bits = hn::BitCast(du, hn::Mul(amax, hn::Set(df, 1.0f / fmax)));
+    const VU e = hn::ShiftRight<23>(bits);
+    const VU threshold = hn::IfThenElseZero(hn::Eq(e, hn::Zero(du)), hn::Set(du, 0x400000));
+    byte = hn::Add(e, one_if(hn::Gt(hn::And(bits, fraction_mask), threshold)));
+  } else {
+    if (spec.rule == ScaleRule::even)
+      bits = hn::Add(bits, hn::Set(du, 1u << (23 - t.mantissa_bits - 1)));
+    byte = hn::ShiftRight<23>(bits);
+    if (spec.rule == ScaleRule::ceil)
+      byte = hn::Add(byte, one_if(hn::Gt(hn::And(bits, fraction_mask), hn::Zero(du))));
+    byte = hn::Sub(byte, hn::Set(du, static_cast<uint32_t>(p)));
+  }
+  const auto clamped = hn::Min(hn::Max(hn::BitCast(di, byte), hn::Zero(di)), hn::Set(di, 254));
+  byte = hn::BitCast(du, clamped);
+  // 2^(127 - byte): exponent field 254 - byte; byte 254 is the subnormal 2^-127.
+  const VU field = hn::ShiftLeft<23>(hn::Sub(hn::Set(du, 254), byte));
+  const VU inv = hn::IfThenElse(hn::Eq(field, hn::Zero(du)), hn::Set(du, 1u << 22), field);
+  return {byte, hn::BitCast(df, inv)};
+}
+
+// encode_scale(): nearest even or up; amax >= 0, saturating.
+template <int kM>
+HWY_INLINE VU encode_scales(const Encoder<kM>& encoder, const Decoder<kM>& decoder, VF wanted,
+                            ScaleRounding rounding) {
+  const DU du;
+  const VU code = encoder.nearest(wanted);
+  if (rounding == ScaleRounding::nearest) return code;
+  const VF clamped = hn::Min(wanted, encoder.largest);
+  const auto below = hn::RebindMask(du, hn::Lt(decoder(code), clamped));
+  return hn::Add(code, hn::IfThenElseZero(below, hn::Set(du, 1)));
+}
+
+HWY_INLINE BlockScales two_level_scales(const QuantSpec& spec, VF amax, OuterScale outer) {
+  const DF df;
+  const Encoder<3> encoder(spec.scale);
+  const Decoder<3> decoder(spec.scale);
+  const VF wanted = hn::Mul(amax, hn::Set(df, outer.enc * (1.0f / 6.0f)));
+  const VU code = encode_scales(encoder, decoder, wanted, spec.scale_rounding);
+  const VF decoded = hn::Mul(decoder(code), hn::Set(df, outer.dec));
+  const VF enc = hn::Min(hn::Div(hn::Set(df, 1.0f), decoded), hn::Set(df, kFloatMax));
+  return {code, enc};
+}
+
+// Scales of `count` blocks from the bits of their amaxes. A non-finite block stores the NaN scale;
+// its inv is 0, and its codes have to be cleared by the caller. Returns whether there is one. The
+// arrays are readable and writable up to a multiple of 16.
+HWY_INLINE bool block_scales(const QuantSpec& spec, OuterScale outer, bool tensor_finite,
+                             const uint32_t* amax_bits, size_t count, uint32_t* stored,
+                             float* inv) {
+  const DF df;
+  const DU du;
+  const VU nan = hn::Set(
+      du, spec.scale == Format::fp32 ? kNanBits : traits(spec.scale).nan_code());
+  const VU limit = hn::Set(du, tensor_finite ? kInfBits : 0);
+  bool all_finite = true;
+  for (size_t i = 0; i < count; i += lanes()) {
+    const VU bits = hn::LoadU(du, amax_bits + i);
+    const auto finite = hn::Lt(bits, limit);
+    const VF amax = hn::BitCast(df, hn::IfThenElseZero(finite, bits));
+    const BlockScales s = spec.two_level()              ? two_level_scales(spec, amax, outer)
+                          : spec.scale == Format::e8m0 ? e8m0_scales(spec, amax)
+                                                        : float_scales(spec, amax);
+    hn::StoreU(hn::IfThenElse(finite, s.stored, nan), du, stored + i);
+    hn::StoreU(hn::IfThenElseZero(hn::RebindMask(df, finite), s.inv), df, inv + i);
+    all_finite = all_finite && hn::AllTrue(du, finite);
+  }
+  return !all_finite;
+}
+
+}  // namespace blockscale::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,116 @@
+// The default executors: in the calling thread, and a pool of one thread a core.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "blockscale/ops.h"
+
+namespace blockscale {
+namespace {
+
+class SerialExecutor final : public Executor {
+ public:
+  void parallel_for(int64_t count, const Body& body) const override {
+    if (count > 0) body(0, count);
+  }
+};
+
+// Workers and the caller take chunks from one counter until it runs out.
+class PoolExecutor final : public Executor {
+ public:
+  explicit PoolExecutor(unsigned threads) {
+    for (unsigned i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  }
+  ~PoolExecutor() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& t : workers_) t.join();
+  }
+
+  void parallel_for(int64_t count, const Body& body) const override {
+    if (count <= 0) return;
+    const auto threads = static_cast<int64_t>(workers_.size()) + 1;
+    // One call at a time uses the pool; a nested or concurrent one runs where it is.
+    std::unique_lock busy(busy_, std::try_to_lock);
+    if (threads == 1 || count == 1 || !busy) return body(0, count);
+
+    Job job{&body, count, std::max<int64_t>(1, count / (4 * threads))};
+    {
+      std::lock_guard lock(mutex_);
+      job_ = &job;
+      ++generation_;
+      active_ = static_cast<int>(workers_.size());
+    }
+    wake_.notify_all();
+    job.run();
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return active_ == 0; });
+    job_ = nullptr;
+    if (job.error) std::rethrow_exception(job.error);
+  }
+
+ private:
+  struct Job {
+    const Body* body;
+    int64_t count, chunk;
+    std::atomic<int64_t> next{0};
+    std::mutex error_mutex{};
+    std::exception_ptr error{};
+
+    Job(const Body* b, int64_t n, int64_t c) : body(b), count(n), chunk(c) {}
+    void run() {
+      for (int64_t begin; (begin = next.fetch_add(chunk)) < count;) {
+        try {
+          (*body)(begin, std::min(begin + chunk, count));
+        } catch (...) {
+          std::lock_guard lock(error_mutex);
+          error = std::current_exception();
+        }
+      }
+    }
+  };
+
+  void work() {
+    uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+      if (stopping_) return;
+      seen = generation_;
+      Job* job = job_;
+      lock.unlock();
+      job->run();
+      lock.lock();
+      if (--active_ == 0) done_.notify_one();
+    }
+  }
+
+  std::vector<std::thread> workers_;
+  mutable std::mutex busy_, mutex_;
+  mutable std::condition_variable wake_, done_;
+  mutable Job* job_ = nullptr;
+  mutable uint64_t generation_ = 0;
+  mutable int active_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace
+
+const Executor& serial_executor() {
+  static const SerialExecutor executor;
+  return executor;
+}
+
+const Executor& default_executor() {
+  static const PoolExecutor executor(std::max(1u, std::thread::hardware_concurrency()));
+  return executor;
+}
+
+}  // namespace blockscale

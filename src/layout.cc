@@ -1,0 +1,50 @@
+#include "blockscale/layout.h"
+
+#include "blockscale/status.h"
+#include "text.h"
+
+namespace blockscale {
+
+StorageLayout parse_layout(std::string_view text) {
+  StorageLayout layout;
+  std::vector<std::string> names;
+  for (const LayoutTraits& t : kLayouts) names.push_back(t.name);
+  if (text.empty()) fail("layout", "name", quoted(text), "one of " + join(names, ", "));
+  for (std::string_view name : split(text, '+')) {
+    int index = 0;
+    while (index < kLayoutCount && name != kLayouts[index].name) ++index;
+    if (index == kLayoutCount)
+      fail("layout", "name", quoted(name), "one of " + join(names, ", "),
+           "did you mean " + quoted(nearest(name, names)) + "?");
+    const Layout l = static_cast<Layout>(index);
+    if (kLayouts[index].for_scales) {
+      if (layout.scales != Layout::linear)
+        fail("layout", "name", quoted(text), "at most one layout of scales");
+      layout.scales = l;
+    } else {
+      layout.codes = l;
+    }
+  }
+  return layout;
+}
+
+std::string to_string(const StorageLayout& layout) {
+  const std::string codes = kLayouts[static_cast<int>(layout.codes)].name;
+  const std::string scales = kLayouts[static_cast<int>(layout.scales)].name;
+  if (layout.codes == Layout::linear) return scales;
+  return layout.scales == Layout::linear ? codes : codes + "+" + scales;
+}
+
+void validate(const QuantSpec& spec, const StorageLayout& layout) {
+  const LayoutTraits& scales = kLayouts[static_cast<int>(layout.scales)];
+  if (scales.scale_bytes != 0 && scales.scale_bytes != scale_bytes(spec.scale))
+    fail("layout", "scales", quoted(scales.name),
+         std::string("a layout for the ") + traits(spec.scale).name + " scales of " + to_string(spec),
+         scales.scale_bytes == 4 ? "mn_major holds FP32 scales"
+                                 : "the byte layouts hold one-byte scales");
+  if (layout.codes == Layout::mfma_16x16 && codes_per_byte(spec.element) != 2)
+    fail("layout", "codes", quoted("mfma_16x16"), "packed FP4 codes",
+         "use 'linear' for the codes of " + to_string(spec));
+}
+
+}  // namespace blockscale

@@ -1,0 +1,65 @@
+// Shared by the reference operators: element access, written for clarity.
+#pragma once
+
+#include <cstring>
+
+#include "blockscale/ops.h"
+
+namespace blockscale::reference {
+
+inline int64_t offset_of(int64_t b, int64_t r, int64_t c, const auto& x) {
+  return b * x.batch_stride + r * x.row_stride + c * x.column_stride;
+}
+
+inline float load(const ConstMatrix& x, int64_t b, int64_t r, int64_t c) {
+  const int64_t i = offset_of(b, r, c, x);
+  switch (x.dtype) {
+    case DType::bf16:
+      return from_bf16(static_cast<const uint16_t*>(x.data)[i]);
+    case DType::f16:
+      return from_fp16(static_cast<const uint16_t*>(x.data)[i]);
+    default:
+      return static_cast<const float*>(x.data)[i];
+  }
+}
+
+inline void store(const Matrix& x, int64_t b, int64_t r, int64_t c, float value) {
+  const int64_t i = offset_of(b, r, c, x);
+  switch (x.dtype) {
+    case DType::bf16:
+      static_cast<uint16_t*>(x.data)[i] = to_bf16(value);
+      break;
+    case DType::f16:
+      static_cast<uint16_t*>(x.data)[i] = to_fp16(value);
+      break;
+    default:
+      static_cast<float*>(x.data)[i] = value;
+  }
+}
+
+// One stored scale as the FP32 number it means; `s` is its offset in the scales buffer.
+inline float load_scale(const uint8_t* scales, Format format, int64_t s) {
+  if (format != Format::fp32) return decode(format, scales[s]);
+  float value;
+  std::memcpy(&value, scales + 4 * s, 4);
+  return value;
+}
+
+// One element's code; `line` and `pos` count along the stored operand.
+inline uint32_t load_code(const ConstQuantized& q, const StoredShape& s, int64_t b, int64_t line,
+                          int64_t pos) {
+  const int per_byte = codes_per_byte(q.spec.element);
+  const int64_t at = layout_offset(q.layout.codes, s.lines, s.line_bytes, line, pos / per_byte);
+  const uint8_t byte = q.codes[b * s.code_bytes + at];
+  return per_byte == 1 ? byte : byte >> (4 * (pos % 2)) & 15;
+}
+
+// The offset of the scale that covers (line, pos).
+inline int64_t scale_offset(const ConstQuantized& q, const StoredShape& s, int64_t b, int64_t line,
+                            int64_t pos) {
+  const int64_t row = s.scale_rows == s.lines ? line : line / q.spec.block;
+  return b * s.scale_count +
+         layout_offset(q.layout.scales, s.scale_rows, s.blocks, row, pos / q.spec.block);
+}
+
+}  // namespace blockscale::reference

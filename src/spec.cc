@@ -1,0 +1,291 @@
+#include "blockscale/spec.h"
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+
+#include "blockscale/status.h"
+#include "text.h"
+
+namespace blockscale {
+namespace {
+
+constexpr const char* kRuleNames[] = {"amax", "pow2", "floor", "ceil", "even", "rceil",
+                                      "two_level"};
+constexpr const char* kScaleRoundingNames[] = {"nearest", "up"};
+constexpr const char* kRoundingNames[] = {"nearest", "stochastic"};
+
+const std::vector<Format> kFp8 = {Format::e4m3fn, Format::e4m3fnuz, Format::e5m2,
+                                  Format::e5m2fnuz};
+const std::vector<ScaleRule> kFloatRules = {ScaleRule::amax, ScaleRule::pow2};
+const std::vector<ScaleRule> kMxRules = {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even,
+                                         ScaleRule::rceil};
+
+bool saturates(ScaleRule rule) { return rule == ScaleRule::floor || rule == ScaleRule::even; }
+
+template <class T>
+bool contains(const std::vector<T>& list, T value) {
+  return std::find(list.begin(), list.end(), value) != list.end();
+}
+
+std::string format_names(const std::vector<Format>& list) {
+  std::vector<std::string> names;
+  for (Format f : list) names.push_back(traits(f).name);
+  return join(names, ", ");
+}
+std::string rule_names(const std::vector<ScaleRule>& list) {
+  std::vector<std::string> names;
+  for (ScaleRule r : list) names.push_back(to_string(r));
+  return join(names, ", ");
+}
+
+std::string block_text(const QuantSpec& s) {
+  const std::string b = std::to_string(s.block);
+  return (s.square ? b : "1") + "x" + b;
+}
+
+std::string hex(const Hadamard& h) {
+  char text[64];
+  if (h.mask_hi)
+    std::snprintf(text, sizeof text, "0x%llx%016llx", static_cast<unsigned long long>(h.mask_hi),
+                  static_cast<unsigned long long>(h.mask_lo));
+  else
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(h.mask_lo));
+  return text;
+}
+
+template <size_t kCount>
+int index_of(const char* const (&names)[kCount], std::string_view name, const char* argument) {
+  for (size_t i = 0; i < kCount; ++i)
+    if (name == names[i]) return static_cast<int>(i);
+  const std::vector<std::string> all(std::begin(names), std::end(names));
+  fail("spec", argument, quoted(name), "one of " + join(all, ", "),
+       "did you mean " + quoted(nearest(name, all)) + "?");
+}
+
+Format parse_format(std::string_view name, bool element) {
+  std::vector<std::string> all;
+  for (int i = 0; i < kFormatCount; ++i) {
+    if (kFormats[i].is_element != element) continue;
+    if (name == kFormats[i].name) return static_cast<Format>(i);
+    all.push_back(kFormats[i].name);
+  }
+  fail("spec", element ? "element" : "scale", quoted(name), "one of " + join(all, ", "),
+       "did you mean " + quoted(nearest(name, all)) + "?");
+}
+
+std::optional<uint64_t> parse_number(std::string_view text) {
+  int base = 10;
+  if (text.starts_with("0x") || text.starts_with("0X")) {
+    text.remove_prefix(2);
+    base = 16;
+  }
+  uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, base);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+bool parse_bool(std::string_view value, const char* argument) {
+  if (value == "true") return true;
+  if (value == "false") return false;
+  fail("spec", argument, quoted(value), "true or false");
+}
+
+void set_block(QuantSpec& spec, std::string_view value) {
+  const size_t x = value.find('x');
+  const auto lines = x == std::string_view::npos ? std::nullopt : parse_number(value.substr(0, x));
+  const auto block = x == std::string_view::npos ? std::nullopt : parse_number(value.substr(x + 1));
+  const uint64_t b = spec.block;
+  if (!lines || !block || *block != b || (*lines != 1 && *lines != b))
+    fail("spec", "block", value,
+         "1x" + std::to_string(b) + " or " + std::to_string(b) + "x" + std::to_string(b),
+         "the scale format " + std::string(traits(spec.scale).name) + " fixes the block size");
+  spec.square = *lines != 1;
+}
+
+// "none", "32" (the default signs of that size) or "16:0xd7e8".
+Hadamard parse_hadamard(std::string_view value) {
+  if (value == "none") return {};
+  const size_t colon = value.find(':');
+  Hadamard h;
+  const auto dim = parse_number(value.substr(0, colon));
+  if (!dim || std::find(std::begin(kHadamardSizes), std::end(kHadamardSizes),
+                        static_cast<int>(*dim)) == std::end(kHadamardSizes))
+    fail("spec", "hadamard", value, "none, or one of the sizes 16, 32, 64, 128",
+         "write hadamard=16, or 16:0xd7e8 to give the sign mask");
+  h.dim = static_cast<uint16_t>(*dim);
+  if (colon == std::string_view::npos) {
+    h.mask_lo = h.dim == 16 ? kDefaultSigns16 : 0;
+    return h;
+  }
+  std::string_view mask = value.substr(colon + 1);
+  std::optional<uint64_t> low, high = 0;
+  if (mask.starts_with("0x") && mask.size() > 18 && mask.size() <= 34) {
+    high = parse_number("0x" + std::string(mask.substr(2, mask.size() - 18)));
+    low = parse_number("0x" + std::string(mask.substr(mask.size() - 16)));
+  } else {
+    low = parse_number(mask);
+  }
+  const bool fits = low && high && (h.dim == 128 || (*high == 0 && (h.dim == 64 || *low >> h.dim == 0)));
+  if (!fits)
+    fail("spec", "hadamard", value, "a sign mask of at most " + std::to_string(h.dim) + " bits",
+         "bit i set flips the sign of element i");
+  h.mask_lo = *low;
+  h.mask_hi = *high;
+  return h;
+}
+
+void check_family_has(const Family& family, const QuantSpec& spec) {
+  if (!contains(family.elements, spec.element)) {
+    std::string remedy;
+    for (const Family& other : families())
+      if (other.spec.scale == spec.scale && contains(other.elements, spec.element))
+        remedy = "use " + quoted(other.name);
+    fail("spec", "element", traits(spec.element).name,
+         "one of " + format_names(family.elements) + " for " + family.name, remedy);
+  }
+  if (!contains(family.rules, spec.rule))
+    fail("spec", "scale_rule", to_string(spec.rule),
+         "one of " + rule_names(family.rules) + " for " + family.name,
+         std::string("its scales are ") + traits(family.spec.scale).name);
+}
+
+}  // namespace
+
+const char* to_string(ScaleRule rule) { return kRuleNames[static_cast<int>(rule)]; }
+const char* to_string(ScaleRounding r) { return kScaleRoundingNames[static_cast<int>(r)]; }
+const char* to_string(Rounding r) { return kRoundingNames[static_cast<int>(r)]; }
+
+const std::vector<Family>& families() {
+  static const std::vector<Family> table = {
+      {"fp8_1x128", kFp8_1x128, kFp8, kFloatRules},
+      {"fp8_128x128", kFp8_128x128, kFp8, kFloatRules},
+      {"mxfp8", kMxfp8, kFp8, kMxRules},
+      {"mxfp6", kMxfp6, {Format::e2m3, Format::e3m2}, kMxRules},
+      {"mxfp4", kMxfp4, {Format::e2m1}, kMxRules},
+      {"nvfp4", kNvfp4, {Format::e2m1}, {ScaleRule::two_level}},
+      {"amdfp4", kAmdfp4, {Format::e2m1}, {ScaleRule::two_level}},
+  };
+  return table;
+}
+
+const Family& family_of(const QuantSpec& spec) {
+  for (const Family& f : families()) {
+    if (f.spec.scale != spec.scale || !contains(f.elements, spec.element)) continue;
+    // FP8's two block shapes are two names; elsewhere the shape is a change within the family.
+    if (spec.scale == Format::fp32 && f.spec.square != spec.square) continue;
+    return f;
+  }
+  fail("spec", "element", traits(spec.element).name,
+       std::string("an element that takes ") + traits(spec.scale).name + " scales",
+       "start from a named spec");
+}
+
+void validate(const QuantSpec& spec) {
+  const Family& family = family_of(spec);
+  check_family_has(family, spec);
+  require(spec.block == family.spec.block, "spec", "block", block_text(spec),
+          ("blocks of " + std::to_string(family.spec.block)).c_str(),
+          "the scale format fixes the block size");
+  require(spec.two_level() || !spec.outer, "spec", "outer", "true",
+          "false: only two-level specs (nvfp4, amdfp4) have an outer scale");
+  require(spec.two_level() || spec.scale_rounding == ScaleRounding::nearest, "spec",
+          "scale_rounding", "up", "nearest: only two-level specs (nvfp4, amdfp4) round their scales",
+          "choose the scale_rule instead");
+  require(!spec.stochastic() || !saturates(spec.rule), "spec", "scale_rule", to_string(spec.rule),
+          "ceil or rceil with rounding = stochastic: this rule lets the largest elements saturate, "
+          "which biases the mean",
+          "add scale_rule=rceil");
+  const Hadamard& h = spec.hadamard;
+  const bool listed = std::find(std::begin(kHadamardSizes), std::end(kHadamardSizes), h.dim) !=
+                      std::end(kHadamardSizes);
+  require(h.dim == 0 || listed, "spec", "hadamard", h.dim, "none, 16, 32, 64 or 128");
+  const bool fits = h.dim == 128 || (h.mask_hi == 0 && (h.dim == 64 || h.mask_lo >> h.dim == 0));
+  require(fits, "spec", "hadamard", hex(h), "a sign mask of at most as many bits as the size");
+}
+
+std::string to_string(const QuantSpec& spec) {
+  const Family& family = family_of(spec);
+  const QuantSpec& base = family.spec;
+  std::vector<std::string> changes;
+  auto note = [&](bool differs, const char* key, const std::string& value) {
+    if (differs) changes.push_back(std::string(key) + "=" + value);
+  };
+  note(spec.element != base.element, "element", traits(spec.element).name);
+  note(spec.square != base.square, "block", block_text(spec));
+  note(spec.rule != base.rule, "scale_rule", to_string(spec.rule));
+  note(spec.rounding != base.rounding, "rounding", to_string(spec.rounding));
+  // Printed for stochastic two-level specs too, whose default is `up`: the text then says it all.
+  note(spec.two_level() && (spec.stochastic() || spec.scale_rounding != base.scale_rounding),
+       "scale_rounding", to_string(spec.scale_rounding));
+  note(spec.outer != base.outer, "outer", spec.outer ? "true" : "false");
+  note(spec.hadamard.dim != 0, "hadamard",
+       std::to_string(spec.hadamard.dim) + ":" + hex(spec.hadamard));
+  return changes.empty() ? family.name : family.name + ("[" + join(changes, ",") + "]");
+}
+
+QuantSpec parse_spec(std::string_view text) {
+  const size_t bracket = text.find('[');
+  const std::string_view name = text.substr(0, bracket);
+  std::vector<std::string> names;
+  for (const Family& f : families()) {
+    if (name == f.name) {
+      if (bracket == std::string_view::npos) return f.spec;
+      if (text.back() != ']') fail("spec", "text", quoted(text), "a closing ']'");
+      return with_changes(f.spec, text.substr(bracket + 1, text.size() - bracket - 2));
+    }
+    names.push_back(f.name);
+  }
+  fail("spec", "name", quoted(name), "one of " + join(names, ", "),
+       "did you mean " + quoted(nearest(name, names)) + "?");
+}
+
+QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
+  static const std::vector<std::string> kKeys = {"element",        "block", "scale_rule", "rounding",
+                                                 "scale_rounding", "outer", "hadamard",   "scale"};
+  QuantSpec spec = base;
+  const Family& family = family_of(base);
+  bool rounds_scales = false;
+  for (std::string_view change : split(changes, ',')) {
+    const size_t equals = change.find('=');
+    const std::string_view key = change.substr(0, equals);
+    const std::string_view value =
+        equals == std::string_view::npos ? std::string_view() : change.substr(equals + 1);
+    if (key == "element") {
+      spec.element = parse_format(value, true);
+    } else if (key == "block") {
+      set_block(spec, value);
+    } else if (key == "scale_rule") {
+      spec.rule = static_cast<ScaleRule>(index_of(kRuleNames, value, "scale_rule"));
+    } else if (key == "rounding") {
+      spec.rounding = static_cast<Rounding>(index_of(kRoundingNames, value, "rounding"));
+    } else if (key == "scale_rounding") {
+      const int index = index_of(kScaleRoundingNames, value, "scale_rounding");
+      spec.scale_rounding = static_cast<ScaleRounding>(index);
+      rounds_scales = true;
+    } else if (key == "outer") {
+      spec.outer = parse_bool(value, "outer");
+    } else if (key == "hadamard") {
+      spec.hadamard = parse_hadamard(value);
+    } else if (key == "scale") {
+      if (parse_format(value, false) == spec.scale) continue;
+      std::string remedy = "the scale format is what the name means";
+      for (const Family& f : families())
+        if (value == traits(f.spec.scale).name && contains(f.elements, spec.element))
+          remedy = "use " + quoted(f.name);
+      fail("spec", "scale", quoted(value),
+           std::string(traits(spec.scale).name) + " for " + family.name, remedy);
+    } else {
+      fail("spec", "change", quoted(key), "one of " + join(kKeys, ", "),
+           "did you mean " + quoted(nearest(key, kKeys)) + "?");
+    }
+  }
+  check_family_has(family, spec);
+  if (spec.two_level() && spec.rounding != base.rounding && !rounds_scales)
+    spec.scale_rounding = spec.stochastic() ? ScaleRounding::up : ScaleRounding::nearest;
+  validate(spec);
+  return spec;
+}
+
+}  // namespace blockscale

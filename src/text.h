@@ -1,0 +1,17 @@
+// Small text helpers for names in messages.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace blockscale {
+
+std::string join(const std::vector<std::string>& parts, const char* separator);
+// Pieces between separators; none for an empty text.
+std::vector<std::string_view> split(std::string_view text, char separator);
+std::string quoted(std::string_view text);
+// The candidate with the smallest edit distance.
+std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
+
+}  // namespace blockscale

@@ -1,0 +1,202 @@
+"""`blockscale inspect` and `blockscale doctor`: figures against a direct computation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from blockscale.cli import inspect
+from blockscale.cli.main import main
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SPECS = ["fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "weight": torch.randn(300, 200, generator=generator).bfloat16(),
+        "experts": torch.randn(3, 50, 70, generator=generator) * 0.01,
+        "half": torch.randn(129, 33, generator=generator).half(),
+        "zeros": torch.zeros(4, 32),
+        "bias": torch.zeros(10),
+        "ids": torch.zeros(4, 4, dtype=torch.int64),
+        "nothing": torch.zeros(0, 8),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+def rows(output: str) -> dict[tuple[str, str], list[str]]:
+    """(tensor, spec) -> [amax, SQNR, underflow, saturation] of the printed table."""
+    found: dict[tuple[str, str], list[str]] = {}
+    tensor = amax = ""
+    for line in output.splitlines():
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if len(cells) == 7:
+            tensor, amax = cells[0] or tensor, cells[2] or amax
+            found[tensor, cells[3]] = [amax, *cells[4:]]
+    return found
+
+
+def largest_share(x: Tensor, y: Tensor, spec: Any) -> Tensor:
+    """Where |x| is cut off: above what the block's scale lets the largest code stand for.
+
+    Independent of the codes: the top of the block's range is its scale times the largest value.
+    """
+    q = bs.quantize(x, spec)
+    outer = q.outer.float() if spec.outer else torch.tensor(1.0)
+    top = {"e2m1": 6.0, "e4m3fn": 448.0}[q.spec.element]
+    height, width = q.spec.block
+    scales = decode_scales(q.scales).repeat_interleave(height, 0).repeat_interleave(width, 1)
+    limit = outer * scales[: x.shape[0], : x.shape[1]] * top
+    return x.float().abs() > limit * (1 + 2.0**-20)
+
+
+def decode_scales(scales: Tensor) -> Tensor:
+    """uint8 scales are ue5m3: its value is e5m3 with bias 15, subnormals below."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    exponent, mantissa = scales.int() >> 3, (scales.int() & 7).float()
+    normal = torch.ldexp(1 + mantissa / 8, exponent - 15)
+    return torch.where(exponent > 0, normal, mantissa * 2.0**-17)
+
+
+@pytest.mark.parametrize("chunk", [1 << 22, 4000])  # the whole tensor at once; a few rows
+def test_figures_match_a_direct_computation(
+    chunk: int, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "CHUNK_ELEMENTS", chunk)
+    words = [word for spec in SPECS for word in ("--spec", spec)]
+    assert main(["inspect", str(file), *words]) == 0
+    printed = rows(capsys.readouterr().out)
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in ("weight", "experts", "half")}
+    assert len(printed) == len(SPECS) * 4
+    for name, tensor in tensors.items():
+        x = tensor.reshape(-1, tensor.shape[-1])
+        for text in SPECS:
+            spec = bs.spec(text)
+            y = bs.dequantize(bs.quantize(x, spec), dtype=torch.float32)
+            error = x.double() - y.double()
+            sqnr = 10 * math.log10(x.double().square().sum() / error.square().sum())
+            underflow = ((x != 0) & (y == 0)).sum() / (x != 0).sum()
+            saturation = largest_share(x, y, spec).double().mean()
+            assert printed[name, text] == [
+                f"{x.abs().max().item():.4g}", f"{sqnr:.2f}", f"{underflow:.3%}",
+                f"{saturation:.3%}",
+            ], (name, text)  # fmt: skip
+    assert printed["zeros", "nvfp4"] == ["0", "inf", "0.000%", "0.000%"]
+
+
+def test_saturation_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MXFP4 rounds the scale of a block whose amax is 7 down to 1, so the 7 becomes 6."""
+    x = torch.zeros(2, 32)
+    x[0, 3], x[1, 5], x[1, 6] = 7.0, -1.0, 0.01
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    assert main(["inspect", str(tmp_path / "x.safetensors"), "--spec", "mxfp4"]) == 0
+    amax, _, underflow, saturation = rows(capsys.readouterr().out)["x", "mxfp4"]
+    assert (amax, underflow, saturation) == ("7", f"{1 / 3:.3%}", f"{1 / 64:.3%}")
+
+
+def test_skipped_tensors_and_plot(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.png"
+    assert main(["inspect", str(file), "--spec", "mxfp8", "--out", str(plot)]) == 0
+    out = capsys.readouterr().out
+    assert "skipped bias: 1-D, not a matrix" in out
+    assert "skipped ids: I64, not one of F32, BF16, F16" in out
+    assert "skipped nothing: empty" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "plot.png"]
+
+
+def test_a_file_of_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plot = tmp_path / "x.safetensors", tmp_path / "plot.png"
+    save_file({"bias": torch.zeros(3)}, path)
+    assert main(["inspect", str(path), "--out", str(plot)]) == 0
+    assert "no plot: no tensor could be inspected" in capsys.readouterr().out
+    assert not plot.exists()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (300, 20), (2, 130, 9), (3, 2, 200, 11)])
+@pytest.mark.parametrize("budget", [1, 50, 4000, 1 << 22])
+def test_chunks_cover_the_rows_in_order(
+    shape: tuple[int, ...], budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "CHUNK_ELEMENTS", budget)
+    x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        parts = list(inspect.chunks(file.get_slice("x"), shape))
+        read = list(inspect.pieces(file.get_slice("x"), shape))
+    assert torch.equal(torch.cat(parts), x.reshape(-1, shape[-1]))
+    assert all(len(part) % 128 == 0 for part in parts[:-1])
+    assert max(part.numel() for part in read) <= max(budget, shape[-1])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line on stderr of a command that must be refused."""
+    assert main(["inspect", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err.rstrip()
+
+
+def test_bad_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "missing.safetensors")
+    assert refusal(capsys, missing) == (
+        f"blockscale inspect: file = {missing}; need an existing file; check the path"
+    )
+    content = file.read_bytes()
+    foreign = {"cut": content[:-100], "empty": b"", "header": content[:20], "text": b"hello" * 99}
+    for name, data in foreign.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        line = refusal(capsys, str(path))
+        assert line.startswith(f"blockscale inspect: file = {path} (")
+        assert line.endswith(
+            "); need a whole safetensors file; it is truncated, damaged or of another kind"
+        )
+    assert "need a whole safetensors file" in refusal(capsys, str(tmp_path))
+
+
+def test_bad_options(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, str(file), "--spec", "nvpf4").endswith("; did you mean nvfp4?")
+    line = refusal(capsys, str(file), "--spec", "nvfp4[hadamard=16]")
+    assert line.startswith("blockscale inspect: --spec = nvfp4[hadamard=16]; need a spec without")
+    line = refusal(capsys, str(file), "--spec", "nvfp4[bogus=1]")
+    assert line.startswith("blockscale inspect: --spec = nvfp4[bogus=1]; ")
+    assert refusal(capsys, str(file), "--out", str(tmp_path / "plot.pdf")) == (
+        f"blockscale inspect: --out = {tmp_path / 'plot.pdf'}; need a .png file; name it "
+        f"{tmp_path / 'plot.png'}"
+    )
+    assert refusal(capsys, str(file), "--out", str(tmp_path / "gone" / "plot.png")) == (
+        f"blockscale inspect: --out = {tmp_path / 'gone' / 'plot.png'}; need a file in an "
+        "existing folder; choose another path"
+    )
+
+
+def test_doctor_names_backends_recipes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    about = bs.describe()
+    assert torch.__version__ in out
+    assert about["instruction_set"] in out
+    for name in (*bs.recipe_names(), *(b["name"] for b in about["backends"])):
+        assert name in out
+    line = next(line for line in out.splitlines() if "│ nvfp4" in line)
+    cells = [cell.strip() for cell in line.split("│")[1:-1]]
+    assert cells[1] == "yes"
+    if not torch.cuda.is_available():
+        assert cells[2] not in ("", "yes")

@@ -1,0 +1,291 @@
+"""`blockscale train`: what a run leaves behind, and that no kill changes a bit of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blockscale.cli.data import Corpus, load_corpus
+from blockscale.cli.model import PRESETS, LanguageModel
+from blockscale.cli.report import command, results, smoothed
+from blockscale.cli.run_folder import Cell, RunFolder, create_run
+from blockscale.cli.trainer import learning_rate
+
+RECIPES = "bf16,nvfp4"
+SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "30"]
+SMALL += ["--eval-every", "15", "--checkpoint-every", "5"]
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """The real command, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "blockscale.cli", "train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def train(*words: str) -> str:
+    process = start(*words)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl, without its time."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row.pop("seconds") > 0 for row in rows)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of a dozen short sources."""
+    folder = tmp_path_factory.mktemp("text")
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.glob("*.py"))[5:17]:
+        (folder / path.name).write_bytes(path.read_bytes()[:1000])
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, text: str) -> tuple[Path, str]:
+    """An uninterrupted run: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, train("--out", str(folder), "--data", text, *SMALL)
+
+
+def test_run_leaves_report_plot_metrics_and_weights(whole: tuple[Path, str]) -> None:
+    folder, out = whole
+    rows = metrics(folder)
+    for recipe in RECIPES.split(","):
+        own = [row for row in rows if row["recipe"] == recipe]
+        assert [r["step"] for r in own if "train_loss" in r] == list(range(1, 31))
+        assert [r["step"] for r in own if "validation_loss" in r] == [15, 30]
+        final = own[-1]["validation_loss"]
+        assert f"{final:.4f}" in out
+        assert f"| {recipe} | {final:.4f} | {final / math.log(2):.4f} |" in (
+            folder / "report.md"
+        ).read_text()
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["bf16-seed0.safetensors", "nvfp4-seed0.safetensors"]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_sigkill_and_resume_change_no_bit(
+    whole: tuple[Path, str], tmp_path: Path, text: str
+) -> None:
+    """Killed in each training; a torn metrics line and a torn temporary file are left behind."""
+    out = tmp_path / "killed"
+    process = start("--out", str(out), "--data", text, *SMALL)
+    for awaited in ("bf16-seed0.pt", "nvfp4-seed0.pt"):
+        wait_for(out / "checkpoints" / awaited, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        with open(out / "metrics.jsonl", "a") as file:
+            file.write('{"seed": 0, "recipe": "bf16", "st')
+        (out / "checkpoints" / f"{awaited}.tmp").write_bytes(b"torn")
+        process = start("--out", str(out), "--resume")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert metrics(out) == metrics(whole[0])
+    for name in ("bf16-seed0.safetensors", "nvfp4-seed0.safetensors"):
+        paths = [folder / "checkpoints" / name for folder in (out, whole[0])]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_ctrl_c_tells_how_to_resume(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "stopped"
+    process = start("--out", str(out), "--data", text, *SMALL)
+    wait_for(out / "checkpoints" / "bf16-seed0.pt", process)
+    process.send_signal(signal.SIGINT)
+    printed, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"continue with: blockscale train --out {out} --resume" in printed
+    assert "Traceback" not in err
+
+
+def test_resuming_a_finished_run_reports_again(whole: tuple[Path, str]) -> None:
+    folder, first = whole
+    before = metrics(folder)
+    again = train("--out", str(folder), "--resume", "--steps", "30")
+    table = first[first.index("┏") : first.rindex("┘")]
+    assert table in again
+    assert metrics(folder) == before
+
+
+def test_learns_more_than_byte_frequencies(tmp_path: Path) -> None:
+    """The default text and model, a seventh of the default steps, a quarter of their size."""
+    out = tmp_path / "learns"
+    train("--out", str(out), "--recipes", RECIPES, "--steps", "30", "--batch-size", "4",
+          "--seq-len", "64")  # fmt: skip
+    baseline = load_corpus([], 64).unigram_loss()
+    final = [r["validation_loss"] for r in metrics(out) if "validation_loss" in r][1::2]
+    assert len(final) == 2
+    assert max(final) < baseline - 0.1
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    data = torch.arange(10_000).remainder(256).to(torch.uint8)
+    corpus = Corpus(data, data[:1000], 2, 1, "", "")
+    tokens, targets = corpus.batch(3, 7, 4, 16)
+    assert tokens.shape == targets.shape == (4, 16)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, corpus.batch(3, 7, 4, 16)[0])
+    assert not torch.equal(tokens, corpus.batch(3, 8, 4, 16)[0])
+    assert not torch.equal(tokens, corpus.batch(4, 7, 4, 16)[0])
+
+
+@pytest.mark.parametrize("length", [18, 19, 33, 34, 1000])
+def test_validation_windows_span_the_text_once(length: int) -> None:
+    data = torch.arange(length).remainder(256).to(torch.uint8)
+    batches = list(Corpus(data, data, 2, 1, "", "").validation_batches(3, 16))
+    tokens = torch.cat([tokens for tokens, _ in batches])
+    assert len(tokens) == max(1, (length - 17) // 16)
+    assert tokens[0, 0] == 0
+    if len(tokens) > 1:
+        assert batches[-1][1][-1, -1] == data[-1]
+
+
+def test_split_is_by_file_and_does_not_depend_on_the_folder(tmp_path: Path) -> None:
+    for folder in ("a", "b/c"):
+        (tmp_path / folder).mkdir(parents=True)
+        for index in range(40):
+            (tmp_path / folder / f"{index}.txt").write_text(f"{index:02}" * 50)
+    one = load_corpus([str(tmp_path / "a")], 16)
+    two = load_corpus([str(tmp_path / "b" / "c")], 16)
+    assert one.sha256 == two.sha256
+    assert torch.equal(one.validation, two.validation)
+    assert 0 < one.validation_files < 10
+    assert len(one.train) + len(one.validation) == 40 * 101
+    held_out = {bytes(part)[:2] for part in bytes(one.validation.numpy()).split(b"\0") if part}
+    assert all(bytes(one.train.numpy()).find(name * 50) < 0 for name in held_out)
+
+
+def test_weights_come_from_the_seed_alone() -> None:
+    models = [LanguageModel(PRESETS["tiny"], 16) for _ in range(3)]
+    for model, seed in zip(models, (5, 5, 6), strict=True):
+        model.initialize(seed)
+    first, same, other = (torch.cat([p.flatten() for p in m.parameters()]) for m in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_model_is_causal() -> None:
+    model = LanguageModel(PRESETS["tiny"], 16)
+    model.initialize(0)
+    tokens = torch.arange(16).view(1, 16)
+    changed = tokens.clone()
+    changed[0, 12:] += 100
+    with torch.no_grad():
+        losses = [model(t, tokens, "none") for t in (tokens, changed)]
+    assert torch.equal(losses[0][:12], losses[1][:12])
+    assert not torch.equal(losses[0][12:], losses[1][12:])
+
+
+def test_presets_grow_to_the_shape_of_gpt_124m() -> None:
+    with torch.device("meta"):
+        sizes = [
+            sum(p.numel() for p in LanguageModel(preset, preset.seq_len).layers.parameters())
+            for preset in PRESETS.values()
+        ]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768)  # GPT-2 small has 85.1 M
+
+
+def test_schedule_warms_up_and_decays_to_a_tenth() -> None:
+    rates = [learning_rate(step, 100, 2.0) for step in range(1, 101)]
+    assert rates[9] == max(rates) == 2.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.2)
+    assert learning_rate(1, 1, 2.0) == 2.0
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {"recipes": ["bf16", "nvfp4"], "steps": 2, "seeds": 2, "seed": 4}
+    return values | {"batch_size": 3, "seq_len": 5} | changes
+
+
+def test_gap_is_taken_seed_by_seed(tmp_path: Path) -> None:
+    folder = create_run(tmp_path / "run", settings())
+    final = {(4, "bf16"): 2.0, (5, "bf16"): 3.0, (4, "nvfp4"): 2.25, (5, "nvfp4"): 3.75}
+    for (seed, recipe), loss in final.items():
+        for step in (1, 2):
+            folder.append(Cell(seed, recipe), step, train_loss=9.0, seconds=0.5)
+        folder.append(Cell(seed, recipe), 2, validation_loss=loss, seconds=7.0)
+    baseline, nvfp4 = results(folder)
+    assert (baseline.loss, baseline.tokens_per_second) == (2.5, 30.0)
+    assert nvfp4.gap == 0.5
+    assert nvfp4.spread == pytest.approx(math.sqrt(0.125))  # deviations of .25 and .75
+    assert nvfp4.cells() == ("nvfp4", "3.0000", "4.3281", "+0.5000 ± 0.3536", "30")
+
+
+def test_diverged_loss_survives_the_file(tmp_path: Path) -> None:
+    from blockscale.cli.run_folder import decode_row, encode_row
+
+    line = encode_row({"step": 3, "train_loss": math.nan})
+    assert json.loads(line) == {"step": 3, "train_loss": None}
+    assert math.isnan(decode_row(line)["train_loss"])
+
+
+def test_smoothing_keeps_a_constant_and_has_no_starting_bias() -> None:
+    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
+    assert smoothed([5.0, 1.0])[0] == pytest.approx(5.0)
+
+
+def test_reported_command_repeats_the_run() -> None:
+    text = command(settings(data=["/a b", "/c"], lr=0.5, environment={}, data_sha256="x"))
+    assert text == (
+        "blockscale train --recipes bf16,nvfp4 --steps 2 --seeds 2 --seed 4 --batch-size 3 "
+        "--seq-len 5 --data '/a b' /c --lr 0.5"
+    )
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    from blockscale.cli.run_folder import write_atomically
+
+    target = tmp_path / "kept"
+    target.write_bytes(b"old")
+
+    def fail(file: Any) -> None:
+        file.write(b"half")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_atomically(target, fail)
+    assert target.read_bytes() == b"old"
+    write_atomically(target, lambda file: file.write(b"new"))
+    assert target.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_metrics_reach_as_far_as_the_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint is never ahead of the metrics on disk."""
+    folder: RunFolder = create_run(tmp_path / "run", settings())
+    cell = Cell(4, "bf16")
+    folder.append(cell, 1, train_loss=1.0, seconds=1.0)
+    folder.save_checkpoint(cell, {"step": 1})
+    assert metrics(tmp_path / "run") == [
+        {"seed": 4, "recipe": "bf16", "step": 1, "train_loss": 1.0}
+    ]

@@ -1,0 +1,73 @@
+"""tools/test.py decides whether a submission is good: nothing may be lost or counted twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+JUNIT = """<testsuites><testsuite>
+  <testcase name="a"/>
+  <testcase name="b"><failure message="x"/></testcase>
+  <testcase name="c"><skipped message="x"/></testcase>
+  <testcase name="d"><error message="x"/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture(scope="module")
+def summary() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("summary", ROOT / "tools" / "test.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["summary"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_counts_of_pytest(summary: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "junit.xml"
+    report.write_text(JUNIT)
+    assert str(summary.count_pytest(report)) == "1 passed, 2 failed, 1 skipped"
+
+
+def test_counts_of_gtest(summary: ModuleType, tmp_path: Path) -> None:
+    tests: list[dict[str, object]] = [
+        {"result": "COMPLETED"},
+        {"result": "COMPLETED", "failures": [{"failure": "x"}]},
+        {"result": "SKIPPED"},
+        {"result": "SUPPRESSED"},
+    ]
+    report = tmp_path / "gtest.json"
+    report.write_text(json.dumps({"testsuites": [{"testsuite": tests}]}))
+    assert str(summary.count_gtest(report)) == "1 passed, 1 failed, 2 skipped"
+
+
+@pytest.mark.parametrize(
+    ("status", "count", "failed"),
+    [
+        (0, (3, 0, 1), 0),
+        (1, (3, 2, 0), 2),
+        (1, (3, 0, 0), 1),  # the runner failed outside its tests
+        (-11, None, 1),  # it crashed before it could write
+        (0, (0, 0, 0), 1),  # it ran nothing
+    ],
+)
+def test_a_runner_that_contradicts_its_report_has_failed(
+    summary: ModuleType, status: int, count: tuple[int, int, int] | None, failed: int
+) -> None:
+    believed = summary.verdict("runner", status, summary.Count(*count) if count else None)
+    assert believed.failed == failed
+
+
+def test_a_crash_of_the_gtest_binary_is_one_failure(summary: ModuleType, tmp_path: Path) -> None:
+    binary = tmp_path / "crashes"
+    binary.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    binary.chmod(0o755)
+    assert str(summary.run_gtest(binary, tmp_path / "none.json", [])).startswith("0 passed, 1 ")

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Finds out which system packages the build lacks, by looking for what they provide. As root with
+# apt-get they are installed; otherwise the command that installs them is printed, and this fails.
+set -euo pipefail
+
+python=${PYTHON:-python3}
+missing=()
+need() { # need PACKAGE TEST...: PACKAGE is missing when TEST fails
+  local package=$1
+  shift
+  "$@" >/dev/null 2>&1 || missing+=("$package")
+}
+header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null; }
+
+need git command -v git
+need make command -v make
+need g++ command -v g++
+need cmake command -v cmake
+need ninja-build command -v ninja
+need python3-venv "$python" -c "import ensurepip, venv"
+need libhwy-dev header hwy/highway.h
+need libgtest-dev header gtest/gtest.h
+need libbenchmark-dev header benchmark/benchmark.h
+
+if [ ${#missing[@]} -eq 0 ]; then exit 0; fi
+if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  exec apt-get install -y -qq --no-install-recommends "${missing[@]}"
+fi
+cat >&2 <<EOF
+make setup: system packages are missing: ${missing[*]}
+On Debian or Ubuntu:
+
+    sudo apt-get update && sudo apt-get install -y ${missing[*]}
+
+On another system, install what provides the same, then run the command again.
+EOF
+exit 1

@@ -1,0 +1,114 @@
+"""Run every test, C++ and Python, and end in one line: N passed, N failed, N skipped.
+
+A runner that dies without a report, that reports success and no test, or whose exit status
+contradicts its report, counts as one failure: nothing is lost silently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Count:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped
+        )
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+def count_gtest(report: Path) -> Count:
+    """What a GoogleTest JSON report says; a disabled test counts as skipped."""
+    total = Count()
+    for suite in json.loads(report.read_text())["testsuites"]:
+        for test in suite["testsuite"]:
+            if "failures" in test:
+                total += Count(failed=1)
+            elif test["result"] == "COMPLETED":
+                total += Count(passed=1)
+            else:
+                total += Count(skipped=1)
+    return total
+
+
+def count_pytest(report: Path) -> Count:
+    """What a JUnit report of pytest says; errors in setup or collection are failures."""
+    total = Count()
+    for case in ET.parse(report).getroot().iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            total += Count(failed=1)
+        elif case.find("skipped") is not None:
+            total += Count(skipped=1)
+        else:
+            total += Count(passed=1)
+    return total
+
+
+def verdict(name: str, status: int, count: Count | None) -> Count:
+    """The count to believe, given the exit status of the runner."""
+    if count is None:
+        print(f"{name}: exit status {status} and no readable report", file=sys.stderr)
+        return Count(failed=1)
+    if count == Count():
+        print(f"{name}: ran no test", file=sys.stderr)
+        return Count(failed=1)
+    if status != 0 and count.failed == 0:
+        print(f"{name}: exit status {status}, though no test failed", file=sys.stderr)
+        return count + Count(failed=1)
+    return count
+
+
+def run_gtest(binary: Path, report: Path, extra: list[str]) -> Count:
+    print(f"C++ tests: {binary}", flush=True)
+    if not binary.exists():
+        return verdict("C++ tests", 127, None)
+    status = subprocess.call(
+        [binary, "--gtest_brief=1", f"--gtest_output=json:{report}", *extra], cwd=ROOT
+    )
+    return verdict("C++ tests", status, count_gtest(report) if report.exists() else None)
+
+
+def run_pytest(report: Path, extra: list[str]) -> Count:
+    print("Python tests: tests/python", flush=True)
+    status = subprocess.call(
+        [sys.executable, "-m", "pytest", f"--junitxml={report}", *extra], cwd=ROOT
+    )
+    return verdict("Python tests", status, count_pytest(report) if report.exists() else None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gtest", type=Path, metavar="BINARY", help="the C++ test binary")
+    parser.add_argument("--pytest", action="store_true", help="run the Python tests")
+    parser.add_argument("--gtest-arg", action="append", default=[], help="passed to the binary")
+    parser.add_argument("--pytest-arg", action="append", default=[], help="passed to pytest")
+    options = parser.parse_args()
+
+    total = Count()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.gtest:
+            total += run_gtest(options.gtest, Path(folder, "cpp.json"), options.gtest_arg)
+        if options.pytest:
+            total += run_pytest(Path(folder, "python.xml"), options.pytest_arg)
+    print(total, flush=True)
+    return 0 if total.failed == 0 and total.passed > 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
