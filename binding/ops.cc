@@ -12,6 +12,12 @@ using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 const TorchExecutor kExecutor;
 
+// Below this many elements, waking other threads costs more than it saves (torch's own grain).
+constexpr int64_t kSerialElements = 32768;
+const Executor& executor_for(int64_t elements) {
+  return elements < kSerialElements ? serial_executor() : kExecutor;
+}
+
 std::optional<int64_t> batch_of(const Input& in, int64_t batch_dims) {
   return batch_dims ? std::optional<int64_t>(in.view.batch) : std::nullopt;
 }
@@ -28,7 +34,7 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
   const Options o = options(kOp, spec, amax, seed, offset, origin, in.view.batch);
   Output out =
       allocate(x, spec, layout, axis, in.view.rows, in.view.columns, batch_of(in, batch_dims));
-  quantize(in.view, out.view, o.options, kExecutor);
+  quantize(in.view, out.view, o.options, executor_for(x.numel()));
   return {out.codes, out.scales, out.outer};
 }
 
@@ -51,7 +57,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
   const auto batch = batch_of(in, batch_dims);
   Output row = allocate(x, row_spec, row_layout, -1, rows, columns, batch);
   Output column = allocate(x, column_spec, column_layout, -2, rows, columns, batch);
-  quantize_dual(in.view, row.view, column.view, row_o.options, column_o.options, kExecutor);
+  quantize_dual(in.view, row.view, column.view, row_o.options, column_o.options,
+                executor_for(x.numel()));
   return {row.codes, row.scales, row.outer, column.codes, column.scales, column.outer};
 }
 
@@ -62,7 +69,7 @@ Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims)
   const Input in = input(kOp, x, axis, batch_dims);
   const Ints sizes = batch_dims ? Ints{in.view.batch} : Ints{};
   Tensor out = torch::stable::empty(sizes, ScalarType::Float, std::nullopt, x.device());
-  amax(in.view, spec, axis, static_cast<float*>(out.mutable_data_ptr()), kExecutor);
+  amax(in.view, spec, axis, static_cast<float*>(out.mutable_data_ptr()), executor_for(x.numel()));
   return out;
 }
 
@@ -78,7 +85,7 @@ Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, 
   const Matrix view{
       out.mutable_data_ptr(), type, e.rows, e.columns, e.columns, 1, e.batch.value_or(1),
       e.rows * e.columns};
-  dequantize(q.view, view, kExecutor);
+  dequantize(q.view, view, executor_for(out.numel()));
   return out;
 }
 
@@ -98,7 +105,7 @@ std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_te
   const Operand from = operand(kOp, "", codes, scales, none, spec, layout_of(from_text), axis,
                                e.rows, e.columns, e.batch);
   Output out = allocate(codes, spec, to, axis, e.rows, e.columns, e.batch);
-  relayout(from.view, out.view, kExecutor);
+  relayout(from.view, out.view, executor_for(codes.numel()));
   return {out.codes, out.scales};
 }
 
@@ -131,8 +138,21 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
       torch::stable::empty(Ints{a_rows, b_rows}, out_dtype, std::nullopt, a_codes.device());
   const DType type = dtype_of(kOp, "out_dtype", out_dtype);
   const Matrix d{out.mutable_data_ptr(), type, a_rows, b_rows, b_rows, 1, 1, a_rows * b_rows};
-  gemm(a.view, b.view, d, gemm_options, kExecutor);
+  try {
+    // A multiply-add costs about 1/16 of quantizing an element.
+    gemm(a.view, b.view, d, gemm_options, executor_for(a_rows * b_rows / 16 * k));
+  } catch (const Error& error) {  // the core's name of this operator is gemm
+    const std::string text = error.what();
+    throw Error(text.starts_with("gemm:") ? kOp + text.substr(4) : text);
+  }
   return out;
+}
+
+// A copy that a compiler keeps as it is. A plain clone would be recomputed in the backward pass
+// from its source: the model's offset, which has moved on by then.
+Tensor snapshot_op(Tensor x) {
+  Tensor copy = torch::stable::empty(x.sizes(), x.scalar_type(), std::nullopt, x.device());
+  return torch::stable::copy_(copy, x);
 }
 
 }  // namespace
@@ -159,6 +179,7 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "matmul(Tensor a_codes, Tensor a_scales, Tensor a_outer, str a_spec, str a_layout, "
       "SymInt a_rows, Tensor b_codes, Tensor b_scales, Tensor b_outer, str b_spec, str b_layout, "
       "SymInt b_rows, SymInt k, Tensor? bias, ScalarType out_dtype) -> Tensor");
+  m.def("snapshot(Tensor x) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
@@ -169,4 +190,5 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("dequantize", TORCH_BOX(&dequantize_op));
   m.impl("relayout", TORCH_BOX(&relayout_op));
   m.impl("matmul", TORCH_BOX(&matmul_op));
+  m.impl("snapshot", TORCH_BOX(&snapshot_op));
 }

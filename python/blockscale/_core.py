@@ -25,7 +25,7 @@ def _load() -> ctypes.CDLL:
             f"blockscale: {_LIBRARY.name} = not built; need it in {_LIBRARY.parent}; "
             "run `make setup` in the source tree, or install the wheel"
         )
-    torch.ops.load_library(str(_LIBRARY))
+    torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
     library = ctypes.CDLL(str(_LIBRARY))
     for name, texts in {"bs_describe": 0, "bs_spec": 1, "bs_spec_with": 2, "bs_explain": 3}.items():
         function = getattr(library, name)

@@ -30,8 +30,8 @@ class Keys(NamedTuple):
 
     @staticmethod
     def of(rng: Rng, device: torch.device) -> Keys:
-        seeds = [rng.role(role).tensors(device)[0] for role in ("x", "w", "dy")]
-        return Keys(*seeds, rng.tensors(device)[1])
+        x, w, dy = (rng.role(role).tensors(device)[0] for role in ("x", "w", "dy"))
+        return Keys(x, w, dy, rng.tensors(device)[1])
 
 
 def linear(
@@ -96,11 +96,11 @@ def linear_with_keys(
             f"a key for random bits: recipe {recipe} rounds stochastically",
             "pass rng=bs.Rng(seed, offset)",
         )
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype, device = x.dtype, x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     rows = math.prod(x.shape[:-1])
-    y: torch.Tensor = _Linear.apply(
+    y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
         x.reshape(rows, x.shape[-1]), w, bias, recipe, needs, dtype, *(keys or (None,) * 4)
     )
     return y.reshape(*x.shape[:-1], w.shape[0])
@@ -112,6 +112,10 @@ class _Needs(NamedTuple):
     dx: bool
     dw: bool
     db: bool
+
+    @property
+    def any(self) -> bool:
+        return self.dx or self.dw
 
 
 def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -232,15 +236,17 @@ class _Linear(torch.autograd.Function):
         seed_dy: torch.Tensor | None,
         offset: torch.Tensor | None,
     ) -> torch.Tensor:
+        if offset is not None:
+            # The model's offset moves on in place, perhaps before this forward's backward runs.
+            # The forward's own operands read the copy too: that keeps compilers from moving it.
+            offset = _ops.snapshot(offset)
         x_row, x_col = _operands(x, recipe.fprop_x, recipe.wgrad_x, True, needs.dw, seed_x, offset)
         w_row, w_col = _operands(w, recipe.fprop_w, recipe.dgrad_w, True, needs.dx, seed_w, offset)
         extents = (x.shape[0], w.shape[0], x.shape[1])
         y = _gemm(x_row, recipe.fprop_x, w_row, recipe.fprop_w, extents, bias, dtype, dtype)
 
-        key: Tensors = ()
-        if offset is not None and seed_dy is not None:
-            # The model's offset moves on in place, perhaps before this forward's backward runs.
-            key = (seed_dy, offset.clone())
+        backward_draws = needs.any and _stochastic(recipe.dgrad_dy, recipe.wgrad_dy)
+        key = (seed_dy, offset) if backward_draws else ()
         ctx.save_for_backward(*x_col, *w_col, *key)
         ctx.counts = (len(x_col), len(w_col))
         ctx.recipe, ctx.needs, ctx.extents, ctx.compute = recipe, needs, extents, dtype
@@ -248,7 +254,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, (x_count, w_count) = ctx.saved_tensors, ctx.counts
         x_col, rest = saved[:x_count], saved[x_count:]

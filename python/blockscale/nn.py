@@ -63,7 +63,7 @@ class Linear(torch.nn.Linear):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Linear:
         # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._move_rng()
         return self
 

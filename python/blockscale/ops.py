@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -277,8 +278,7 @@ def _fake_stored(
     )
 
 
-@torch.library.register_fake("blockscale::quantize")
-def _(
+def _fake_quantize(
     x: torch.Tensor,
     spec: str,
     axis: int,
@@ -292,8 +292,7 @@ def _(
     return _fake_stored(x, spec, axis, x.shape, layout, batch_dims)
 
 
-@torch.library.register_fake("blockscale::quantize_dual")
-def _(
+def _fake_quantize_dual(
     x: torch.Tensor,
     row_spec: str,
     col_spec: str,
@@ -312,13 +311,11 @@ def _(
     )
 
 
-@torch.library.register_fake("blockscale::amax")
-def _(x: torch.Tensor, spec: str, axis: int, batch_dims: int) -> torch.Tensor:
+def _fake_amax(x: torch.Tensor, spec: str, axis: int, batch_dims: int) -> torch.Tensor:
     return x.new_empty(x.shape[:batch_dims], dtype=torch.float32)
 
 
-@torch.library.register_fake("blockscale::dequantize")
-def _(
+def _fake_dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
     outer: torch.Tensor,
@@ -331,8 +328,7 @@ def _(
     return codes.new_empty(shape, dtype=dtype)
 
 
-@torch.library.register_fake("blockscale::relayout")
-def _(
+def _fake_relayout(
     codes: torch.Tensor,
     scales: torch.Tensor,
     spec: str,
@@ -344,8 +340,7 @@ def _(
     return _fake_stored(codes, spec, axis, shape, to_layout, len(shape) - 2)[:2]
 
 
-@torch.library.register_fake("blockscale::matmul")
-def _(
+def _fake_matmul(
     a_codes: torch.Tensor,
     a_scales: torch.Tensor,
     a_outer: torch.Tensor,
@@ -363,3 +358,20 @@ def _(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     return a_codes.new_empty((a_rows, b_rows), dtype=out_dtype)
+
+
+def _fake_snapshot(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_FAKES: Final[dict[str, Callable[..., Any]]] = {
+    "quantize": _fake_quantize,
+    "quantize_dual": _fake_quantize_dual,
+    "amax": _fake_amax,
+    "dequantize": _fake_dequantize,
+    "relayout": _fake_relayout,
+    "matmul": _fake_matmul,
+    "snapshot": _fake_snapshot,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"blockscale::{_name}", _fake)

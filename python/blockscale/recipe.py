@@ -68,13 +68,18 @@ _SCALE_DTYPES: Final = {
 }
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace a call into C
 @functools.cache
 def _spec_from_text(text: str, changes: str = "") -> Spec:
     facts = dict(_core.spec_facts_with(text, changes) if changes else _core.spec_facts(text))
     facts["block"] = tuple(facts["block"])
     facts["hadamard_mask"] = int(facts["hadamard_mask"], 16)
     return Spec(**facts)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _parsed(text: str, changes: str) -> Spec:
+    """torch.compile cannot trace a call into C, and need not: a text has one meaning."""
+    return _spec_from_text(text, changes)
 
 
 def _change_text(key: str, value: object) -> str:
@@ -107,7 +112,8 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
     if not isinstance(name, str | Spec):
         fail_type("spec", "name", name, "a name such as 'nvfp4', or a Spec")
     text = ",".join(_change_text(key, value) for key, value in changes.items())
-    return _spec_from_text(str(name), text)
+    parsed: Spec = _parsed(str(name), text)
+    return parsed
 
 
 def spec_names() -> tuple[str, ...]:
@@ -141,25 +147,27 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for gemm, (a, b) in _GEMMS.items():
-            self._check_transforms(gemm, a, b)
+            self._check_pair(gemm, a, b)
 
-    def _check_transforms(self, gemm: str, a: str, b: str) -> None:
-        """The transforms of a GEMM's operands cancel only when they are the same."""
+    def _check_pair(self, gemm: str, a: str, b: str) -> None:
+        """Refuse two operands that no GEMM can multiply."""
+        specs = (getattr(self, a), getattr(self, b))
 
-        def transform(operand: str) -> str:
-            s = getattr(self, operand)
-            if s is None:
-                return "none (high precision)"
-            return f"{s.hadamard}:{s.hadamard_mask:#x}" if s.hadamard else "none"
+        def compare(what: str, values: list[str], why: str, remedy: str) -> None:
+            if values[0] != values[1]:
+                got = f"{what} {values[0]} and {values[1]}"
+                fail("recipe", f"{a}, {b}", got, f"the same {what} on both: {why}", remedy)
 
-        if transform(a).split(" ")[0] != transform(b).split(" ")[0]:
-            fail(
-                "recipe",
-                f"{a}, {b}",
-                f"Hadamard {transform(a)} and {transform(b)}",
-                f"the same transform on both operands of {gemm}, or it does not cancel",
-                f"give {a} and {b} the same hadamard=",
-            )
+        transforms = [
+            "none" if s is None or not s.hadamard else f"{s.hadamard}:{s.hadamard_mask:#x}"
+            for s in specs
+        ]
+        why = f"otherwise they do not cancel in {gemm}"
+        compare("Hadamard transform", transforms, why, f"give {a} and {b} the same hadamard=")
+        if None not in specs:
+            blocks = [str(s.block[1]) for s in specs]
+            why = f"{gemm} sums block by block along its contraction axis"
+            compare("block length", blocks, why, f"use one family for {a} and {b}")
 
     def replace(self, **operands: Spec | str | None) -> Recipe:
         """A copy with some operands replaced.

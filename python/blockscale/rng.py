@@ -150,10 +150,12 @@ class RngState:
         value = self.offset.clone()
 
         def restore(_: torch.Tensor) -> None:
-            self.offset.copy_(value)
+            # Through .data: what a compiled block saved of this offset is this very value again,
+            # so its version must not move.
+            self.offset.data.copy_(value)
 
         for tensor in tensors:
-            tensor.register_hook(restore)
+            tensor.register_hook(restore)  # type: ignore[no-untyped-call]
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook of the optimizer."""

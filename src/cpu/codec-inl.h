@@ -66,7 +66,8 @@ HWY_INLINE VF round_to_bf16(VF x) { return hn::BitCast(DF(), hn::ShiftLeft<16>(b
 
 // ---- element codes ----
 
-// Constants of one element format, broadcast once per loop. kM: its mantissa bits.
+// Magnitude codes of one element format; constants are broadcast once per loop. kM: its mantissa
+// bits. Only the low `magnitude` bits of what the members return are defined: packing masks them.
 template <int kM>
 struct Encoder {
   explicit Encoder(Format element) {
@@ -79,19 +80,9 @@ struct Encoder {
     const uint32_t exponent_field = (min_normal >> 23) + 23 - kM;
     const uint32_t minus_min = (0u - (exponent_field << kM)) & t.magnitude_mask();
     magic = hn::Set(DU(), ((23u - kM) << 23) + minus_min);
-    base = hn::Set(DU(), ((min_normal >> 23) - 1) << kM);
-    magnitude_mask = hn::Set(DU(), t.magnitude_mask());
-    sign_bit = hn::Set(DU(), t.sign_bit());
-    sign_shift = 31 - (t.exponent_bits + t.mantissa_bits);
-    signless_zero = t.special == Special::negative_zero;
-  }
-
-  HWY_INLINE VU with_sign(VU magnitude, VU bits) const {
-    const DU du;
-    const VU code = hn::OrAnd(magnitude, hn::ShiftRightSame(bits, sign_shift), sign_bit);
-    if (HWY_UNLIKELY(signless_zero))
-      return hn::IfThenZeroElse(hn::Eq(magnitude, hn::Zero(du)), code);
-    return code;
+    // Stochastic: half a 1/256, less the exponent below Emin, at which code 0 starts.
+    up = hn::Set(DU(), (1u << (14 - kM)) - (min_normal - (1u << 23)));
+    half_normal = hn::Set(DF(), 0.5f * exp2i(t.min_exponent()));
   }
 
   // Round to nearest even, saturating; `x` is not NaN. See encode_magnitude() for the formula:
@@ -103,28 +94,22 @@ struct Encoder {
     const VU binade =
         hn::Max(hn::And(hn::BitCast(du, a), hn::Set(du, kInfBits)), smallest_normal);
     const VU t = hn::BitCast(du, hn::Add(a, hn::BitCast(df, hn::Add(binade, magic))));
-    const VU code = hn::And(hn::Add(t, hn::ShiftRight<23 - kM>(t)), magnitude_mask);
-    return with_sign(code, hn::BitCast(du, x));
+    return hn::Add(t, hn::ShiftRight<23 - kM>(t));
   }
 
-  // `random`: the element's byte in the low 8 bits of each lane.
+  // `random`: the element's byte in the low 8 bits of each lane. A subnormal y becomes (y + n) / 2,
+  // section 6's w one binade lower, so that codes count on from there without a special case.
   HWY_INLINE VU stochastic(VF x, VU random) const {
     const DU du;
     const DF df;
-    const VF a = hn::Min(hn::Abs(x), largest);
-    const VF normal = hn::BitCast(df, smallest_normal);
-    const auto subnormal = hn::Lt(a, normal);
-    const VF w = hn::Add(a, hn::IfThenElseZero(subnormal, normal));
-    const VU up = hn::Add(hn::ShiftLeft<15 - kM>(random), hn::Set(du, 1u << (14 - kM)));
-    const VU rounded = hn::ShiftRight<23 - kM>(hn::Add(hn::BitCast(du, w), up));
-    const VU below = hn::IfThenElseZero(hn::RebindMask(du, subnormal), hn::Set(du, 1u << kM));
-    return with_sign(hn::Sub(hn::Sub(rounded, base), below), hn::BitCast(du, x));
+    const VF y = hn::Min(hn::Abs(x), largest);
+    const VF z = hn::Max(y, hn::MulAdd(y, hn::Set(df, 0.5f), half_normal));
+    const VU bump = hn::Add(up, hn::ShiftLeft<15 - kM>(random));
+    return hn::ShiftRight<23 - kM>(hn::Add(hn::BitCast(du, z), bump));
   }
 
-  VF largest;
-  VU smallest_normal, magic, base, magnitude_mask, sign_bit;
-  int sign_shift;
-  bool signless_zero;
+  VF largest, half_normal;
+  VU smallest_normal, magic, up;
 };
 
 // Value of a code in the low bits of each lane (no other bits set).

@@ -31,6 +31,7 @@ struct Direction {
   int plane;
   int64_t origin_line, origin_pos;
   Rng rng;
+  bool stream;                    // codes are stored past the caches
   std::vector<OuterScale> outer;  // per matrix of the batch; empty when the spec has none
 };
 

@@ -13,8 +13,10 @@
 #include <memory>
 
 #include "cpu/codec-inl.h"
+#include "cpu/pack-inl.h"
 #include "cpu/scales-inl.h"
 #include "cpu/tile-inl.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -23,8 +25,8 @@ namespace blockscale::cpu::HWY_NAMESPACE {
 // The one buffer a thread needs. Arrays may be overrun by one vector.
 struct Scratch {
   static constexpr int64_t kSlack = 64;
-  alignas(64) float row_tile[kTileElements + kSlack];
-  alignas(64) float column_tile[kTileElements + kSlack];
+  alignas(64) float tile[kTileElements + kSlack];         // the copy of x, FP32 or BF16
+  alignas(64) float transformed[kTileElements + kSlack];  // after a Hadamard transform
   alignas(64) uint32_t work[kTileElements + kSlack];
   alignas(64) uint32_t amax[kTileElements / 16 + kSlack];
   alignas(64) uint32_t stored[kTileElements / 16 + kSlack];
@@ -42,7 +44,7 @@ HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int
   const StoredShape& s = d.shape;
   uint8_t* base = d.out.codes + batch * s.code_bytes;
   if (d.out.layout.codes == Layout::linear) {
-    std::memcpy(base + line * s.line_bytes + at, codes, count);
+    copy_codes(codes, count, d.stream, base + line * s.line_bytes + at);
     return;
   }
   // mfma_16x16 keeps 16 bytes of a line together.
@@ -51,15 +53,23 @@ HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int
                 codes + i, std::min<int64_t>(16, count - i));
 }
 
-HWY_INLINE void store_scale(const Direction& d, int64_t batch, int64_t row, int64_t block,
-                            uint32_t bits) {
+// `count` scales of one row of the scale matrix from `block` on, `step` apart in `stored`.
+HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
+                             int64_t count, const uint32_t* stored, int64_t step) {
   const StoredShape& s = d.shape;
-  const int64_t at = batch * s.scale_count +
-                     layout_offset(d.out.layout.scales, s.scale_rows, s.blocks, row, block);
-  if (d.out.spec.scale == Format::fp32)
-    std::memcpy(d.out.scales + 4 * at, &bits, 4);
-  else
-    d.out.scales[at] = static_cast<uint8_t>(bits);
+  const bool wide = d.out.spec.scale == Format::fp32;
+  uint8_t* base = d.out.scales + batch * s.scale_count * (wide ? 4 : 1);
+  const bool linear = d.out.layout.scales == Layout::linear;
+  const int64_t start = row * s.blocks + block;
+  for (int64_t b = 0; b < count; ++b) {
+    const int64_t at = linear ? start + b
+                              : layout_offset(d.out.layout.scales, s.scale_rows, s.blocks, row,
+                                              block + b);
+    if (wide)
+      std::memcpy(base + 4 * at, stored + b * step, 4);
+    else
+      base[at] = static_cast<uint8_t>(stored[b * step]);
+  }
 }
 
 // What a pass leaves in scratch: codes[line * pitch], and the scale of (line group, block) at
@@ -89,9 +99,8 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, bool has_bad, Scratc
     store_codes(d, e.batch, e.line + line, e.pos / per_byte, blocks * block_bytes, codes);
     if (per_group && line % group_lines != 0) continue;
     const int64_t row = per_group ? (e.line + line) / group_lines : e.line + line;
-    for (int64_t b = 0; b < blocks; ++b)
-      store_scale(d, e.batch, row, first_block + b,
-                  scratch.stored[group * e.group_step + b * e.block_step]);
+    store_scales(d, e.batch, row, first_block, blocks, scratch.stored + group * e.group_step,
+                 e.block_step);
   }
 }
 
@@ -113,36 +122,27 @@ HWY_INLINE void random_line(const Direction& d, uint32_t line, int64_t pos, int6
   }
 }
 
-// Codes of 16 lanes to bytes, or to nibbles where two share a byte (element 2i in the low one).
-template <int kM>
-HWY_INLINE void store_lanes(VU code, uint8_t* out) {
-  if constexpr (kM == 1) {
-    const hn::Repartition<uint64_t, DU> du64;
-    const auto pairs = hn::BitCast(du64, code);
-    const auto bytes = hn::Or(pairs, hn::ShiftRight<28>(pairs));
-    const hn::Rebind<uint8_t, decltype(du64)> du8;
-    hn::StoreU(hn::TruncateTo(du8, bytes), du8, out);
-  } else {
-    hn::StoreU(hn::TruncateTo(DU8(), code), DU8(), out);
-  }
-}
-
 template <int kM, bool kStochastic, class T>
-HWY_INLINE void encode_row(const Encoder<kM>& encoder, const T* x, int64_t count, int block,
-                           const float* inv, const uint8_t* random, uint8_t* codes) {
+HWY_INLINE void encode_row(const Encoder<kM>& encoder, const Signs& signs, const T* x,
+                           int64_t count, int block, const float* inv, const uint8_t* random,
+                           uint8_t* codes) {
   constexpr int kPerByte = kM == 1 ? 2 : 1;
-  const int64_t step = static_cast<int64_t>(lanes());
-  for (int64_t start = 0; start < count; start += block) {
-    const VF scale = hn::Set(DF(), inv[start / block]);
-    for (int64_t i = start; i < start + block; i += step) {
-      const VF y = hn::Mul(load_values(x + i), scale);
-      VU code;
+  constexpr int64_t kStep = static_cast<int64_t>(lanes());
+  const int log_block = block == 16 ? 4 : block == 32 ? 5 : 7;
+  for (int64_t i = 0; i < count; i += kPackRun) {
+    VU raw[kPackWords];
+    hwy::Prefetch(x + i + count);  // the next tile lies to the right
+    hwy::Prefetch(x + i + count + kPackRun / 2);
+#pragma GCC unroll 16
+    for (int64_t w = 0; w < kPackWords; ++w) {
+      const int64_t at = i + w * kStep;
+      const VF y = hn::Mul(load_values(x + at), hn::Set(DF(), inv[at >> log_block]));
       if constexpr (kStochastic)
-        code = encoder.stochastic(y, hn::PromoteTo(DU(), hn::LoadU(DU8(), random + i)));
+        raw[w] = encoder.stochastic(y, hn::PromoteTo(DU(), hn::LoadU(DU8(), random + at)));
       else
-        code = encoder.nearest(y);
-      store_lanes<kM>(code, codes + i / kPerByte);
+        raw[w] = encoder.nearest(y);
     }
+    pack_line<kM>(signs, raw, x + i, codes + i / kPerByte);
   }
 }
 
@@ -159,16 +159,17 @@ HWY_INLINE void row_pass(const Direction& d, const TileView<T>& x, const TileAre
   const int64_t pitch = x.columns / codes_per_byte(spec.element);
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     const Encoder<m> encoder(spec.element);
+    const Signs signs(spec.element);
     for (int64_t r = 0; r < area.rows; ++r) {
       const float* inv = scratch.inv + r / lines * blocks;
       uint8_t* codes = scratch.codes + r * pitch;
       if (spec.stochastic()) {
         random_line(d, d.global_line(area.batch, area.row + r), area.column, x.columns,
                     scratch.random);
-        encode_row<m, true>(encoder, x.data + r * x.stride, x.columns, spec.block, inv,
+        encode_row<m, true>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
                             scratch.random, codes);
       } else {
-        encode_row<m, false>(encoder, x.data + r * x.stride, x.columns, spec.block, inv, nullptr,
+        encode_row<m, false>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv, nullptr,
                              codes);
       }
     }
@@ -183,24 +184,35 @@ HWY_INLINE void row_pass(const Direction& d, const TileView<T>& x, const TileAre
 
 // 16 rows of one vector of columns: four codes of a byte, or eight of a nibble, fill a word.
 template <int kM, bool kStochastic, class T>
-HWY_INLINE void encode_16_rows(const Encoder<kM>& encoder, const T* x, int64_t stride, VF scale,
-                               const RandomWords& random, VU* words) {
+HWY_INLINE void encode_16_rows(const Encoder<kM>& encoder, const FormatTraits& t, const T* x,
+                               int64_t stride, VF scale, const RandomWords& random, VU* words) {
   constexpr int kBits = kM == 1 ? 4 : 8;
   constexpr int kPerWord = 32 / kBits;
   const DU du;
+  const VU magnitude = hn::Set(du, t.magnitude_mask()), sign = hn::Set(du, t.sign_bit());
+  const int sign_shift = 32 - t.bits();
+#pragma GCC unroll 4
   for (int w = 0; w < 16 / kPerWord; ++w) {
     VU word = hn::Zero(du);
-    for (int i = 0; i < kPerWord; ++i) {
+#pragma GCC unroll 8
+    for (int i = kPerWord - 1; i >= 0; --i) {
       const int row = w * kPerWord + i;
       const VF y = hn::Mul(load_values(x + row * stride), scale);
-      VU code;
+      VU raw;
       if constexpr (kStochastic) {
         const VU bits = hn::ShiftRightSame(random.word[row / 4], 8 * (row % 4));
-        code = encoder.stochastic(y, hn::And(bits, hn::Set(du, 0xFF)));
+        raw = encoder.stochastic(y, hn::And(bits, hn::Set(du, 0xFF)));
       } else {
-        code = encoder.nearest(y);
+        raw = encoder.nearest(y);
       }
-      word = hn::Or(word, hn::ShiftLeftSame(code, kBits * i));
+      const VU code = hn::OrAnd(hn::And(raw, magnitude),
+                                hn::ShiftRightSame(hn::BitCast(du, y), sign_shift), sign);
+      word = hn::Or(hn::ShiftLeft<kBits>(word), code);
+    }
+    if (t.special == Special::negative_zero) {  // whose code would be NaN
+      const hn::Repartition<uint8_t, DU> bytes;
+      const auto codes = hn::BitCast(bytes, word);
+      word = hn::BitCast(du, hn::IfThenZeroElse(hn::Eq(codes, hn::Set(bytes, 0x80)), codes));
     }
     words[w] = word;
   }
@@ -213,6 +225,7 @@ HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const T
   const DU du;
   const int block = d.out.spec.block;
   const Encoder<kM> encoder(d.out.spec.element);
+  const FormatTraits t = traits(d.out.spec.element);
   for (int64_t c = 0; c < x.columns; c += lanes()) {
     const VU line = hn::Iota(du, d.global_line(area.batch, area.column + c));
     for (int64_t r = 0; r < x.rows; r += kRowsPerStore) {
@@ -223,7 +236,7 @@ HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const T
         RandomWords random{{hn::Zero(du), hn::Zero(du), hn::Zero(du), hn::Zero(du)}};
         if constexpr (kStochastic)
           random = random_words(d.rng, d.plane, line, hn::Set(du, d.global_block(area.row + row)));
-        encode_16_rows<kM, kStochastic>(encoder, x.data + row * x.stride + c, x.stride, scale,
+        encode_16_rows<kM, kStochastic>(encoder, t, x.data + row * x.stride + c, x.stride, scale,
                                         random, words + 2 * half);
       }
       HWY_ALIGN uint32_t bytes[4 * 16];
@@ -269,36 +282,37 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
 
 // ---- tiles ----
 
-// Whether a tile can be read where it lies: it needs no padding to whole blocks and no transform.
-HWY_INLINE bool in_place(const ConstMatrix& x, const QuantSpec& spec, const TileArea& area,
-                         bool along_rows) {
-  const int64_t row_multiple = along_rows ? 1 : kTile / 4;  // FP4 columns store 32 rows at a time
-  const int64_t column_multiple = along_rows ? spec.block : std::max<int64_t>(16, spec.block_lines());
-  return x.dtype != DType::f16 && x.column_stride == 1 && spec.hadamard.dim == 0 &&
-         area.columns % column_multiple == 0 && area.rows % row_multiple == 0 &&
-         (along_rows || area.rows % spec.block == 0);
+// Calls body with a view of the tile: x itself where whole rows of it will do, else a copy that is
+// zero-padded to whole blocks and transforms.
+template <class Body>
+HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_only,
+                          Scratch& scratch, const Body& body) {
+  const bool in_place = rows_only && x.column_stride == 1 && area.columns % kTile == 0;
+  const int64_t at = area.batch * x.batch_stride + area.row * x.row_stride + area.column;
+  const int64_t rows = rows_only ? area.rows : round_up(area.rows, kTile);
+  const int64_t columns = round_up(area.columns, kTile);
+  if (x.dtype == DType::bf16) {
+    auto* buffer = reinterpret_cast<uint16_t*>(scratch.tile);
+    body(in_place ? TileView<uint16_t>{static_cast<const uint16_t*>(x.data) + at, x.row_stride,
+                                       rows, columns}
+                  : load_tile(x, area, rows, columns, buffer));
+  } else if (in_place && x.dtype == DType::f32) {
+    body(TileView<float>{static_cast<const float*>(x.data) + at, x.row_stride, rows, columns});
+  } else {
+    body(load_tile(x, area, rows, columns, scratch.tile));
+  }
 }
 
-// Calls body with a view of the tile as direction `spec` wants it.
-template <class Body>
-HWY_INLINE void with_tile(const ConstMatrix& x, const QuantSpec& spec, const TileArea& area,
-                          bool along_rows, float* buffer, const Body& body) {
-  if (in_place(x, spec, area, along_rows)) {
-    const int64_t at = area.batch * x.batch_stride + area.row * x.row_stride + area.column;
-    if (x.dtype == DType::f32)
-      return body(TileView<float>{static_cast<const float*>(x.data) + at, x.row_stride, area.rows,
-                                  area.columns});
-    return body(TileView<uint16_t>{static_cast<const uint16_t*>(x.data) + at, x.row_stride,
-                                   area.rows, area.columns});
-  }
-  const int64_t rows = along_rows ? area.rows : round_up(area.rows, kTile);
-  const int64_t columns = round_up(area.columns, kTile);
-  load_tile(x, area, rows, columns, buffer);
-  if (spec.hadamard.dim && along_rows)
-    hadamard_rows(spec.hadamard, buffer, rows * columns);
-  else if (spec.hadamard.dim)
-    hadamard_columns(spec.hadamard, buffer, rows, columns);
-  body(TileView<float>{buffer, columns, rows, columns});
+// Calls body with the tile as the spec wants it, transformed along or across its rows.
+template <class T, class Body>
+HWY_INLINE void with_transform(const Hadamard& h, bool along_rows, const TileView<T>& tile,
+                               Scratch& scratch, const Body& body) {
+  if (h.dim == 0) return body(tile);
+  if (along_rows)
+    hadamard_rows(h, tile, scratch.transformed);
+  else
+    hadamard_columns(h, tile, scratch.transformed);
+  body(TileView<float>{scratch.transformed, tile.columns, tile.rows, tile.columns});
 }
 
 // Cuts every matrix of the batch into tiles and calls body(area, scratch) on each, in parallel.
@@ -317,44 +331,58 @@ HWY_INLINE void for_tiles(const ConstMatrix& x, int64_t tile_rows, int64_t tile_
                           .columns = std::min(tile_columns, x.columns - column)};
       body(area, *scratch);
     }
+    hwy::FlushStream();
   });
 }
 
-// Rows alone are best read in long stretches; whatever goes down columns takes square tiles.
-HWY_INLINE void tile_extents(bool rows_only, int lines, int64_t& rows, int64_t& columns) {
-  rows = rows_only ? (lines > 1 ? lines : 4) : kTile;
-  columns = rows_only ? kTileElements / (lines > 1 ? lines : 16) : kTile;
+// Rows alone are read in one long stretch, which the hardware prefetches best; whatever goes down
+// columns takes square tiles.
+HWY_INLINE void tile_extents(const ConstMatrix& x, bool rows_only, int lines, int64_t& rows,
+                             int64_t& columns) {
+  rows = columns = kTile;
+  if (!rows_only) {  return;}
+  columns = std::min(kTileElements / std::max(lines, 4), round_up(std::max<int64_t>(x.columns, 1), kTile));
+  rows = lines > 1 ? lines : kTileElements / 4 / columns;
 }
 
 // `along`: the direction whose lines are the rows of x; `down`: whose lines are its columns.
 void quantize_tiles(const ConstMatrix& x, const Direction* along, const Direction* down,
                     const Executor& executor) {
   int64_t rows, columns;
-  tile_extents(down == nullptr, along ? along->out.spec.block_lines() : 1, rows, columns);
+  tile_extents(x, down == nullptr, along ? along->out.spec.block_lines() : 1, rows, columns);
   for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
-    if (along)
-      with_tile(x, along->out.spec, area, true, scratch.row_tile,
-                [&](const auto& tile) HWY_ATTR { row_pass(*along, tile, area, scratch); });
-    if (down)
-      with_tile(x, down->out.spec, area, false, scratch.column_tile,
-                [&](const auto& tile) HWY_ATTR { column_pass(*down, tile, area, scratch); });
+    with_tile(x, area, down == nullptr, scratch, [&](const auto& tile) HWY_ATTR {
+      if (along)
+        with_transform(along->out.spec.hadamard, true, tile, scratch,
+                       [&](const auto& t) HWY_ATTR { row_pass(*along, t, area, scratch); });
+      if (down)
+        with_transform(down->out.spec.hadamard, false, tile, scratch,
+                       [&](const auto& t) HWY_ATTR { column_pass(*down, t, area, scratch); });
+    });
   });
+}
+
+// Bits of the largest magnitude of a tile.
+template <class T>
+HWY_INLINE uint32_t tile_amax(const TileView<T>& tile, Scratch& scratch) {
+  // One "block" a vector of columns over all rows.
+  constexpr int kColumns = 32;
+  row_amaxes(tile, kColumns, static_cast<int>(tile.rows), reinterpret_cast<BitsOf<T>*>(scratch.work),
+             scratch.amax);
+  return *std::max_element(scratch.amax, scratch.amax + tile.columns / kColumns);
 }
 
 // Bits of the largest magnitude of each matrix after the transform.
 void amax_tiles(const ConstMatrix& x, const QuantSpec& spec, bool along_rows,
                 std::atomic<uint32_t>* most, const Executor& executor) {
   int64_t rows, columns;
-  tile_extents(along_rows, 1, rows, columns);
+  tile_extents(x, along_rows, 1, rows, columns);
   for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
     uint32_t largest = 0;
-    with_tile(x, spec, area, along_rows, scratch.row_tile, [&](const auto& tile) HWY_ATTR {
-      // One "block" per 16 columns over all rows of the tile.
-      const int64_t count = tile.columns / 16;
-      row_amaxes(tile, 16, static_cast<int>(tile.rows),
-                 reinterpret_cast<BitsOf<std::decay_t<decltype(*tile.data)>>*>(scratch.work),
-                 scratch.amax);
-      for (int64_t i = 0; i < count; ++i) largest = std::max(largest, scratch.amax[i]);
+    with_tile(x, area, along_rows, scratch, [&](const auto& tile) HWY_ATTR {
+      with_transform(spec.hadamard, along_rows, tile, scratch, [&](const auto& t) HWY_ATTR {
+        largest = tile_amax(t, scratch);
+      });
     });
     std::atomic<uint32_t>& target = most[area.batch];
     for (uint32_t old = target; largest > old && !target.compare_exchange_weak(old, largest);) {

@@ -72,11 +72,12 @@ HWY_INLINE BlockScales e8m0_scales(const QuantSpec& spec, VF amax) {
 
 // encode_scale(): nearest even or up; amax >= 0, saturating.
 template <int kM>
-HWY_INLINE VU encode_scales(const Encoder<kM>& encoder, const Decoder<kM>& decoder, VF wanted,
-                            ScaleRounding rounding) {
+HWY_INLINE VU encode_scales(const QuantSpec& spec, const Encoder<kM>& encoder,
+                            const Decoder<kM>& decoder, VF wanted) {
   const DU du;
-  const VU code = encoder.nearest(wanted);
-  if (rounding == ScaleRounding::nearest) return code;
+  const VU mask = hn::Set(du, traits(spec.scale).magnitude_mask());
+  const VU code = hn::And(encoder.nearest(wanted), mask);
+  if (spec.scale_rounding == ScaleRounding::nearest) return code;
   const VF clamped = hn::Min(wanted, encoder.largest);
   const auto below = hn::RebindMask(du, hn::Lt(decoder(code), clamped));
   return hn::Add(code, hn::IfThenElseZero(below, hn::Set(du, 1)));
@@ -87,7 +88,7 @@ HWY_INLINE BlockScales two_level_scales(const QuantSpec& spec, VF amax, OuterSca
   const Encoder<3> encoder(spec.scale);
   const Decoder<3> decoder(spec.scale);
   const VF wanted = hn::Mul(amax, hn::Set(df, outer.enc * (1.0f / 6.0f)));
-  const VU code = encode_scales(encoder, decoder, wanted, spec.scale_rounding);
+  const VU code = encode_scales(spec, encoder, decoder, wanted);
   const VF decoded = hn::Mul(decoder(code), hn::Set(df, outer.dec));
   const VF enc = hn::Min(hn::Div(hn::Set(df, 1.0f), decoded), hn::Set(df, kFloatMax));
   return {code, enc};

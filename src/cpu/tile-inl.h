@@ -12,6 +12,7 @@
 
 #include "blockscale/tensor.h"
 #include "cpu/codec-inl.h"
+#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
@@ -56,23 +57,41 @@ HWY_INLINE VF load_vector(const ConstMatrix& x, int64_t i) {
   }
 }
 
-// Copies the area to `out`, row length `stride`, and fills it with zeros to rows x stride.
-HWY_INLINE void load_tile(const ConstMatrix& x, const TileArea& area, int64_t rows, int64_t stride,
-                          float* out) {
+HWY_INLINE void load_line(const ConstMatrix& x, int64_t start, int64_t count, float* out) {
+  const int64_t step = static_cast<int64_t>(lanes());
+  int64_t c = 0;
+  if (x.column_stride == 1)
+    for (; c + step <= count; c += step) hn::StoreU(load_vector(x, start + c), DF(), out + c);
+  for (; c < count; ++c) out[c] = load_scalar(x, start + c * x.column_stride);
+}
+HWY_INLINE void load_line(const ConstMatrix& x, int64_t start, int64_t count, uint16_t* out) {
+  const auto* p = static_cast<const uint16_t*>(x.data) + start;
+  if (x.column_stride == 1)
+    std::memcpy(out, p, sizeof(uint16_t) * count);
+  else
+    for (int64_t c = 0; c < count; ++c) out[c] = p[c * x.column_stride];
+}
+
+// Copies the area to `out`, zero-padded to rows x columns. Besides padding, the copy is what makes
+// walks down columns fast: rows of x that lie a power of two apart share few cache sets.
+template <class T>
+HWY_INLINE TileView<T> load_tile(const ConstMatrix& x, const TileArea& area, int64_t rows,
+                                 int64_t columns, T* out) {
   const int64_t origin =
       area.batch * x.batch_stride + area.row * x.row_stride + area.column * x.column_stride;
-  const int64_t step = static_cast<int64_t>(lanes());
+  const auto* bytes = static_cast<const uint8_t*>(x.data);
+  const int64_t width = dtype_bytes(x.dtype);
   for (int64_t r = 0; r < area.rows; ++r) {
-    const int64_t start = origin + r * x.row_stride;
-    int64_t c = 0;
-    if (x.column_stride == 1)
-      for (; c + step <= area.columns; c += step)
-        hn::StoreU(load_vector(x, start + c), DF(), out + r * stride + c);
-    for (; c < area.columns; ++c)
-      out[r * stride + c] = load_scalar(x, start + c * x.column_stride);
-    std::memset(out + r * stride + c, 0, sizeof(float) * (stride - c));
+    T* line = out + r * columns;
+    // Fetch the tile to the right, which comes next: rows are too far apart for the hardware.
+    const int64_t next = (origin + r * x.row_stride + area.columns) * width;
+    for (int64_t i = 0; i < area.columns * width; i += 64)
+      hwy::Prefetch(bytes + next + i);
+    load_line(x, origin + r * x.row_stride, area.columns, line);
+    std::memset(line + area.columns, 0, sizeof(T) * (columns - area.columns));
   }
-  std::memset(out + area.rows * stride, 0, sizeof(float) * (rows - area.rows) * stride);
+  std::memset(out + area.rows * columns, 0, sizeof(T) * (rows - area.rows) * columns);
+  return {out, columns, rows, columns};
 }
 
 // ---- Hadamard transform (numerics section 8) ----
@@ -98,8 +117,9 @@ struct LaneStage {
   VU sign;
 };
 
-// Along rows: `count` values, a multiple of h.dim, each block of h.dim transformed in place.
-HWY_INLINE void hadamard_rows(const Hadamard& h, float* values, int64_t count) {
+// Along rows: every block of h.dim values of the tile, into `out`.
+template <class T>
+HWY_INLINE void hadamard_rows(const Hadamard& h, const TileView<T>& in, float* out) {
   const DF df;
   const DU du;
   const int64_t step = static_cast<int64_t>(lanes());
@@ -107,11 +127,13 @@ HWY_INLINE void hadamard_rows(const Hadamard& h, float* values, int64_t count) {
   for (int i = 0; i < h.dim; ++i) signs[i] = h.negates(i) ? 0x80000000u : 0;
   const LaneStage stage1(1), stage2(2), stage4(4), stage8(8);
   const VF norm = hn::Set(df, hadamard_norm(h.dim));
-  for (int64_t block = 0; block < count; block += h.dim) {
-    float* x = values + block;
-    const bool whole = h.dim == step;  // the block is one vector
-    for (int64_t i = 0; i < h.dim; i += step) {
-      VF v = hn::Xor(hn::LoadU(df, x + i), hn::BitCast(df, hn::LoadU(du, signs + i)));
+  const bool whole = h.dim == step;  // a block is one vector
+  for (int64_t r = 0; r < in.rows; ++r) {
+    const T* source = in.data + r * in.stride;
+    float* x = out + r * in.columns;
+    for (int64_t i = 0; i < in.columns; i += step) {
+      const VU sign = hn::LoadU(du, signs + (i & (h.dim - 1)));
+      VF v = hn::Xor(load_values(source + i), hn::BitCast(df, sign));
       v = stage2(stage1(v));
       if (step > 4) v = stage4(v);
       if (step > 8) v = stage8(v);
@@ -119,31 +141,33 @@ HWY_INLINE void hadamard_rows(const Hadamard& h, float* values, int64_t count) {
     }
     if (whole) continue;
     for (int64_t half = step; half < h.dim; half *= 2) {
-      for (int64_t i = 0; i < h.dim; i += step) {
+      for (int64_t i = 0; i < in.columns; i += step) {
         if (i & half) continue;
         const VF a = hn::LoadU(df, x + i), b = hn::LoadU(df, x + i + half);
         hn::StoreU(hn::Add(a, b), df, x + i);
         hn::StoreU(hn::Sub(a, b), df, x + i + half);
       }
     }
-    for (int64_t i = 0; i < h.dim; i += step)
+    for (int64_t i = 0; i < in.columns; i += step)
       hn::StoreU(hadamard_finish(hn::LoadU(df, x + i), norm), df, x + i);
   }
 }
 
-// Down columns: rows x stride values, rows a multiple of h.dim, in place.
-HWY_INLINE void hadamard_columns(const Hadamard& h, float* values, int64_t rows, int64_t stride) {
+// Down columns, into `out`.
+template <class T>
+HWY_INLINE void hadamard_columns(const Hadamard& h, const TileView<T>& in, float* out) {
   const DF df;
   const DU du;
   const int64_t step = static_cast<int64_t>(lanes());
   const VF norm = hn::Set(df, hadamard_norm(h.dim));
-  for (int64_t block = 0; block < rows; block += h.dim) {
-    for (int64_t c = 0; c < stride; c += step) {
+  for (int64_t block = 0; block < in.rows; block += h.dim) {
+    for (int64_t c = 0; c < in.columns; c += step) {
       VF v[128];
-      float* x = values + block * stride + c;
+      const T* source = in.data + block * in.stride + c;
+      float* x = out + block * in.columns + c;
       for (int i = 0; i < h.dim; ++i) {
         const VU sign = hn::Set(du, h.negates(i) ? 0x80000000u : 0);
-        v[i] = hn::Xor(hn::LoadU(df, x + i * stride), hn::BitCast(df, sign));
+        v[i] = hn::Xor(load_values(source + i * in.stride), hn::BitCast(df, sign));
       }
       for (int half = 1; half < h.dim; half *= 2) {
         for (int i = 0; i < h.dim; ++i) {
@@ -154,81 +178,96 @@ HWY_INLINE void hadamard_columns(const Hadamard& h, float* values, int64_t rows,
         }
       }
       for (int i = 0; i < h.dim; ++i)
-        hn::StoreU(hadamard_finish(v[i], norm), df, x + i * stride);
+        hn::StoreU(hadamard_finish(v[i], norm), df, x + i * in.columns);
     }
   }
 }
 
 // ---- amax ----
 
-HWY_INLINE uint32_t abs_mask(float) { return kAbsMask; }
-HWY_INLINE uint16_t abs_mask(uint16_t) { return 0x7FFF; }
+HWY_INLINE constexpr uint32_t abs_mask(float) { return kAbsMask; }
+HWY_INLINE constexpr uint16_t abs_mask(uint16_t) { return 0x7FFF; }
 template <class T>
 using BitsOf = std::conditional_t<std::is_same_v<T, float>, uint32_t, uint16_t>;
 
-// Replaces 2n values by the maxima of neighbours, n times.
-template <class U>
-HWY_INLINE void halve(U* values, int64_t n) {
-  const hn::ScalableTag<U> d;
-  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
+// out[i] = max of the masked in[2i] and in[2i + 1], n times; `out` may be `in`.
+template <class D, class U = hn::TFromD<D>>
+HWY_INLINE void halve(D d, const U* in, int64_t n, U mask, U* out) {
+  const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
+  const auto bits = hn::Set(d, mask);
   for (int64_t i = 0; i < n; i += step) {
-    const auto low = hn::LoadU(d, values + 2 * i), high = hn::LoadU(d, values + 2 * i + step);
-    hn::StoreU(hn::Max(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, values + i);
+    const auto low = hn::And(hn::LoadU(d, in + 2 * i), bits);
+    const auto high = hn::And(hn::LoadU(d, in + 2 * i + step), bits);
+    hn::StoreU(hn::Max(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, out + i);
   }
 }
 
 HWY_INLINE uint32_t widen_bits(uint32_t bits) { return bits; }
 HWY_INLINE uint32_t widen_bits(uint16_t bf16) { return static_cast<uint32_t>(bf16) << 16; }
 
+// The maxima over rows [first, last) and over the vectors of each block: one vector a block, or one
+// for several blocks that are shorter.
+template <class D, class T, class U = hn::TFromD<D>>
+HWY_INLINE void shrink_blocks(D d, const TileView<T>& x, int64_t block, int64_t first, int64_t last,
+                              U mask, U* out) {
+  const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
+  const auto bits = hn::Set(d, mask);
+  for (int64_t c = 0; c < x.columns; c += HWY_MAX(block, step), out += step) {
+    auto most = hn::Zero(d);
+    for (int64_t r = first; r < last; ++r) {
+      const U* p = reinterpret_cast<const U*>(x.data + r * x.stride + c);
+      for (int64_t i = 0; i < block; i += step)
+        most = hn::Max(most, hn::And(hn::LoadU(d, p + i), bits));
+    }
+    hn::StoreU(most, d, out);
+  }
+}
+
 // amax[g * (columns / block) + b]: bits of the largest magnitude of block b in the `lines` rows of
-// group g. Magnitudes compare as integers, and NaN > Inf > every number. `work` holds 16 values a
-// block, and both buffers may be written one vector past their end.
+// group g. Magnitudes compare as integers, and NaN > Inf > every number. A block first shrinks to
+// one vector (or stays whole, if shorter), then all vectors are halved together until one value a
+// block is left. `work` holds 32 values a block; buffers may be overrun by one vector.
 template <class T>
 HWY_INLINE void row_amaxes(const TileView<T>& x, int block, int lines, BitsOf<T>* work,
                            uint32_t* amax) {
   using U = BitsOf<T>;
-  const hn::CappedTag<U, 16> d;
-  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
-  const auto mask = hn::Set(d, abs_mask(T()));
-  const int64_t blocks = x.columns / block;
+  const hn::CappedTag<U, 32> d;
+  constexpr U kMask = abs_mask(T());
+  const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
   const int64_t groups = (x.rows + lines - 1) / lines;
-  U* out = work;
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t last = HWY_MIN(x.rows, (g + 1) * lines);
-    for (int64_t b = 0; b < blocks; ++b, out += 16) {
-      for (int64_t j = 0; j < 16; j += step) {
-        auto most = hn::Zero(d);
-        for (int64_t r = g * lines; r < last; ++r) {
-          const U* p = reinterpret_cast<const U*>(x.data + r * x.stride + b * block) + j;
-          for (int64_t i = 0; i < block; i += 16)
-            most = hn::Max(most, hn::And(hn::LoadU(d, p + i), mask));
-        }
-        hn::StoreU(most, d, out + j);
-      }
-    }
+  const int64_t count = groups * (x.columns / block);
+  int64_t width = HWY_MIN(block, step);  // values of a block that are left
+  if (lines == 1 && block <= step) {
+    for (int64_t r = 0; r < x.rows; ++r)
+      halve(d, reinterpret_cast<const U*>(x.data + r * x.stride), x.columns / 2, kMask,
+            work + r * (x.columns / 2));
+    width /= 2;
+  } else {
+    for (int64_t g = 0; g < groups; ++g)
+      shrink_blocks(d, x, block, g * lines, HWY_MIN(x.rows, (g + 1) * lines), kMask,
+                    work + g * (x.columns / block * width));
   }
-  const int64_t count = groups * blocks;
-  for (int64_t n = 8 * count; n >= count && n > 0; n /= 2) halve(work, n);
+  for (; width > 1; width /= 2) halve(d, work, width / 2 * count, kMask, work);
   for (int64_t i = 0; i < count; ++i) amax[i] = widen_bits(work[i]);
 }
 
 // amax[g * columns + c]: the same down columns, one block of `block` rows after another.
 template <class T>
-HWY_INLINE void column_amaxes(const TileView<T>& x, int block, uint32_t* amax) {
+HWY_INLINE void column_amaxes(const TileView<T>& x, int64_t block, uint32_t* amax) {
   using U = BitsOf<T>;
-  const hn::CappedTag<U, 16> d;
-  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
+  const hn::CappedTag<U, 32> d;
+  constexpr int64_t kStep = static_cast<int64_t>(hn::MaxLanes(d));
   const auto mask = hn::Set(d, abs_mask(T()));
   for (int64_t g = 0; g < x.rows / block; ++g) {
-    for (int64_t c = 0; c < x.columns; c += step) {
+    for (int64_t c = 0; c < x.columns; c += kStep) {
       auto most = hn::Zero(d);
       for (int64_t r = g * block; r < (g + 1) * block; ++r) {
         const U* p = reinterpret_cast<const U*>(x.data + r * x.stride + c);
         most = hn::Max(most, hn::And(hn::LoadU(d, p), mask));
       }
-      HWY_ALIGN U bits[16];
+      HWY_ALIGN U bits[kStep];
       hn::StoreU(most, d, bits);
-      for (int64_t i = 0; i < step; ++i) amax[g * x.columns + c + i] = widen_bits(bits[i]);
+      for (int64_t i = 0; i < kStep; ++i) amax[g * x.columns + c + i] = widen_bits(bits[i]);
     }
   }
 }

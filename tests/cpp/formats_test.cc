@@ -163,9 +163,9 @@ TEST(Formats, NanEncodesToNanOrToZeroWhereThereIsNone) {
   }
 }
 
-// All floats (every `step`-th). Codes grow with the magnitude, so the FP32 line is cut into runs at exact midpoints
-// and every encode within a run has to give that run's code: one comparison a float. Returns the
-// number of floats that differ.
+// All floats (every `step`-th). Codes grow with the magnitude, so the FP32 line is cut into runs at
+// exact midpoints and every encode within a run has to give that run's code: one comparison a
+// float. Returns the number of floats that differ.
 template <Format kFormat, Direction kDirection>
 uint64_t sweep(bool with_negative, uint64_t step = kSweepStep) {
   const Facts& f = facts(kFormat);

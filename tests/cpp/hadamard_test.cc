@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 
+#include "model_quantize.h"
 #include "testing.h"
 
 namespace blockscale::testing {
@@ -27,9 +28,9 @@ TEST(Hadamard, TheSizesAndTheirNorms) {
 // gives one column, with the sign of its mask bit.
 TEST(Hadamard, UnitVectorsGiveSylvestersColumnsWithTheMasksSigns) {
   for (int dim : kHadamardSizes) {
-    const Hadamard h = with_mask(dim, dim < 64 ? 0xD7E8A591D7E8u & ((uint64_t{1} << dim) - 1)
-                                               : 0xB5F00D7E8A591C33,
-                                 dim == 128 ? 0x8000000000000001 : 0);
+    const Hadamard h =
+        with_mask(dim, dim < 64 ? 0xD7E8A591D7E8u & ((uint64_t{1} << dim) - 1) : 0xB5F00D7E8A591C33,
+                  dim == 128 ? 0x8000000000000001 : 0);
     for (int j = 0; j < dim; ++j) {
       std::vector<float> x(static_cast<size_t>(dim), 0.0f);
       x[j] = 1;
@@ -45,20 +46,6 @@ TEST(Hadamard, UnitVectorsGiveSylvestersColumnsWithTheMasksSigns) {
   }
 }
 
-// Sylvester's construction by halves, H_2d = [H H; H -H]: the same sums in the same order as
-// stages 1, 2, 4, ..., so that the roundings are those of the specification.
-void transform_by_halves(float* x, int dim) {
-  if (dim == 1) return;
-  const int half = dim / 2;
-  transform_by_halves(x, half);
-  transform_by_halves(x + half, half);
-  for (int i = 0; i < half; ++i) {
-    const float a = x[i], b = x[i + half];
-    x[i] = a + b;
-    x[i + half] = a - b;
-  }
-}
-
 TEST(Hadamard, EveryRoundingIsInStageOrder) {
   Random random(1);
   for (int dim : kHadamardSizes) {
@@ -69,14 +56,9 @@ TEST(Hadamard, EveryRoundingIsInStageOrder) {
       for (float& v : x)
         v = static_cast<float>(std::ldexp(random.normal(), static_cast<int>(random.below(30))));
       std::vector<float> want = x;
-      for (int i = 0; i < dim; ++i)
-        if (((i < 64 ? h.mask_lo : h.mask_hi) >> (i % 64)) % 2) want[i] = -want[i];
-      transform_by_halves(want.data(), dim);
+      model_transform(h, want);
       hadamard_block(h, x.data());
-      for (int i = 0; i < dim; ++i) {
-        const float scaled = want[i] * static_cast<float>(1 / std::sqrt(static_cast<double>(dim)));
-        EXPECT_EQ(bits_of(x[i]), bits_of(from_bf16(to_bf16(scaled + 0.0f)))) << dim << " " << i;
-      }
+      for (int i = 0; i < dim; ++i) EXPECT_EQ(bits_of(x[i]), bits_of(want[i])) << dim << " " << i;
     }
   }
 }

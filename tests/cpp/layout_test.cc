@@ -95,8 +95,7 @@ TEST(Layout, TheOrderInMemoryIsTheConsumers) {
     for (int64_t columns : {1, 4, 33, 70}) {
       const auto tiles = [&](int64_t n, int64_t tile) { return (n + tile - 1) / tile; };
       expect_order(Layout::linear, rows, columns, {{rows, 1, 0}, {columns, 0, 1}});
-      expect_order(Layout::mn_major, rows, columns,
-                   {{columns, 0, 1}, {tiles(rows, 4) * 4, 1, 0}});
+      expect_order(Layout::mn_major, rows, columns, {{columns, 0, 1}, {tiles(rows, 4) * 4, 1, 0}});
       // cuBLASLt: tiles of 128x4, in each 32 rows of 16 bytes, four row groups of 32 side by side.
       expect_order(Layout::nv_128x4, rows, columns,
                    {{tiles(rows, 128), 128, 0},
@@ -178,6 +177,12 @@ TEST(LayoutText, ASpecRefusesLayoutsThatCannotHoldIt) {
     validate(fp4, parse_layout("mfma_16x16+aiter_scale"));
 }
 
+TEST(LayoutText, ALayoutOfCodesIsNoneOfScalesAndTheOtherWayRound) {
+  EXPECT_ERROR(validate(kNvfp4, {Layout::linear, Layout::mfma_16x16}), "mfma_16x16", "scales");
+  for (Layout l : {Layout::mn_major, Layout::nv_128x4, Layout::aiter_scale})
+    EXPECT_ERROR(validate(kNvfp4, {l, Layout::linear}), name(l), "codes");
+}
+
 // The architecture page's table of stored shapes, for x [R, C].
 struct Stored {
   int64_t codes_lines, codes_bytes_per_line, scale_rows, scale_columns;
@@ -196,14 +201,16 @@ TEST(StoredShape, LinearIsTheTableOfTheArchitecture) {
   rotated.hadamard = {64, 0, 0};
   QuantSpec tiles = kNvfp4;
   tiles.square = true;
-  for (const QuantSpec& spec : {kFp8_1x128, kFp8_128x128, kMxfp8, kMxfp6, kMxfp4, kNvfp4, rotated, tiles}) {
+  for (const QuantSpec& spec :
+       {kFp8_1x128, kFp8_128x128, kMxfp8, kMxfp6, kMxfp4, kNvfp4, rotated, tiles}) {
     for (int axis : {-1, -2}) {
       for (int64_t rows : kExtents) {
         for (int64_t columns : kExtents) {
           const StoredShape s = stored_shape(spec, {}, axis, rows, columns);
           const Stored want = stored(spec, axis, rows, columns);
           ASSERT_EQ(s.lines, want.codes_lines);
-          ASSERT_EQ(s.line_bytes, want.codes_bytes_per_line) << rows << " " << columns << " " << axis;
+          ASSERT_EQ(s.line_bytes, want.codes_bytes_per_line)
+              << rows << " " << columns << " " << axis;
           ASSERT_EQ(s.blocks, want.scale_columns);
           ASSERT_EQ(s.padded, want.scale_columns * spec.block);
           ASSERT_EQ(s.scale_rows, want.scale_rows);
@@ -227,12 +234,13 @@ TEST(StoredShape, ByteLayoutsHoldOneRowOfScalesPerLineAndMnMajorTheGrid) {
   const StoredShape aiter = stored_shape(tiles, {Layout::linear, Layout::aiter_scale}, -2, 100, 70);
   EXPECT_EQ(aiter.scale_rows, 70);
   EXPECT_EQ(aiter.scale_count, 256 * 8);
-  const StoredShape major = stored_shape(kFp8_128x128, {Layout::linear, Layout::mn_major}, -1, 300, 200);
+  const StoredShape major =
+      stored_shape(kFp8_128x128, {Layout::linear, Layout::mn_major}, -1, 300, 200);
   EXPECT_EQ(major.scale_rows, 3);
   EXPECT_EQ(major.scale_count, 4 * 2);
   const StoredShape mfma = stored_shape(kMxfp4, {Layout::mfma_16x16, Layout::linear}, -1, 17, 70);
-  EXPECT_EQ(mfma.line_bytes, 48);           // 96 codes
-  EXPECT_EQ(mfma.code_bytes, 32 * 64);      // 17 -> 32 rows, 48 -> 64 bytes
+  EXPECT_EQ(mfma.line_bytes, 48);       // 96 codes
+  EXPECT_EQ(mfma.code_bytes, 32 * 64);  // 17 -> 32 rows, 48 -> 64 bytes
 }
 
 }  // namespace

@@ -31,8 +31,16 @@ inline const std::vector<Facts>& element_facts() {
       {Format::e3m2, "e3m2", 3, 2, 3, 28, {}, {}, true, true},
       {Format::e4m3fn, "e4m3fn", 4, 3, 7, 448, {0x7F, 0xFF}, {}, true, true},
       {Format::e4m3fnuz, "e4m3fnuz", 4, 3, 8, 240, {0x80}, {}, true, false},
-      {Format::e5m2, "e5m2", 5, 2, 15, 57344, {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}, {0x7C, 0xFC},
-       true, true},
+      {Format::e5m2,
+       "e5m2",
+       5,
+       2,
+       15,
+       57344,
+       {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF},
+       {0x7C, 0xFC},
+       true,
+       true},
       {Format::e5m2fnuz, "e5m2fnuz", 5, 2, 16, 57344, {0x80}, {}, true, false},
   };
   return table;
@@ -116,7 +124,8 @@ inline Chance model_stochastic(Format f, float y) {
 
 // Rounds a double to FP32 once; beyond the largest, to infinity.
 inline float fl(double x) {
-  if (std::fabs(x) >= 0x1.ffffffp127) return std::copysign(HUGE_VALF, static_cast<float>(x > 0 ? 1 : -1));
+  if (std::fabs(x) >= 0x1.ffffffp127)
+    return std::copysign(HUGE_VALF, static_cast<float>(x > 0 ? 1 : -1));
   return static_cast<float>(x);
 }
 

@@ -49,13 +49,12 @@ inline OuterScale model_outer(Format scale, float tensor_amax) {
   if (enc == 0) enc = 1;
   return {enc, fl(1.0 / enc)};
 }
-inline BlockScale model_two_level(Format scale, ScaleRounding rounding, float a,
-                                  OuterScale outer) {
+inline BlockScale model_two_level(Format scale, ScaleRounding rounding, float a, OuterScale outer) {
   const float sixth = fl(1.0 / 6.0);
   const float factor = fl(static_cast<double>(outer.enc) * sixth);
   const double wanted = std::min<double>(fl(static_cast<double>(a) * factor), facts(scale).largest);
-  const int code = rounding == ScaleRounding::up ? model_up(scale, wanted)
-                                                 : model_nearest(scale, wanted);
+  const int code =
+      rounding == ScaleRounding::up ? model_up(scale, wanted) : model_nearest(scale, wanted);
   const double decoded = fl(model_magnitudes(scale)[code] * static_cast<double>(outer.dec));
   const float enc = decoded == 0 ? FLT_MAX : std::min(fl(1.0 / decoded), FLT_MAX);
   return {static_cast<uint8_t>(code), enc};

@@ -94,7 +94,8 @@ TEST(FloatScales, Pow2IsTheSmallestPowerOfTwoThatFits) {
     std::vector<float> amaxes = interesting_amaxes();
     for (int k = -60; k < 120; ++k)
       for (int ulps : {-1, 0, 1})
-        amaxes.push_back(float_of(bits_of(fl(std::ldexp(f.largest, k))) + static_cast<uint32_t>(ulps)));
+        amaxes.push_back(
+            float_of(bits_of(fl(std::ldexp(f.largest, k))) + static_cast<uint32_t>(ulps)));
     for (float a : amaxes) {
       if (!std::isfinite(a)) continue;
       const FloatScale got = pow2_scale(a, static_cast<float>(f.largest));
@@ -134,9 +135,8 @@ TEST(TwoLevel, TheBlocksScaleAgreesForRandomAndExtremeAmaxes) {
       for (int i = 0; i < 200000; ++i) {
         const float tensor = random.pick(amaxes);
         // Usually a block amax that the tensor's allows; sometimes any, as with a frozen one.
-        const float block = random.one_in(4)
-                                ? random.pick(amaxes)
-                                : fl(tensor * std::exp2(-random.uniform() * 24));
+        const float block =
+            random.one_in(4) ? random.pick(amaxes) : fl(tensor * std::exp2(-random.uniform() * 24));
         expect_block_scale_agrees(scale, rounding, block, outer_scale(scale, tensor));
         if (HasFatalFailure()) return;
         expect_block_scale_agrees(scale, rounding, block, {1.0f, 1.0f});
@@ -173,7 +173,8 @@ TEST(TwoLevel, ScalesRoundedUpSaturateNothingAndNearestDoes) {
   for (Format scale : kBlockScales) {
     int saturated = 0;
     for (int i = 0; i < 100000; ++i) {
-      const float tensor = fl(std::ldexp(1 + random.uniform(), static_cast<int>(random.below(160)) - 80));
+      const float tensor =
+          fl(std::ldexp(1 + random.uniform(), static_cast<int>(random.below(160)) - 80));
       const float block = fl(tensor * std::exp2(-random.uniform() * 12));
       const OuterScale outer = outer_scale(scale, tensor);
       const BlockScale up = two_level_scale(scale, ScaleRounding::up, block, outer);

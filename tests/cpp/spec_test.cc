@@ -76,7 +76,8 @@ TEST(SpecText, TheFormIsTheFamilyAndWhatDiffers) {
       {"nvfp4[rounding=stochastic]", "nvfp4[rounding=stochastic,scale_rounding=up]"},
       {"nvfp4[scale_rounding=nearest,rounding=stochastic]",
        "nvfp4[rounding=stochastic,scale_rounding=nearest]"},
-      {"mxfp4[rounding=stochastic,scale_rule=rceil]", "mxfp4[scale_rule=rceil,rounding=stochastic]"},
+      {"mxfp4[rounding=stochastic,scale_rule=rceil]",
+       "mxfp4[scale_rule=rceil,rounding=stochastic]"},
       {"nvfp4[scale=e4m3]", "nvfp4"},
   };
   for (const auto& [text, canonical] : written)
@@ -144,8 +145,9 @@ TEST(SpecRefusal, StochasticRoundingNeedsARuleThatDoesNotSaturate) {
   EXPECT_ERROR(parse_spec("mxfp4[rounding=stochastic]"), "scale_rule = even", "ceil or rceil",
                "saturate", "scale_rule=rceil");
   EXPECT_ERROR(parse_spec("mxfp8[rounding=stochastic,scale_rule=floor]"), "scale_rule = floor");
-  for (const char* fine : {"mxfp8[rounding=stochastic]", "mxfp4[rounding=stochastic,scale_rule=ceil]",
-                           "fp8_1x128[rounding=stochastic]", "amdfp4[rounding=stochastic]"})
+  for (const char* fine :
+       {"mxfp8[rounding=stochastic]", "mxfp4[rounding=stochastic,scale_rule=ceil]",
+        "fp8_1x128[rounding=stochastic]", "amdfp4[rounding=stochastic]"})
     EXPECT_TRUE(parse_spec(fine).stochastic()) << fine;
 }
 

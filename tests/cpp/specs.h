@@ -25,7 +25,12 @@ inline const std::vector<FamilyRow>& family_rows() {
       {"fp8_1x128", fp8, Format::fp32, 128, false, false, {amax, pow2}},
       {"fp8_128x128", fp8, Format::fp32, 128, false, true, {amax, pow2}},
       {"mxfp8", fp8, Format::e8m0, 32, true, false, {rceil, floor, ceil, even}},
-      {"mxfp6", {Format::e2m3, Format::e3m2}, Format::e8m0, 32, true, false,
+      {"mxfp6",
+       {Format::e2m3, Format::e3m2},
+       Format::e8m0,
+       32,
+       true,
+       false,
        {rceil, floor, ceil, even}},
       {"mxfp4", {Format::e2m1}, Format::e8m0, 32, true, false, {even, floor, ceil, rceil}},
       {"nvfp4", {Format::e2m1}, Format::e4m3, 16, true, false, {two_level}},
@@ -35,9 +40,15 @@ inline const std::vector<FamilyRow>& family_rows() {
 }
 
 inline const std::vector<Hadamard>& some_hadamards() {
-  static const std::vector<Hadamard> list = {
-      {},          {16, 0, 0},          {16, 0xD7E8, 0}, {32, 0x80000001, 0}, {64, 0, 0},
-      {64, ~uint64_t{0}, 0}, {128, 0, 0}, {128, 0x123456789, 0}, {128, 1, uint64_t{1} << 63}};
+  static const std::vector<Hadamard> list = {{},
+                                             {16, 0, 0},
+                                             {16, 0xD7E8, 0},
+                                             {32, 0x80000001, 0},
+                                             {64, 0, 0},
+                                             {64, ~uint64_t{0}, 0},
+                                             {128, 0, 0},
+                                             {128, 0x123456789, 0},
+                                             {128, 1, uint64_t{1} << 63}};
   return list;
 }
 

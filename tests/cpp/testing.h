@@ -39,7 +39,7 @@ class Random {
     return sum;
   }
   template <class Container>
-  const auto& pick(const Container& c) {
+  auto pick(const Container& c) {
     return *(std::begin(c) + static_cast<std::ptrdiff_t>(below(std::size(c))));
   }
 

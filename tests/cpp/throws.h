@@ -11,7 +11,8 @@
 namespace blockscale::testing {
 
 template <class Body>
-::testing::AssertionResult throws_error(const Body& body, std::initializer_list<std::string> parts) {
+::testing::AssertionResult throws_error(const Body& body,
+                                        std::initializer_list<std::string> parts) {
   std::string message;
   try {
     body();

@@ -53,7 +53,7 @@ def largest_share(x: Tensor, y: Tensor, spec: Any) -> Tensor:
     Independent of the codes: the top of the block's range is its scale times the largest value.
     """
     q = bs.quantize(x, spec)
-    outer = q.outer.float() if spec.outer else torch.tensor(1.0)
+    outer = torch.tensor(1.0) if q.outer is None else q.outer
     top = {"e2m1": 6.0, "e4m3fn": 448.0}[q.spec.element]
     height, width = q.spec.block
     scales = decode_scales(q.scales).repeat_interleave(height, 0).repeat_interleave(width, 1)
@@ -98,13 +98,13 @@ def test_figures_match_a_direct_computation(
 
 
 def test_saturation_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """MXFP4 rounds the scale of a block whose amax is 7 down to 1, so the 7 becomes 6."""
+    """MXFP4's scale for a block whose amax is 6.9 is 1, so the 6.9 becomes 6."""
     x = torch.zeros(2, 32)
-    x[0, 3], x[1, 5], x[1, 6] = 7.0, -1.0, 0.01
+    x[0, 3], x[1, 5], x[1, 6] = 6.9, -1.0, 0.01
     save_file({"x": x}, tmp_path / "x.safetensors")
     assert main(["inspect", str(tmp_path / "x.safetensors"), "--spec", "mxfp4"]) == 0
     amax, _, underflow, saturation = rows(capsys.readouterr().out)["x", "mxfp4"]
-    assert (amax, underflow, saturation) == ("7", f"{1 / 3:.3%}", f"{1 / 64:.3%}")
+    assert (amax, underflow, saturation) == ("6.9", f"{1 / 3:.3%}", f"{1 / 64:.3%}")
 
 
 def test_skipped_tensors_and_plot(

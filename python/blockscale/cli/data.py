@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from blockscale.cli.errors import CliError
 from torch import Tensor
+
+from blockscale.cli.errors import CliError
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_TOKENS = 16384  # a whole evaluation, in windows spread evenly over the validation text
@@ -42,8 +43,8 @@ class Corpus:
         last = len(self.validation) - seq_len - 1
         count = max(1, min(VALIDATION_TOKENS // seq_len, last // seq_len))
         starts = torch.arange(count) * last // max(1, count - 1)
-        for part in starts.split(batch_size):
-            yield windows(self.validation, part, seq_len)
+        for first in range(0, count, batch_size):
+            yield windows(self.validation, starts[first : first + batch_size], seq_len)
 
     def unigram_loss(self) -> float:
         """Nats per byte of a model that knows only how frequent each byte is."""

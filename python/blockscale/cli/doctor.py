@@ -9,10 +9,11 @@ import platform
 from collections.abc import Iterator
 from typing import Any
 
-import blockscale as bs
 import torch
 from rich.console import Console
 from rich.table import Table
+
+import blockscale as bs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

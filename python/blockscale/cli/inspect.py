@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import blockscale as bs
 import torch
-from blockscale.cli.errors import CliError, nearest
-from blockscale.cli.run_folder import write_atomically
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+import blockscale as bs
+from blockscale.cli.errors import CliError, nearest
+from blockscale.cli.run_folder import write_atomically
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -225,12 +226,12 @@ def is_largest(q: bs.QuantizedTensor, columns: int) -> Tensor:
     element = next(e for e in bs.describe()["elements"] if e["name"] == q.spec.element)
     codes = q.codes
     if codes.dtype != torch.uint8:  # an FP8 dtype of torch
-        return codes[:, :columns].float().abs() == element["max"]
+        return codes[:, :columns].float().abs().eq(element["max"])
     if q.spec.codes_per_byte == 2:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     # FP6 and FP4 have no NaN or Inf: the largest magnitude is all ones below the sign.
-    ones = (1 << (element["bits"] - 1)) - 1
-    return (codes[:, :columns] & ones) == ones
+    ones: int = (1 << (element["bits"] - 1)) - 1
+    return (codes[:, :columns] & ones).eq(ones)
 
 
 def as_table(results: Sequence[Result]) -> Table:
@@ -259,8 +260,9 @@ def as_table(results: Sequence[Result]) -> Table:
 
 def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
     """Three panels over the tensors, a colour and marker per spec."""
-    from blockscale.cli.report import COLOURS, MARKERS
     from matplotlib.figure import Figure
+
+    from blockscale.cli.report import COLOURS, MARKERS
 
     names = list(dict.fromkeys(r.tensor for r in results))
     height = min(40.0, 2.0 + 0.22 * len(names))
@@ -274,7 +276,8 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
         for axes, values in zip(panels, columns, strict=True):
             axes.plot(
                 values, rows, linestyle="", color=COLOURS[index % len(COLOURS)],
-                marker=MARKERS[index % len(MARKERS)], label=spec.text,
+                marker=MARKERS[index % len(MARKERS)], label=spec.text, fillstyle="none",
+                markersize=10 - 5 * index / len(specs), markeredgewidth=1.5,
             )  # fmt: skip
     labels = ("SQNR (dB), more is better", "underflow (% of nonzeros)", "saturation (%)")
     for axes, label in zip(panels, labels, strict=True):

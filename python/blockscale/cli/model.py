@@ -62,7 +62,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, length, dim))
+        projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, dim))
+        return projected
 
 
 class SwiGlu(nn.Module):
@@ -75,7 +76,8 @@ class SwiGlu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        y: Tensor = self.down(F.silu(gate) * up)
+        return y
 
 
 class Block(nn.Module):
@@ -90,7 +92,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
 
 
 class LanguageModel(nn.Module):

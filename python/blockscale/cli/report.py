@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blockscale.cli.data import Corpus, bits_per_byte
-from blockscale.cli.run_folder import Cell, RunFolder, write_atomically
 from rich.console import Console
 from rich.table import Table
+
+from blockscale.cli.data import Corpus, bits_per_byte
+from blockscale.cli.run_folder import Cell, RunFolder, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -188,6 +189,7 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
     left.legend(frameon=False)
     right.axhline(0.0, color="0.5", linewidth=1.0)
     right.set(xlabel="step", ylabel="validation loss above BF16 (nats per byte)")
+    right.set_xlim(left.get_xlim())
     right.set_title("Gap to BF16" + (", mean ± deviation" if settings["seeds"] > 1 else ""))
     if right.get_legend_handles_labels()[0]:
         right.legend(frameon=False)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
 from blockscale.cli.errors import CliError
 
 Row = dict[str, Any]

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import blockscale as bs
 import torch
+from rich.console import Console
+
+import blockscale as bs
 from blockscale.cli import run_folder
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.doctor import why_not
@@ -23,7 +25,6 @@ from blockscale.cli.progress import LiveProgress
 from blockscale.cli.report import print_table, write_report
 from blockscale.cli.run_folder import RunFolder
 from blockscale.cli.trainer import Trainer, use_reproducible_kernels
-from rich.console import Console
 
 SETTINGS = (
     "preset", "data", "recipes", "steps", "seeds", "seed", "batch_size", "seq_len", "lr",

@@ -6,13 +6,14 @@ import math
 import os
 import time
 
-import blockscale as bs
 import torch
+from torch import nn
+
+import blockscale as bs
 from blockscale.cli.data import Corpus
 from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.run_folder import Cell, RunFolder
-from torch import nn
 
 
 def use_reproducible_kernels(device: str) -> None:

@@ -1,0 +1,122 @@
+// From one code a 32-bit lane to stored bytes, along a line or down columns.
+
+#if defined(BLOCKSCALE_PACK_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef BLOCKSCALE_PACK_INL
+#undef BLOCKSCALE_PACK_INL
+#else
+#define BLOCKSCALE_PACK_INL
+#endif
+
+#include <cstring>
+
+#include "cpu/codec-inl.h"
+#include "hwy/cache_control.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace blockscale::cpu::HWY_NAMESPACE {
+
+using DB = hn::Repartition<uint8_t, DU>;   // as many bytes as DU's vectors hold
+using DH = hn::Repartition<uint16_t, DU>;
+using VB = hn::Vec<DB>;
+
+// A line is packed kPackRun elements at a time.
+inline constexpr int64_t kPackRun = 64;
+inline constexpr int64_t kPackWords = kPackRun / static_cast<int64_t>(hn::MaxLanes(DU()));
+inline constexpr int64_t kPackBytes = kPackWords / 4;  // vectors of bytes
+
+// Byte `kHigh ? 3 : 0` of every lane, in order.
+template <bool kHigh>
+HWY_INLINE VB gather_bytes(VU a, VU b, VU c, VU d) {
+  const DB db;
+  const DH dh;
+  const auto h = [&](VU v) { return hn::BitCast(dh, v); };
+  if constexpr (kHigh)
+    return hn::ConcatOdd(db, hn::BitCast(db, hn::ConcatOdd(dh, h(d), h(c))),
+                         hn::BitCast(db, hn::ConcatOdd(dh, h(b), h(a))));
+  else
+    return hn::ConcatEven(db, hn::BitCast(db, hn::ConcatEven(dh, h(d), h(c))),
+                          hn::BitCast(db, hn::ConcatEven(dh, h(b), h(a))));
+}
+
+// The top byte (sign and 7 bits of exponent) of consecutive values.
+HWY_INLINE VB top_bytes(const float* x) {
+  const DU du;
+  const auto* p = reinterpret_cast<const uint32_t*>(x);
+  const size_t n = lanes();
+  return gather_bytes<true>(hn::LoadU(du, p), hn::LoadU(du, p + n), hn::LoadU(du, p + 2 * n),
+                            hn::LoadU(du, p + 3 * n));
+}
+HWY_INLINE VB top_bytes(const uint16_t* x) {
+  const DB db;
+  const auto* p = reinterpret_cast<const uint8_t*>(x);
+  return hn::ConcatOdd(db, hn::LoadU(db, p + hn::MaxLanes(db)), hn::LoadU(db, p));
+}
+
+// Masks and signs of one element format, for bytes.
+struct Signs {
+  explicit Signs(Format element)
+      : t(traits(element)),
+        magnitude(hn::Set(DB(), static_cast<uint8_t>(t.magnitude_mask()))),
+        sign(hn::Set(DB(), static_cast<uint8_t>(t.sign_bit()))),
+        shift(8 - t.bits()) {}
+  // Codes from raw magnitudes and the top bytes of what was encoded.
+  HWY_INLINE VB operator()(VB raw, VB top) const {
+    const DB db;
+    const VB code = hn::And(raw, magnitude);
+    const VB moved = hn::BitCast(db, hn::ShiftRightSame(hn::BitCast(DH(), top), shift));
+    const VB signed_code = hn::OrAnd(code, moved, sign);
+    if (HWY_UNLIKELY(t.special == Special::negative_zero))
+      return hn::IfThenZeroElse(hn::Eq(code, hn::Zero(db)), signed_code);
+    return signed_code;
+  }
+  FormatTraits t;
+  VB magnitude, sign;
+  int shift;
+};
+
+// kPackRun raw codes of consecutive elements x, to bytes or (kM = 1) to pairs of nibbles, element
+// 2i in the low one.
+template <int kM, class T>
+HWY_INLINE void pack_line(const Signs& signs, const VU* raw, const T* x, uint8_t* out) {
+  const DB db;
+  VB bytes[kPackBytes];
+  for (int64_t i = 0; i < kPackBytes; ++i) {
+    const VU* v = raw + 4 * i;
+    bytes[i] = signs(gather_bytes<false>(v[0], v[1], v[2], v[3]),
+                     top_bytes(x + i * static_cast<int64_t>(hn::MaxLanes(db))));
+  }
+  if constexpr (kM != 1) {
+    for (int64_t i = 0; i < kPackBytes; ++i) hn::StoreU(bytes[i], db, out + i * hn::MaxLanes(db));
+  } else {
+    for (int64_t i = 0; i < kPackBytes; i += 2) {
+      const auto pair = [&](VB v) {
+        const auto both = hn::BitCast(DH(), v);
+        return hn::BitCast(db, hn::Or(both, hn::ShiftRight<4>(both)));
+      };
+      // With 64-byte vectors one vector is all there is; its upper half is not stored.
+      const VB next = bytes[HWY_MIN(i + 1, kPackBytes - 1)];
+      const VB packed = hn::ConcatEven(db, pair(next), pair(bytes[i]));
+      if constexpr (kPackBytes == 1)
+        hn::StoreU(hn::LowerHalf(packed), hn::Half<DB>(), out);
+      else
+        hn::StoreU(packed, db, out + i / 2 * hn::MaxLanes(db));
+    }
+  }
+}
+
+// Copies a run of codes; count is a multiple of 8. `stream`: past the caches, for outputs that are
+// larger than they are, which saves reading the lines first.
+HWY_INLINE void copy_codes(const uint8_t* from, int64_t count, bool stream, uint8_t* to) {
+  const DB db;
+  const int64_t step = static_cast<int64_t>(hn::MaxLanes(db));
+  int64_t i = 0;
+  if (stream && reinterpret_cast<uintptr_t>(to) % static_cast<uintptr_t>(step) == 0)
+    for (; i + step <= count; i += step) hn::Stream(hn::LoadU(db, from + i), db, to + i);
+  for (; i + step <= count; i += step) hn::StoreU(hn::LoadU(db, from + i), db, to + i);
+  for (; i < count; i += 8) std::memcpy(to + i, from + i, 8);
+}
+
+}  // namespace blockscale::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

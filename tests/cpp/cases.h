@@ -1,0 +1,106 @@
+// Random cases for the property tests: shapes, values, specs, layouts. Every run prints its seed;
+// BLOCKSCALE_TEST_SEED=n repeats that one alone.
+#pragma once
+
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include "buffers.h"
+#include "specs.h"
+
+namespace blockscale::testing {
+
+inline std::vector<uint64_t> test_seeds() {
+  if (const char* text = std::getenv("BLOCKSCALE_TEST_SEED"))
+    return {std::strtoull(text, nullptr, 0)};
+  return {1, 2, 3, std::random_device{}()};
+}
+
+inline int64_t random_extent(Random& random) {
+  static const std::vector<int64_t> some = {0,   1,   2,   7,   15,  16,  17,  31,
+                                            32,  33,  63,  64,  65,  97,  100, 127,
+                                            128, 129, 191, 211, 255, 256, 257, 293};
+  return random.one_in(3) ? static_cast<int64_t>(random.below(300)) : random.pick(some);
+}
+
+// Each kind of matrix has its own mixture; values are a function of their place, so that a shard
+// can be cut out of a larger matrix.
+inline Values random_values(Random& random, bool finite = false) {
+  const uint64_t seed = random.next();
+  const int kind = static_cast<int>(random.below(finite ? 6 : 8));
+  const int centre = static_cast<int>(random.below(200)) - 100;
+  return [=](int64_t b, int64_t r, int64_t c) -> float {
+    Random at(seed ^ static_cast<uint64_t>((b * 1000003 + r) * 1000033 + c));
+    const double normal = at.normal();
+    // Rows and groups of 16 columns have magnitudes of their own: blocks differ from each other.
+    const int spread = static_cast<int>((r * 7 + c / 16 * 5) % 23) - 11;
+    switch (kind) {
+      case 0:
+        return static_cast<float>(normal);
+      case 1:
+        return static_cast<float>(std::ldexp(normal, spread));
+      case 2:
+        return static_cast<float>(std::ldexp(normal, centre + spread));
+      case 3:  // around the smallest normal and below, with zeros of both signs
+        if (at.one_in(4)) return at.one_in(2) ? 0.0f : -0.0f;
+        return static_cast<float>(
+            std::ldexp(normal, -126 - static_cast<int>(at.below(24)) + spread));
+      case 4:  // near overflow
+        return std::fmin(std::fmax(static_cast<float>(std::ldexp(normal, 125)), -3.4028235e38f),
+                         3.4028235e38f);
+      case 5:  // few distinct numbers: ties and values on the grid
+        return static_cast<float>((static_cast<int>(at.below(49)) - 24) * 0.25);
+      case 6:  // any bits whatever
+        return float_of(static_cast<uint32_t>(at.next()));
+      default:  // a few NaN and Inf among numbers
+        if (at.one_in(200))
+          return at.one_in(2) ? std::nanf("") : at.one_in(2) ? HUGE_VALF : -HUGE_VALF;
+        return static_cast<float>(std::ldexp(normal, spread));
+    }
+  };
+}
+
+inline std::vector<StorageLayout> layouts_for(const QuantSpec& spec) {
+  std::vector<StorageLayout> list;
+  for (Layout codes : {Layout::linear, Layout::mfma_16x16})
+    for (Layout scales :
+         {Layout::linear, Layout::mn_major, Layout::nv_128x4, Layout::aiter_scale}) {
+      if (codes == Layout::mfma_16x16 && spec.element != Format::e2m1) continue;
+      if (scales == Layout::mn_major && spec.scale != Format::fp32) continue;
+      if (scales != Layout::linear && scales != Layout::mn_major && spec.scale == Format::fp32)
+        continue;
+      list.push_back({codes, scales});
+    }
+  return list;
+}
+
+inline DType random_dtype(Random& random) {
+  constexpr DType kAll[] = {DType::f32, DType::bf16, DType::f16};
+  return random.pick(kAll);
+}
+
+// What a spec needs to be quantized with.
+struct RandomOptions {
+  RandomOptions(Random& random, const QuantSpec& spec, int axis, int64_t batch)
+      : amax(static_cast<size_t>(batch)) {
+    static const float odd[] = {0, 0x1p-149f, 1e-30f, 3.4e38f, HUGE_VALF, NAN};
+    for (float& a : amax)
+      a = random.one_in(6) ? random.pick(odd)
+                           : static_cast<float>(std::ldexp(
+                                 1 + random.uniform(), static_cast<int>(random.below(40)) - 20));
+    if (spec.outer && random.one_in(2)) options.amax = amax.data();
+    if (spec.stochastic() || random.one_in(3)) options.rng = Rng{random.next(), random.next()};
+    const int64_t along = std::max<int64_t>(spec.block, spec.hadamard.dim) * random.below(5000000);
+    const int64_t across = spec.block_lines() * random.below(3000000);
+    if (random.one_in(2)) {
+      options.origin_row = axis == -1 ? across : along;
+      options.origin_column = axis == -1 ? along : across;
+    }
+  }
+  RandomOptions(const RandomOptions&) = delete;
+  std::vector<float> amax;
+  QuantizeOptions options;
+};
+
+}  // namespace blockscale::testing

@@ -1,0 +1,220 @@
+// The boundary of the operators: what is refused, in which words, and that nothing is written then.
+#include "blockscale/ops.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <stdexcept>
+
+#include "buffers.h"
+#include "throws.h"
+
+namespace blockscale::testing {
+namespace {
+
+// A small matrix and its operand, as every refusal starts from.
+struct Refused : public ::testing::Test {
+  Input x{DType::f32, 1, 40, 48, Strides::row_major, [](int64_t, int64_t r, int64_t c) {
+            return static_cast<float>(r - c);
+          }};
+  Output out{kNvfp4, {}, -1, 40, 48}, fresh{kNvfp4, {}, -1, 40, 48};
+  QuantizeOptions options;
+  void expect_untouched() { EXPECT_TRUE(same_operand(out, fresh)) << "a refusal wrote something"; }
+};
+
+TEST_F(Refused, QuantizeAlongNoSuchAxis) {
+  for (int axis : {0, 1, -3, 2}) {
+    out.view.axis = axis;
+    EXPECT_ERROR(quantize(x.view(), out.view), "axis = " + std::to_string(axis), "-1", "-2");
+  }
+  expect_untouched();
+}
+
+TEST_F(Refused, QuantizeWithANegativeAmaxOrOneThatIsNotUsed) {
+  float amax = -1;
+  options.amax = &amax;
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "amax = -1", "at least 0");
+  amax = -HUGE_VALF;
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "amax", "at least 0");
+  expect_untouched();
+  amax = 1;
+  Output plain(kMxfp8, {}, -1, 40, 48);
+  EXPECT_ERROR(quantize(x.view(), plain.view, options), "amax", "mxfp8", "no outer scale");
+}
+
+TEST_F(Refused, QuantizeStochasticallyWithoutRandomBits) {
+  out.view.spec = parse_spec("nvfp4[rounding=stochastic]");
+  EXPECT_ERROR(quantize(x.view(), out.view), "rng", "stochastic", "pass rng");
+  expect_untouched();
+}
+
+TEST_F(Refused, QuantizeIntoAnotherShape) {
+  for (int64_t* extent : {&out.view.rows, &out.view.columns, &out.view.batch}) {
+    ++*extent;
+    EXPECT_ERROR(quantize(x.view(), out.view), "out", "[40, 48]");
+    --*extent;
+  }
+  expect_untouched();
+}
+
+TEST_F(Refused, QuantizeAtAnOriginWithinABlock) {
+  options.origin_column = 8;
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "origin", "(0, 8)", "multiples of 16");
+  options.origin_column = -16;
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "origin", "(0, -16)");
+  options = {};
+  options.origin_row = -1;
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "origin", "(-1, 0)");
+  options.origin_row = 3;
+  out.view.spec = parse_spec("nvfp4[block=16x16]");
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "origin", "(3, 0)");
+  options.origin_row = 0, options.origin_column = 16;
+  out.view.spec = parse_spec("nvfp4[hadamard=64]");
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "origin", "multiples of 64");
+  expect_untouched();
+}
+
+TEST_F(Refused, CoordinatesBeyond32BitsWhereRandomBitsBelongToThem) {
+  out.view.spec = parse_spec("nvfp4[rounding=stochastic]");
+  options.rng = Rng{1, 2};
+  options.origin_row = (int64_t{1} << 32) - 39;  // the last of 40 rows would be row 2^32
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "origin", "2^32");
+  options.origin_row = 0, options.origin_column = (int64_t{1} << 32) - 16;
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "origin", "2^32");
+  expect_untouched();
+  options.origin_row = (int64_t{1} << 32) - 40, options.origin_column = (int64_t{1} << 32) - 48;
+  quantize(x.view(), out.view, options);
+}
+
+TEST_F(Refused, SpecsAndLayoutsThatMeanNothing) {
+  out.view.spec.block = 32;
+  EXPECT_ERROR(quantize(x.view(), out.view), "block");
+  out.view.spec = kNvfp4;
+  out.view.layout.scales = Layout::mn_major;
+  EXPECT_ERROR(quantize(x.view(), out.view), "mn_major");
+  expect_untouched();
+}
+
+TEST_F(Refused, NullPointersAndNegativeExtents) {
+  ConstMatrix none = x.view();
+  none.data = nullptr;
+  EXPECT_ERROR(quantize(none, out.view), "x = null");
+  ConstMatrix negative = x.view();
+  negative.rows = -1;
+  EXPECT_ERROR(quantize(negative, out.view), "x", "[-1, 48]");
+  Quantized q = out.view;
+  q.codes = nullptr;
+  EXPECT_ERROR(quantize(x.view(), q), "null codes");
+  q = out.view, q.scales = nullptr;
+  EXPECT_ERROR(quantize(x.view(), q), "null scales");
+  q = out.view, q.outer = nullptr;
+  EXPECT_ERROR(quantize(x.view(), q), "null outer", "outer scale");
+  expect_untouched();
+}
+
+TEST_F(Refused, DualTakesRowsThenColumns) {
+  Output columns(kNvfp4, {}, -2, 40, 48);
+  EXPECT_ERROR(quantize_dual(x.view(), columns.view, out.view), "axis", "-1 for the row operand");
+  EXPECT_ERROR(quantize_dual(x.view(), out.view, out.view), "axis");
+  columns.view.spec = parse_spec("nvfp4[rounding=stochastic]");
+  EXPECT_ERROR(quantize_dual(x.view(), out.view, columns.view), "rng");
+  expect_untouched();  // the row operand neither
+}
+
+TEST_F(Refused, AmaxDequantizeRelayout) {
+  float amax_out = 5;
+  EXPECT_ERROR(amax(x.view(), kNvfp4, 0, &amax_out), "amax: axis = 0");
+  EXPECT_EQ(amax_out, 5);
+  std::vector<float> values(40 * 48, 7);
+  Matrix to{values.data(), DType::f32, 48, 40, 40, 1, 1, 0};
+  EXPECT_ERROR(dequantize(as_const(out.view), to), "dequantize: x = [48, 40]", "[40, 48]");
+  EXPECT_EQ(values, std::vector<float>(40 * 48, 7));
+  Output other(kAmdfp4, {}, -1, 40, 48), column(kNvfp4, {}, -2, 40, 48);
+  EXPECT_ERROR(relayout(as_const(out.view), other.view), "relayout", "amdfp4", "nvfp4");
+  EXPECT_ERROR(relayout(as_const(out.view), column.view), "relayout", "axis -2", "axis -1");
+}
+
+TEST(RefusedGemm, OperandsThatCannotMultiply) {
+  std::vector<float> values(40 * 30, 7);
+  Matrix d{values.data(), DType::f32, 40, 30, 30, 1, 1, 0};
+  const auto with = [&](const char* a_spec, const char* b_spec, int64_t ka, int64_t kb, int64_t n,
+                        const GemmOptions& options = {}) {
+    Output a(parse_spec(a_spec), {}, -1, 40, ka), b(parse_spec(b_spec), {}, -2, kb, n);
+    gemm(as_const(a.view), as_const(b.view), d, options);
+  };
+  EXPECT_ERROR(with("nvfp4", "nvfp4", 64, 65, 30), "gemm: b", "contraction length of a, 64");
+  EXPECT_ERROR(with("nvfp4[hadamard=16]", "nvfp4", 64, 64, 30), "Hadamard", "or neither");
+  EXPECT_ERROR(with("nvfp4[hadamard=16]", "nvfp4[hadamard=16:0x1]", 64, 64, 30), "Hadamard");
+  EXPECT_ERROR(with("nvfp4[hadamard=16]", "nvfp4[hadamard=32]", 64, 64, 30), "Hadamard");
+  EXPECT_ERROR(with("nvfp4", "mxfp4", 64, 64, 30), "blocks of 16");
+  EXPECT_ERROR(with("nvfp4", "nvfp4", 64, 64, 31), "gemm: d = [40, 30]", "[40, 31]");
+  d.dtype = DType::f16;
+  EXPECT_ERROR(with("nvfp4", "nvfp4", 64, 64, 30), "float16", "float32 or bfloat16");
+  d.dtype = DType::bf16;
+  EXPECT_ERROR(with("nvfp4", "nvfp4", 64, 64, 30, {.accumulate = true}), "bfloat16", "accumulate");
+  EXPECT_EQ(values, std::vector<float>(40 * 30, 7)) << "a refusal wrote something";
+}
+
+TEST(Explain, GivesTheWordsOfTheErrorOrNothing) {
+  EXPECT_EQ(explain("nvfp4", "linear", "cpu"), "");
+  EXPECT_EQ(explain("mxfp4[block=32x32]", "mfma_16x16+aiter_scale", "cpu"), "");
+  const auto says = [](const std::string& text, std::initializer_list<std::string> parts) {
+    for (const std::string& part : parts)
+      EXPECT_NE(text.find(part), std::string::npos) << "no \"" << part << "\" in: " << text;
+  };
+  says(explain("nvpf4", "linear", "cpu"), {"did you mean 'nvfp4'?"});
+  says(explain("nvfp4", "mn_major", "cpu"), {"mn_major", "FP32"});
+  says(explain("nvfp4", "linear", "tpu"), {"'tpu'", "cpu"});
+  for (const Backend& backend : backends()) {
+    EXPECT_EQ(backend.available, backend.reason.empty()) << backend.name;
+    EXPECT_EQ(explain("nvfp4", "linear", backend.name), backend.reason);
+    EXPECT_EQ(explain("nvfp4", "linear", backend.name + ":0"), backend.reason);
+  }
+}
+
+TEST(InstructionSets, TheOneInUseIsTheBestThereIs) {
+  ASSERT_FALSE(instruction_sets().empty());
+  EXPECT_EQ(instruction_set(), instruction_sets().front());
+}
+
+// ---- executors ----
+
+void expect_covers(const Executor& executor, int64_t count) {
+  std::vector<std::atomic<int>> seen(static_cast<size_t>(count));
+  executor.parallel_for(count, [&](int64_t begin, int64_t end) {
+    ASSERT_LE(0, begin);
+    ASSERT_LT(begin, end);
+    ASSERT_LE(end, count);
+    for (int64_t i = begin; i < end; ++i) ++seen[i];
+  });
+  for (const auto& times : seen) ASSERT_EQ(times, 1);
+}
+
+TEST(Executors, EveryIndexIsVisitedOnce) {
+  for (const Executor* executor : {&serial_executor(), &default_executor()})
+    for (int64_t count : {0, 1, 2, 3, 7, 64, 1001}) expect_covers(*executor, count);
+}
+
+TEST(Executors, TheDefaultOneServesManyCallersAtOnce) {
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 4; ++t)
+    callers.emplace_back([] {
+      for (int i = 0; i < 200; ++i) expect_covers(default_executor(), 50 + i);
+    });
+  for (std::thread& caller : callers) caller.join();
+}
+
+TEST(Executors, AnExceptionOfABodyReachesTheCaller) {
+  for (const Executor* executor : {&serial_executor(), &default_executor()}) {
+    EXPECT_THROW(executor->parallel_for(100,
+                                        [](int64_t, int64_t end) {
+                                          if (end == 100)
+                                            throw std::runtime_error("the last piece");
+                                        }),
+                 std::runtime_error);
+    expect_covers(*executor, 10);  // and it works afterwards
+  }
+}
+
+}  // namespace
+}  // namespace blockscale::testing

@@ -1,0 +1,321 @@
+// The SIMD backend against the scalar oracle, bit for bit, over random specs, shapes, strides,
+// values and layouts; and what must not depend on tiling, threads, batches or shards.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+#include "cases.h"
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+// Of the library's own copy of Highway: which instruction sets there are, and a way to pretend.
+namespace blockscale_hwy {
+int64_t SupportedTargets();
+void SetSupportedTargetsForTest(int64_t targets);
+}  // namespace blockscale_hwy
+
+namespace blockscale::testing {
+namespace {
+
+constexpr int kCases = kSweepStep > 1 ? 40 : 300;
+
+class QuantizeTest : public ::testing::TestWithParam<uint64_t> {
+ protected:
+  void SetUp() override { std::printf("seed %llu\n", static_cast<unsigned long long>(GetParam())); }
+};
+INSTANTIATE_TEST_SUITE_P(Seeds, QuantizeTest, ::testing::ValuesIn(test_seeds()));
+
+// One random matrix and what it shall become.
+struct Case {
+  Case(uint64_t seed, int i, bool finite = false)
+      : random(seed * 1000003 + static_cast<uint64_t>(i)),
+        spec(random.pick(valid_specs())),
+        layout(random.pick(layouts_for(spec))),
+        axis(random.one_in(2) ? -1 : -2),
+        batch(1 + static_cast<int64_t>(random.below(3))),
+        rows(random_extent(random)),
+        columns(random_extent(random)),
+        strides(random.pick(kStrides)),
+        x(random_dtype(random), batch, rows, columns, strides, random_values(random, finite)),
+        wanted(random, spec, axis, batch),
+        text(to_string(spec) + " as " + to_string(layout) + " axis " + std::to_string(axis) +
+             " batch " + std::to_string(batch) + " [" + std::to_string(rows) + ", " +
+             std::to_string(columns) + "] strides " + std::to_string(static_cast<int>(strides)) +
+             " dtype " + std::to_string(static_cast<int>(x.view().dtype)) + ", seed " +
+             std::to_string(seed) + " case " + std::to_string(i)) {}
+  Output output() const { return Output(spec, layout, axis, rows, columns, batch); }
+  const QuantizeOptions& options() const { return wanted.options; }
+
+  Random random;
+  QuantSpec spec;
+  StorageLayout layout;
+  int axis;
+  int64_t batch, rows, columns;
+  Strides strides;
+  Input x;
+  RandomOptions wanted;
+  std::string text;
+};
+
+TEST_P(QuantizeTest, IsTheReferenceOnAnyThreads) {
+  for (int i = 0; i < kCases; ++i) {
+    const Case c(GetParam(), i);
+    SCOPED_TRACE(c.text);
+    Output want = c.output(), serial = c.output(), odd = c.output();
+    reference::quantize(c.x.view(), want.view, c.options());
+    quantize(c.x.view(), serial.view, c.options(), serial_executor());
+    ASSERT_TRUE(same_operand(serial, want)) << "in one thread";
+    quantize(c.x.view(), odd.view, c.options(), OddExecutor(GetParam() + i));
+    ASSERT_TRUE(same_operand(odd, want)) << "ranges split at odd places";
+    if (i % 8 == 0) {
+      Output pooled = c.output();
+      quantize(c.x.view(), pooled.view, c.options());
+      ASSERT_TRUE(same_operand(pooled, want)) << "in the default pool";
+    }
+    ASSERT_TRUE(c.x.untouched());
+  }
+}
+
+TEST_P(QuantizeTest, BothAxesInOnePassAreTheTwoPasses) {
+  for (int i = 0; i < kCases; ++i) {
+    const Case c(GetParam(), 1000000 + i);
+    Random random(GetParam() + i);
+    const QuantSpec row_spec = random.pick(valid_specs()), column_spec = random.pick(valid_specs());
+    const StorageLayout row_layout = random.pick(layouts_for(row_spec)),
+                        column_layout = random.pick(layouts_for(column_spec));
+    const RandomOptions row(random, row_spec, -1, c.batch),
+        column(random, column_spec, -2, c.batch);
+    SCOPED_TRACE(to_string(row_spec) + " and " + to_string(column_spec) + " of: " + c.text);
+    Output want_row(row_spec, row_layout, -1, c.rows, c.columns, c.batch);
+    Output want_column(column_spec, column_layout, -2, c.rows, c.columns, c.batch);
+    Output got_row(row_spec, row_layout, -1, c.rows, c.columns, c.batch);
+    Output got_column(column_spec, column_layout, -2, c.rows, c.columns, c.batch);
+    reference::quantize(c.x.view(), want_row.view, row.options);
+    reference::quantize(c.x.view(), want_column.view, column.options);
+    quantize_dual(c.x.view(), got_row.view, got_column.view, row.options, column.options,
+                  OddExecutor(GetParam() + i));
+    ASSERT_TRUE(same_operand(got_row, want_row)) << "rows";
+    ASSERT_TRUE(same_operand(got_column, want_column)) << "columns";
+    ASSERT_TRUE(c.x.untouched());
+  }
+}
+
+TEST_P(QuantizeTest, AmaxIsTheReference) {
+  for (int i = 0; i < kCases; ++i) {
+    const Case c(GetParam(), 2000000 + i);
+    SCOPED_TRACE(c.text);
+    std::vector<float> want(static_cast<size_t>(c.batch), -1), got = want;
+    reference::amax(c.x.view(), c.spec, c.axis, want.data());
+    amax(c.x.view(), c.spec, c.axis, got.data(), OddExecutor(GetParam() + i));
+    for (int64_t b = 0; b < c.batch; ++b) ASSERT_EQ(bits_of(got[b]), bits_of(want[b])) << b;
+    if (!c.spec.outer) continue;
+    // An amax computed before is the one computed within.
+    Output within = c.output(), given = c.output();
+    QuantizeOptions options = c.options();
+    options.amax = nullptr;
+    quantize(c.x.view(), within.view, options, serial_executor());
+    options.amax = got.data();
+    quantize(c.x.view(), given.view, options, serial_executor());
+    ASSERT_TRUE(same_operand(within, given));
+  }
+}
+
+// Writes into every stride; what lies between the elements keeps its poison.
+TEST_P(QuantizeTest, DequantizeIsTheReferenceInAnyStrides) {
+  for (int i = 0; i < kCases; ++i) {
+    const Case c(GetParam(), 3000000 + i);
+    SCOPED_TRACE(c.text);
+    Output q = c.output();
+    reference::quantize(c.x.view(), q.view, c.options());
+    Random random(GetParam() + i);
+    Strides kind = random.pick(kStrides);
+    if (kind == Strides::same_row || kind == Strides::same_column || kind == Strides::same_matrix)
+      kind = Strides::negative_columns;  // an output has one place for each element
+    const DType dtype = random_dtype(random);
+    const auto zero = [](int64_t, int64_t, int64_t) { return 0.0f; };
+    const Input frame(dtype, c.batch, c.rows, c.columns, kind, zero);
+    const ConstMatrix& f = frame.view();
+    const int64_t span = (f.batch + 1) * std::abs(f.batch_stride) + 64;
+    Guarded want(2 * span * dtype_bytes(dtype)), got(2 * span * dtype_bytes(dtype));
+    const auto matrix = [&](Guarded& g) {
+      return Matrix{g.data() + span / 2 * dtype_bytes(dtype),
+                    dtype,
+                    f.rows,
+                    f.columns,
+                    f.row_stride,
+                    f.column_stride,
+                    f.batch,
+                    f.batch_stride};
+    };
+    reference::dequantize(as_const(q.view), matrix(want));
+    dequantize(as_const(q.view), matrix(got), OddExecutor(GetParam() + i));
+    ASSERT_EQ(got.difference(want), "");
+  }
+}
+
+TEST_P(QuantizeTest, RelayoutIsQuantizingIntoThatLayoutAndComesBack) {
+  for (int i = 0; i < kCases; ++i) {
+    const Case c(GetParam(), 4000000 + i);
+    SCOPED_TRACE(c.text);
+    Output from = c.output(), back = c.output();
+    quantize(c.x.view(), from.view, c.options(), serial_executor());
+    for (const StorageLayout& layout : layouts_for(c.spec)) {
+      Output want(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
+      Output got(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
+      Output oracle(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
+      quantize(c.x.view(), want.view, c.options(), serial_executor());
+      relayout(as_const(from.view), got.view, OddExecutor(GetParam() + i));
+      reference::relayout(as_const(from.view), oracle.view);
+      ASSERT_TRUE(same_operand(got, want)) << to_string(layout);
+      ASSERT_TRUE(same_operand(oracle, want)) << to_string(layout);
+      relayout(as_const(got.view), back.view, serial_executor());
+      ASSERT_TRUE(same_operand(back, from)) << "back from " << to_string(layout);
+    }
+  }
+}
+
+// A shard of rows, of columns, or of both: cut at whole blocks, quantized with its origin.
+TEST_P(QuantizeTest, AShardWithItsOriginIsTheSliceOfTheWhole) {
+  for (int i = 0; i < kCases; ++i) {
+    Random random(GetParam() * 1000003 + 5000000 + i);
+    const QuantSpec& spec = random.pick(valid_specs());
+    const int axis = random.one_in(2) ? -1 : -2;
+    const int64_t rows = random_extent(random), columns = random_extent(random);
+    const Values values = random_values(random);
+    const DType dtype = random_dtype(random);
+    const Input whole(dtype, 1, rows, columns, Strides::row_major, values);
+    const float amax = 3.5f;
+    QuantizeOptions options;
+    if (spec.outer) options.amax = &amax;
+    options.rng = Rng{random.next(), random.next()};
+    Output all(spec, {}, axis, rows, columns);
+    quantize(whole.view(), all.view, options, serial_executor());
+
+    const int64_t along = std::max<int64_t>(spec.block, spec.hadamard.dim);
+    const int64_t row_step = axis == -1 ? spec.block_lines() : along;
+    const int64_t column_step = axis == -1 ? along : spec.block_lines();
+    const int64_t row0 = row_step * random.below(rows / row_step + 1);
+    const int64_t column0 = column_step * random.below(columns / column_step + 1);
+    // Up to the end, or whole blocks of what is left.
+    const auto cut = [&](int64_t left, int64_t step) {
+      return random.one_in(2) ? left : step * static_cast<int64_t>(random.below(left / step + 1));
+    };
+    const int64_t shard_rows = cut(rows - row0, row_step);
+    const int64_t shard_columns = cut(columns - column0, column_step);
+    const Strides strides = random.one_in(2) ? Strides::row_major : Strides::column_major;
+    const Input shard(
+        dtype, 1, shard_rows, shard_columns, strides,
+        [&](int64_t b, int64_t r, int64_t c) { return values(b, row0 + r, column0 + c); });
+    options.origin_row = row0, options.origin_column = column0;
+    Output part(spec, {}, axis, shard_rows, shard_columns);
+    quantize(shard.view(), part.view, options, serial_executor());
+
+    SCOPED_TRACE(to_string(spec) + " axis " + std::to_string(axis) + " rows " +
+                 std::to_string(row0) + "+" + std::to_string(shard_rows) + " columns " +
+                 std::to_string(column0) + "+" + std::to_string(shard_columns) + ", seed " +
+                 std::to_string(GetParam()) + " case " + std::to_string(i));
+    const int64_t line0 = axis == -1 ? row0 : column0, at0 = axis == -1 ? column0 : row0;
+    for (int64_t line = 0; line < part.shape.lines; ++line) {
+      for (int64_t b = 0; b < part.shape.blocks; ++b)
+        ASSERT_EQ(part.scale(0, line, b), all.scale(0, line0 + line, at0 / spec.block + b));
+      for (int64_t p = 0; p < part.shape.padded; ++p)
+        ASSERT_EQ(part.code(0, line, p), all.code(0, line0 + line, at0 + p)) << line << " " << p;
+    }
+  }
+}
+
+// Lines are counted through a batch: slice e draws what it would draw e * lines further on.
+TEST_P(QuantizeTest, ASliceOfABatchIsItsOwnMatrixWithLinesCountedThrough) {
+  for (int i = 0; i < kCases / 4; ++i) {
+    const Case c(GetParam(), 6000000 + i);
+    SCOPED_TRACE(c.text);
+    Output batch = c.output();
+    QuantizeOptions options = c.options();
+    quantize(c.x.view(), batch.view, options, serial_executor());
+    for (int64_t b = 0; b < c.batch; ++b) {
+      ConstMatrix slice = c.x.view();
+      slice.data = static_cast<const uint8_t*>(slice.data) +
+                   b * slice.batch_stride * dtype_bytes(slice.dtype);
+      slice.batch = 1;
+      Output one(c.spec, c.layout, c.axis, c.rows, c.columns);
+      options = c.options();
+      if (options.amax) options.amax += b;
+      int64_t& line = c.axis == -1 ? options.origin_row : options.origin_column;
+      const int64_t further = b * one.shape.lines;
+      if (c.spec.square && further % c.spec.block != 0) continue;  // no such origin
+      line += further;
+      quantize(slice, one.view, options, serial_executor());
+      ASSERT_EQ(std::memcmp(one.codes.data(), batch.codes.data() + b * one.codes.size(),
+                            static_cast<size_t>(one.codes.size())),
+                0);
+      ASSERT_EQ(std::memcmp(one.scales.data(), batch.scales.data() + b * one.scales.size(),
+                            static_cast<size_t>(one.scales.size())),
+                0);
+      ASSERT_EQ(bits_of(one.outer_scale(0)), bits_of(batch.outer_scale(b)));
+    }
+  }
+}
+
+TEST(Quantize, EveryInstructionSetGivesTheReference) {
+  const std::vector<std::string> names = instruction_sets();
+  size_t tested = 0;
+  for (int64_t rest = blockscale_hwy::SupportedTargets(); rest; rest &= rest - 1) {
+    blockscale_hwy::SetSupportedTargetsForTest(rest & -rest);
+    if (instruction_sets().empty()) continue;  // the processor has it, this build does not
+    SCOPED_TRACE(instruction_set());
+    EXPECT_EQ(instruction_set(), names[tested++]);
+    for (int i = 0; i < kCases / 2; ++i) {
+      const Case c(8, i);
+      SCOPED_TRACE(c.text);
+      Output want = c.output(), got = c.output();
+      reference::quantize(c.x.view(), want.view, c.options());
+      quantize(c.x.view(), got.view, c.options());
+      EXPECT_TRUE(same_operand(got, want));
+      const auto values = static_cast<size_t>(c.batch * c.rows * c.columns);
+      std::vector<float> expected(values), decoded(values);
+      const auto matrix = [&](std::vector<float>& v) {
+        return Matrix{v.data(),  DType::f32, c.rows,  c.columns,
+                      c.columns, 1,          c.batch, c.rows * c.columns};
+      };
+      reference::dequantize(as_const(want.view), matrix(expected));
+      dequantize(as_const(want.view), matrix(decoded));
+      EXPECT_TRUE(values == 0 || std::memcmp(decoded.data(), expected.data(), 4 * values) == 0);
+    }
+  }
+  blockscale_hwy::SetSupportedTargetsForTest(0);
+  EXPECT_EQ(instruction_sets(), names);
+  EXPECT_EQ(tested, names.size());
+}
+
+#if defined(__SSE__)
+// A caller that flushes subnormals (torch.set_flush_denormal) gets the same bits, and keeps its
+// setting.
+TEST(Quantize, DoesNotDependOnTheCallersFloatingPointModes) {
+  const unsigned saved = _mm_getcsr();
+  for (int i = 0; i < 60; ++i) {
+    const Case c(7, i);
+    SCOPED_TRACE(c.text);
+    const Input tiny(c.x.view().dtype, 1, c.rows, c.columns, Strides::row_major,
+                     [](int64_t, int64_t r, int64_t col) {
+                       return float_of(static_cast<uint32_t>(r * 7919 + col * 104729) & 0x80FFFFFF);
+                     });
+    Output want(c.spec, c.layout, c.axis, c.rows, c.columns),
+        got(c.spec, c.layout, c.axis, c.rows, c.columns);
+    QuantizeOptions options = c.options();
+    options.amax = nullptr;
+    reference::quantize(tiny.view(), want.view, options);
+    constexpr unsigned kFlush = 0x8040, kUpward = 0x4000;
+    _mm_setcsr(saved | kFlush | kUpward);
+    quantize(tiny.view(), got.view, options, i % 2 ? serial_executor() : default_executor());
+    const unsigned after = _mm_getcsr();
+    _mm_setcsr(saved);
+    EXPECT_EQ(after & (kFlush | kUpward), kFlush | kUpward) << "the caller's modes were changed";
+    ASSERT_TRUE(same_operand(got, want));
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace blockscale::testing

@@ -1,0 +1,273 @@
+"""The operators in PyTorch's compiler: opcheck, exact fakes, fullgraph compilation."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+OPS = torch.ops.blockscale
+SEED, OFFSET = torch.tensor(5), torch.tensor(6)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(spec: str, layout: str = "linear", rows: int = 5) -> tuple[torch.Tensor, ...]:
+    out: tuple[torch.Tensor, ...] = OPS.quantize(
+        normal(rows, 70), spec, -1, None, SEED, OFFSET, [], layout, 0
+    )
+    return out
+
+
+def op_samples() -> list[Any]:
+    stochastic, square = "nvfp4[rounding=stochastic,hadamard=16]", "mxfp8[block=32x32]"
+    # opcheck compares inputs with allclose, which knows no FP8 dtype: these are stored as uint8.
+    a, b = stored("amdfp4"), stored("amdfp4", rows=9)
+    pair = (*a, "amdfp4", "linear", 5, *b, "amdfp4", "linear")
+    samples = [
+        ("quantize", (normal(5, 70), stochastic, -1, None, SEED, OFFSET, [], "linear", 0)),
+        ("quantize", (normal(2, 5, 70), square, -2, None, None, None, [], "nv_128x4", 1)),
+        ("quantize", (normal(5, 70), "nvfp4", -1, torch.ones(()), None, None, [0, 0], "linear", 0)),
+        ("quantize_dual", (normal(3, 5, 70), stochastic, "nvfp4", None, None, SEED, OFFSET, [],
+                           "mfma_16x16+aiter_scale", "linear", 0)),
+        ("amax", (normal(5, 70), stochastic, -2, 0)),
+        ("amax", (normal(2, 5, 70), "nvfp4", -1, 1)),
+        ("dequantize", (*a, "amdfp4", -1, [5, 70], "linear", torch.bfloat16)),
+        ("relayout", (*a[:2], "amdfp4", -1, [5, 70], "linear", "mfma_16x16+nv_128x4")),
+        ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
+        ("matmul", (*pair, 9, 70, normal(9), torch.float32)),
+        ("snapshot", (OFFSET,)),
+    ]  # fmt: skip
+    return [pytest.param(*s, id=f"{s[0]}-{i}") for i, s in enumerate(samples)]
+
+
+@pytest.mark.parametrize(("op", "args"), op_samples())
+def test_opcheck(op: str, args: tuple[Any, ...]) -> None:
+    torch.library.opcheck(getattr(OPS, op), args)
+
+
+def test_every_op_is_checked() -> None:
+    names = {s.values[0] for s in op_samples()}
+    defined = {str(s.name) for s in torch._C._jit_get_all_schemas()}
+    assert {f"blockscale::{name}" for name in names} == {
+        name for name in defined if name.startswith("blockscale::")
+    }
+
+
+LAYOUTS = {
+    "nvfp4": ("linear", "nv_128x4", "aiter_scale", "mfma_16x16", "mfma_16x16+aiter_scale"),
+    "mxfp8[block=32x32]": ("linear", "nv_128x4", "aiter_scale"),
+    "amdfp4[block=16x16,hadamard=128,outer=false]": ("linear", "mfma_16x16+nv_128x4"),
+    "fp8_1x128": ("linear", "mn_major"),
+    "fp8_128x128": ("linear", "mn_major"),
+    "mxfp6": ("linear",),
+}
+SHAPES = ((), (0,), (1,), (70,), (5, 70), (0, 70), (5, 0), (300, 17), (2, 3, 40), (3, 0, 5))
+
+
+def test_fakes_are_exact() -> None:
+    """Shape, dtype and stride of every result, and QuantizedTensor's own idea of them."""
+    checked = 0
+    for spec, layouts in LAYOUTS.items():
+        for layout, shape, axis, batch in itertools.product(layouts, SHAPES, (-1, -2), (0, 1)):
+            if len(shape) < max(1, -axis) or (batch and len(shape) != 3):
+                continue
+            args: tuple[Any, ...] = (spec, axis, None, None, None, [], layout, batch)
+            real = OPS.quantize(torch.zeros(shape), *args)
+            with FakeTensorMode():
+                fake = OPS.quantize(torch.zeros(shape), *args)
+            for r, f in zip(real, fake, strict=True):
+                what = (spec, layout, shape, axis, batch)
+                assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride()), what
+            q = bs.quantize(torch.zeros(shape), spec, axis, layout=layout, batch_dims=batch)
+            assert q.dequantize(torch.float32).shape == shape
+            checked += 1
+    assert checked > 200
+
+
+def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(f, fullgraph=True, **options)
+
+
+def assert_same_operand(a: bs.QuantizedTensor, b: bs.QuantizedTensor) -> None:
+    assert (a.spec, a.axis, a.shape, a.layout) == (b.spec, b.axis, b.shape, b.layout)
+    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    assert torch.equal(a.scales.view(torch.uint8), b.scales.view(torch.uint8))
+    assert (a.outer is None) == (b.outer is None)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4", "fp8_128x128"])
+def test_quantized_tensors_pass_through(spec: str) -> None:
+    def quantize(x: torch.Tensor) -> bs.QuantizedTensor:
+        return bs.quantize(x * 2, spec, axis=-2)
+
+    def multiply(a: bs.QuantizedTensor, b: bs.QuantizedTensor) -> torch.Tensor:
+        return bs.matmul(a, b, out_dtype=torch.float32) + a.dequantize(torch.float32).sum()
+
+    x = normal(40, 70)
+    q = compiled(quantize, backend="aot_eager")(x)
+    assert_same_operand(q, quantize(x))
+    product = compiled(multiply, backend="aot_eager")(q, q)
+    assert torch.equal(product, multiply(q, q))
+
+
+def test_dynamic_shapes_do_not_recompile() -> None:
+    counter = CompileCounter()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        q = bs.quantize(x, "nvfp4[block=16x16]", axis=-2, layout="nv_128x4")
+        return q.dequantize(torch.float32)
+
+    g = compiled(f, backend=counter, dynamic=True)
+    for rows in (7, 40, 129):
+        x = normal(rows, 70)
+        assert torch.equal(g(x), f(x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "mxfp4", "nvfp4"])
+def test_linear_forward_and_backward(recipe: str) -> None:
+    x, w, bias = normal(2, 9, 70), normal(33, 70), normal(33)
+    inputs = [t.requires_grad_() for t in (x, w, bias)]
+
+    def f(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return bs.linear(x, w, bias, recipe, rng=bs.Rng(SEED, o))
+
+    g = compiled(f, backend="aot_eager")
+    for offset in (torch.tensor(1), torch.tensor(2)):
+        ys = [h(*inputs, offset) for h in (f, g)]
+        assert torch.equal(*ys)
+        grads = [torch.autograd.grad(y.square().sum(), inputs) for y in ys]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_autocast_inside_compiled_code() -> None:
+    x, w = normal(9, 70).requires_grad_(), normal(33, 70).requires_grad_()
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return bs.linear(x, w, recipe="mxfp8")
+
+    y, z = cast(x), compiled(cast, backend="aot_eager")(x)
+    assert y.dtype == z.dtype == torch.bfloat16
+    assert torch.equal(y, z)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, rerun: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(1))
+        self.rerun = rerun
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.rerun else block(x)
+        return x
+
+
+def net(rerun: bool = False) -> Net:
+    model = Net(rerun)
+    bs.convert(model, "nvfp4")
+    return model
+
+
+def train(model: nn.Module, order: str, parameters: Any) -> list[torch.Tensor]:
+    """Gradients of two steps of two micro-batches; f is a forward, b a backward."""
+    grads = []
+    for step in range(2):
+        batches = iter([normal(20, 48, seed=2 * step + i) for i in range(2)])
+        losses: list[torch.Tensor] = []
+        for what in order:
+            if what == "f":
+                losses.append(model(next(batches)).square().mean())
+            else:
+                losses.pop(0).backward()  # type: ignore[no-untyped-call]
+        grads += [p.grad.clone() for p in parameters]
+        model.zero_grad()
+        bs.advance(model)
+    return grads
+
+
+def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert len(a) == len(b) > 0
+    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("order", ["fbfb", "ffbb"])
+@pytest.mark.parametrize("what", ["whole model", "blocks", "blocks inside checkpoint"])
+def test_a_converted_model_draws_the_same_bits_compiled(what: str, order: str) -> None:
+    plain, model = net(), net(rerun=what == "blocks inside checkpoint")
+    want = train(plain, order, list(plain.parameters()))
+    parameters = list(model.parameters())
+    if what == "whole model":
+        got = train(torch.compile(model, fullgraph=True, backend="aot_eager"), order, parameters)  # type: ignore[arg-type]
+    else:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        got = train(model, order, parameters)
+    assert_equal(got, want)
+    assert bs.rng_state(model) == bs.rng_state(plain)
+
+
+def test_checkpoint_inside_compiled_code() -> None:
+    plain, model = net(), net(rerun=True)
+    want = train(plain, "fbfb", list(plain.parameters()))
+    parameters = list(model.parameters())
+    got = train(torch.compile(model, fullgraph=True, backend="aot_eager"), "fbfb", parameters)  # type: ignore[arg-type]
+    assert_equal(got, want)
+
+
+def test_inductor() -> None:
+    """Generated code: of two forwards before their backwards, each keeps its own offset."""
+    layer, x = bs.nn.Linear(48, 64), normal(20, 48)
+    twin = copy.deepcopy(layer)
+    run = compiled(twin)
+    pairs = list(zip([layer(x), layer(x)], [run(x), run(x)], strict=True))
+    grads = []
+    for y, z in pairs:
+        assert torch.equal(y, z)
+        want = torch.autograd.grad(y.square().sum(), layer.weight)[0]
+        assert torch.equal(torch.autograd.grad(z.square().sum(), twin.weight)[0], want)
+        grads.append(want)
+    assert not torch.equal(*grads)
+
+
+def test_conversion_after_compilation_is_seen() -> None:
+    model = Net()
+    run = compiled(model, backend="aot_eager")
+    x = normal(20, 48)
+    exact = run(x)
+    bs.convert(model, "mxfp4")
+    assert torch.equal(run(x), model(x))
+    assert not torch.equal(run(x), exact)
+    twin = copy.deepcopy(model)
+    bs.revert(model)
+    assert torch.equal(run(x), exact)
+    assert torch.equal(twin(x), compiled(twin, backend="aot_eager")(x))

@@ -1,0 +1,314 @@
+"""`bs.convert`: what it changes, what it leaves alone, and that a model stays a plain model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import blockscale as bs
+import pytest
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.o_proj(self.q_proj(x))
+        return out
+
+
+class Model(nn.Module):
+    """An embedding, two blocks, a norm, and a head that shares the embedding's weight."""
+
+    def __init__(self, vocabulary: int = 40) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 32)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.norm = nn.LayerNorm(32)
+        self.lm_head = nn.Linear(32, vocabulary, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        out: torch.Tensor = self.lm_head(self.norm(x))
+        return out
+
+
+LINEARS = [f"layers.{i}.{name}" for i in range(2) for name in ("q_proj", "o_proj")] + ["lm_head"]
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def gradients(m: nn.Module) -> dict[str, torch.Tensor]:
+    m.zero_grad()
+    m(TOKENS).square().mean().backward()
+    return {name: p.grad.clone() for name, p in m.named_parameters() if p.grad is not None}
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_reports_every_module() -> None:
+    m = model()
+    report = bs.convert(
+        m, "nvfp4", rules={r"layers\.0\.": None, r"o_proj": "mxfp8"}, skip=["lm_head"]
+    )
+    assert [(name, str(recipe)) for name, recipe in report.converted] == [
+        ("layers.1.q_proj", "nvfp4"),
+        ("layers.1.o_proj", "mxfp8"),
+    ]
+    assert dict(report.skipped) == {
+        "embed": "Embedding is not nn.Linear",
+        "layers.0.q_proj": r"rule 'layers\\.0\\.'",
+        "layers.0.o_proj": r"rule 'layers\\.0\\.'",
+        "norm": "LayerNorm is not nn.Linear",
+        "lm_head": "skip 'lm_head'",
+    }
+    lines = str(report).splitlines()
+    assert lines[0] == "2 linear layers converted, 5 modules not"
+    assert lines[1].split() == ["layers.1.q_proj", "nvfp4"]
+    assert lines[-1].split(maxsplit=1) == ["lm_head", "left alone: skip 'lm_head'"]
+    assert type(m.lm_head) is nn.Linear
+    assert type(m.layers[1].q_proj) is bs.nn.Linear
+
+
+def test_changes_the_model_in_place() -> None:
+    m = model()
+    modules, parameters = dict(m.named_modules()), dict(m.named_parameters())
+    report = bs.convert(m, "nvfp4")
+    assert [name for name, _ in report.converted] == LINEARS
+    assert dict(m.named_modules()) == modules
+    assert all(dict(m.named_parameters())[name] is p for name, p in parameters.items())
+    assert m.lm_head.weight is m.embed.weight
+    assert list(m.buffers()) == []
+
+
+def test_checkpoints_stay_plain() -> None:
+    plain, converted = model(), model()
+    bs.convert(converted, "nvfp4")
+    state = plain.state_dict()
+    assert list(converted.state_dict()) == list(state)
+    assert converted.load_state_dict(state, strict=True) == plain.load_state_dict(
+        converted.state_dict(), strict=True
+    )
+
+
+def test_converting_again_is_the_same() -> None:
+    once, twice = model(), model()
+    a = bs.convert(once, "nvfp4", skip=["lm_head"], seed=5)
+    assert bs.convert(twice, "nvfp4", skip=["lm_head"], seed=5) == a
+    twice(TOKENS)
+    bs.set_step(twice, 3)
+    assert bs.convert(twice, "nvfp4", skip=["lm_head"], seed=5) == a
+    assert bs.rng_state(twice)["step"] == 3  # the count goes on
+    bs.set_step(twice, 0)
+    assert len(twice._forward_pre_hooks) == len(twice._forward_hooks) == 1
+    assert_equal(gradients(once), gradients(twice))
+
+
+def test_converting_again_changes_what_differs() -> None:
+    m, fresh = model(), model()
+    bs.convert(m, "mxfp8")
+    rules: dict[str, str | bs.Recipe | None] = {"o_proj": "amdfp4"}
+    again = bs.convert(m, "nvfp4", rules=rules, skip=["lm_head"], seed=1)
+    assert again == bs.convert(fresh, "nvfp4", rules=rules, skip=["lm_head"], seed=1)
+    assert type(m.lm_head) is nn.Linear
+    assert_equal(gradients(m), gradients(fresh))
+
+
+def test_revert_restores_the_plain_model() -> None:
+    m, plain = model(), model()
+    attributes = {name: set(vars(module)) for name, module in plain.named_modules()}
+    bs.convert(m, "nvfp4", rules={"layers.0": "mxfp8"})
+    assert bs.revert(m) == LINEARS
+    assert {name: set(vars(module)) for name, module in m.named_modules()} == attributes
+    assert all(type(a) is type(b) for a, b in zip(m.modules(), plain.modules(), strict=True))
+    assert not m._forward_pre_hooks
+    assert not m._forward_hooks
+    assert_equal(gradients(m), gradients(plain))
+    assert bs.revert(m) == []
+
+
+def test_bf16_is_a_recipe() -> None:
+    m, plain = model(), model()
+    report = bs.convert(m, "bf16")
+    assert len(report.converted) == len(LINEARS)
+    assert_equal(gradients(m), gradients(plain))
+
+
+def test_a_single_linear_is_a_model() -> None:
+    layer = nn.Linear(32, 32)
+    assert [name for name, _ in bs.convert(layer, "nvfp4").converted] == [""]
+    assert isinstance(layer, bs.nn.Linear)
+    layer(torch.randn(4, 32)).sum().backward()
+    assert bs.rng_state(layer)["forward"] == 1
+    bs.revert(layer)
+    assert type(layer) is nn.Linear
+
+
+def test_layers_built_by_hand_join_the_model_around_them() -> None:
+    by_hand = nn.Sequential(bs.nn.Linear(32, 32), bs.nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="2 separately counted parts; need a converted model"):
+        bs.rng_state(by_hand)
+    bs.convert(by_hand, "nvfp4")
+    converted = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    bs.convert(converted, "nvfp4")
+    converted.load_state_dict(by_hand.state_dict())
+    x = torch.randn(16, 32)
+    for m in (by_hand, converted):
+        m(x).sum().backward()
+    assert bs.rng_state(by_hand) == bs.rng_state(converted) == {"step": 0, "forward": 1, "seed": 0}
+    for p, q in zip(by_hand.parameters(), converted.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_converted_part_joins_the_whole() -> None:
+    m, fresh = model(), model()
+    bs.convert(m.layers[0], "nvfp4", seed=8)
+    bs.convert(m, "nvfp4")
+    bs.convert(fresh, "nvfp4")
+    assert_equal(gradients(m), gradients(fresh))
+    assert not m.layers[0]._forward_pre_hooks
+
+
+def test_a_part_of_a_converted_model_is_refused() -> None:
+    m = model()
+    bs.convert(m, "nvfp4")
+    words = r"convert: model = Attention, whose 'q_proj' belongs to a converted model; need the "
+    with pytest.raises(ValueError, match=words + "outermost module; .*bs.revert"):
+        bs.convert(m.layers[0], "mxfp8")
+    bs.revert(m.layers[0])
+    bs.convert(m.layers[0], "mxfp8")
+
+
+def test_deepcopy_is_independent() -> None:
+    m = model()
+    bs.convert(m, "nvfp4", seed=2)
+    m(TOKENS)
+    twin = copy.deepcopy(m)
+    assert bs.rng_state(twin) == bs.rng_state(m) == {"step": 0, "forward": 1, "seed": 2}
+    states = {id(layer._rng_state) for layer in twin.modules() if isinstance(layer, bs.nn.Linear)}
+    assert len(states) == 1
+    assert states.isdisjoint(
+        id(layer._rng_state) for layer in m.modules() if isinstance(layer, bs.nn.Linear)
+    )
+    assert_equal(gradients(m), gradients(twin))
+    twin(TOKENS)
+    assert bs.rng_state(twin)["forward"] == 3
+    assert bs.rng_state(m)["forward"] == 2
+    bs.revert(twin)
+    assert not twin._forward_pre_hooks
+    assert m._forward_pre_hooks
+
+
+def test_whole_models_can_be_saved() -> None:
+    m = model()
+    bs.convert(m, "nvfp4")
+    bs.set_step(m, 3)
+    twin = pickle.loads(pickle.dumps(m))
+    assert bs.rng_state(twin) == bs.rng_state(m)
+    assert_equal(gradients(m), gradients(twin))
+    buffer = io.BytesIO()
+    torch.save(m.state_dict(), buffer)
+    buffer.seek(0)
+    plain = model()
+    plain.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_meta_device(when: str) -> None:
+    """Built on meta, converted before or after it gets its memory: the same model."""
+    with torch.device("meta"):
+        m = Model()
+        by_hand = bs.nn.Linear(32, 32)
+    if when == "before":
+        bs.convert(m, "nvfp4")
+    m.to_empty(device="cpu")
+    m.lm_head.weight = m.embed.weight
+    if when == "after":
+        bs.convert(m, "nvfp4")
+    fresh = model()
+    m.load_state_dict(fresh.state_dict(), strict=True)
+    bs.convert(fresh, "nvfp4")
+    assert_equal(gradients(m), gradients(fresh))
+    by_hand.to_empty(device="cpu")
+    by_hand.reset_parameters()
+    by_hand(torch.randn(2, 32)).sum().backward()
+
+
+def test_meta_forward() -> None:
+    """Shapes without data, as pipeline stages ask for them."""
+    m = model().to("meta")
+    bs.convert(m, "nvfp4")
+    out = m(TOKENS.to("meta"))
+    assert out.shape == (2, 12, 40)
+    assert out.device.type == "meta"
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in m.parameters())
+
+
+def test_dtype_conversion_keeps_working() -> None:
+    m = model()
+    bs.convert(m, "nvfp4")
+    m.to(torch.bfloat16)
+    assert {g.dtype for g in gradients(m).values()} == {torch.bfloat16}
+    m.double()
+    with pytest.raises(ValueError, match=r"linear: x.dtype = torch.float64; need float32"):
+        m(TOKENS)
+
+
+def test_what_is_left_alone_and_why() -> None:
+    class Custom(nn.Linear):
+        pass
+
+    m = nn.ModuleDict(
+        dict(
+            plain=nn.Linear(4, 4),
+            custom=Custom(4, 4),
+            wide=nn.Linear(4, 4, dtype=torch.float64),
+            attention=nn.MultiheadAttention(4, 1),
+            conv=nn.Conv1d(1, 1, 1),
+            act=nn.ReLU(),
+        )
+    )
+    report = bs.convert(m, "mxfp8")
+    assert [name for name, _ in report.converted] == ["plain"]
+    reasons = dict(report.skipped)
+    assert reasons["custom"] == "Custom is a subclass of nn.Linear: its forward may be its own"
+    assert reasons["wide"] == "its weight is torch.float64, not float32, bfloat16 or float16"
+    assert "NonDynamicallyQuantizableLinear is a subclass" in reasons["attention.out_proj"]
+    assert reasons["conv"] == "Conv1d is not nn.Linear"
+    assert "act" not in reasons
+
+
+def test_rules_in_order_and_skip_first() -> None:
+    m = model()
+    report = bs.convert(
+        m,
+        "bf16",
+        rules={"q_proj": bs.recipe("mxfp8"), "proj": "mxfp4", "lm_head": "nvfp4"},
+        skip=["layers.1"],
+    )
+    assert [(name, str(r)) for name, r in report.converted] == [
+        ("layers.0.q_proj", "mxfp8"),
+        ("layers.0.o_proj", "mxfp4"),
+        ("lm_head", "nvfp4"),
+    ]
+    bs.revert(m)
+    assert len(bs.convert(m, "bf16", skip=["q_proj"]).converted) == 3

@@ -1,0 +1,299 @@
+"""Bad input: one clear error each, `operation: argument = got; need ...; remedy`, on one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from torch import nn
+
+OPS = torch.ops.blockscale
+X = torch.ones(4, 70)
+STOCHASTIC = "nvfp4[rounding=stochastic]"
+
+
+def refused(kind: type[Exception], call: Callable[[], Any], *words: str) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    assert error.type is kind
+    assert "\n" not in text
+    assert "; need " in text, text
+    for word in words:
+        assert word in text, text
+
+
+def value_error(call: Callable[[], Any], *words: str) -> None:
+    refused(ValueError, call, *words)
+
+
+def type_error(call: Callable[[], Any], *words: str) -> None:
+    refused(TypeError, call, *words)
+
+
+def test_unknown_names() -> None:
+    value_error(lambda: bs.quantize(X, "nvpf4"), "spec: name = 'nvpf4'", "did you mean 'nvfp4'?")
+    value_error(lambda: bs.quantize(X, "nvfp4", layout="nv_128x3"), "layout: name = 'nv_128x3'",
+                "did you mean 'nv_128x4'?")  # fmt: skip
+    value_error(lambda: bs.linear(X, X, recipe="mxpf8"), "recipe: name = 'mxpf8'", "'mxfp8'")
+
+
+def test_wrong_types() -> None:
+    type_error(lambda: bs.quantize([1.0], "nvfp4"), "quantize: x = a list; need a tensor")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize(X, 4), "quantize: spec = a int", "'nvfp4'")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize(X, STOCHASTIC, rng=7), "rng = a int; need bs.Rng(seed, offset)")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize(X, "nvfp4", amax="1"), "quantize: amax = a str; need a number")  # type: ignore[arg-type]
+    type_error(lambda: bs.matmul(X, X), "matmul: a = a Tensor; need a QuantizedTensor")  # type: ignore[arg-type]
+    type_error(lambda: bs.dequantize(X), "dequantize: q = a Tensor", "quantize it first")  # type: ignore[arg-type]
+    type_error(lambda: bs.linear(X, None), "linear: w = a NoneType; need a tensor")  # type: ignore[arg-type]
+    type_error(lambda: bs.linear(X, X, rng=3), "linear: rng = a int")  # type: ignore[arg-type]
+    type_error(lambda: bs.Rng(1.5), "rng: seed = a float; need an int")  # type: ignore[arg-type]
+    value_error(lambda: bs.Rng(torch.ones(1)), "rng: seed = torch.float32[1]; need an int64")
+    value_error(lambda: bs.Rng(1, torch.zeros(2, dtype=torch.int64)), "offset = torch.int64[2]")
+    value_error(lambda: bs.Rng(1).role("z"), "rng: role = 'z'; need one of x, w, dy")
+
+
+def test_wrong_rank() -> None:
+    value_error(lambda: bs.quantize(torch.tensor(1.0), "nvfp4"), "quantize: x.shape = []", "rank 1")
+    value_error(lambda: bs.quantize(X[0], "nvfp4", -2), "x.shape = [70]", "rank 2 or more")
+    value_error(lambda: bs.quantize_dual(X[0], "nvfp4", "nvfp4"), "quantize_dual: x.shape = [70]")
+    value_error(lambda: bs.quantize(X, "nvfp4", batch_dims=1), "x.shape = [4, 70]", "[E, R, C]")
+    value_error(lambda: bs.quantize(X, "nvfp4", batch_dims=2), "batch_dims = 2; need 0 or 1")
+    value_error(lambda: bs.amax(torch.tensor(1.0), "nvfp4"), "amax: x.shape = []")
+    value_error(lambda: bs.linear(X, X[0], recipe="mxfp8"), "linear: w.shape = [70]", "[N, K]")
+    value_error(lambda: bs.linear(X[:, :3], X, recipe="mxfp8"), "x.shape = [4, 3]", "[..., 70]")
+    value_error(lambda: bs.linear(X, X, X[0], "mxfp8"), "linear: bias.shape = [70]; need [4]")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64, torch.bool])
+def test_wrong_dtype(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    x = X.to(dtype)
+    need = "need float32, bfloat16 or float16"
+    if dtype in (torch.float64, torch.int32, torch.bool):
+        value_error(lambda: bs.quantize(x, "nvfp4"), f"quantize: x.dtype = {name}; {need}")
+    value_error(lambda: bs.amax(x, "nvfp4"), "amax: x.dtype = ", need)
+    value_error(lambda: bs.linear(x, X, recipe="mxfp8"), f"linear: x.dtype = torch.{name}; {need}")
+    q = bs.quantize(X, "nvfp4")
+    value_error(lambda: q.dequantize(dtype), "dequantize: dtype = ", need)
+    value_error(lambda: bs.matmul(q, q, out_dtype=dtype), "matmul: out_dtype = ",
+                "need float32 or bfloat16")  # fmt: skip
+    value_error(lambda: bs.matmul(q, q, bias=x[:, 0]), "matmul: bias.dtype = ", need)
+
+
+def test_wrong_device() -> None:
+    meta = bs.quantize(X.to("meta"), "nvfp4")
+    q = bs.quantize(X, "nvfp4")
+    value_error(lambda: bs.linear(X, X.to("meta"), recipe="mxfp8"), "w.device = meta; need cpu")
+    value_error(
+        lambda: bs.QuantizedTensor(q.codes, meta.scales, q.outer, q.spec, -1, (4, 70)),
+        "QuantizedTensor: scales.device = meta; need cpu, where the codes are",
+    )
+    # A device that no kernel was built for: the operator says so itself.
+    keys = "CompositeExplicitAutograd"
+    assert all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"blockscale::{op}", keys)
+        for op in ("quantize", "quantize_dual", "amax", "dequantize", "relayout", "matmul")
+    )
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -3])
+def test_axis(axis: int) -> None:
+    value_error(lambda: bs.quantize(X, "nvfp4", axis), f"quantize: axis = {axis}; need -1 or -2")
+    value_error(lambda: bs.amax(X, "nvfp4", axis), f"amax: axis = {axis}; need -1 or -2")
+
+
+def test_amax() -> None:
+    for bad in (-1, -1e-30, -math.inf, math.nan):
+        value_error(lambda b=bad: bs.quantize(X, "nvfp4", amax=b), "quantize: amax = ", "0 or more")
+    value_error(
+        lambda: bs.quantize(X, "nvfp4", amax=torch.tensor(-1.0)), "amax = -1; need 0 or more"
+    )
+    value_error(
+        lambda: bs.quantize(X, "nvfp4", amax=torch.ones(2)), "amax.shape = [2]", "1 element"
+    )
+    value_error(
+        lambda: bs.quantize(X, "nvfp4", amax=torch.ones(1).double()), "amax.dtype = float64"
+    )
+    value_error(lambda: bs.quantize(X, "mxfp8", amax=1.0), "quantize: amax", "no outer scale")
+    x = X.reshape(2, 2, 70)
+    bad = torch.tensor([1.0, -2.0])
+    value_error(lambda: bs.quantize(x, "nvfp4", amax=bad, batch_dims=1), "amax = -2")
+    value_error(lambda: bs.quantize_dual(X, "nvfp4", "mxfp8", col_amax=1.0), "quantize_dual: amax")
+
+
+@pytest.mark.parametrize("amax", [math.nan, math.inf])
+def test_an_amax_tensor_that_is_not_finite_is_data(amax: float) -> None:
+    """Section 5 of the numerics: the whole result is NaN, and codes are 0."""
+    q = bs.quantize(X, "nvfp4", amax=torch.tensor(amax))
+    assert q.outer is not None
+    assert q.outer.isnan()
+    assert q.scales.float().isnan().all()
+    assert not q.codes.any()
+
+
+def test_rng() -> None:
+    value_error(lambda: bs.quantize(X, STOCHASTIC), "quantize: rng = none", "bs.Rng(seed, offset)")
+    value_error(lambda: bs.quantize_dual(X, "nvfp4", STOCHASTIC), "quantize_dual: rng = none")
+    w = torch.ones(4, 70, requires_grad=True)
+    value_error(lambda: bs.linear(X, w), "linear: rng = None", "nvfp4 rounds stochastically")
+    bs.linear(X, w.detach())  # nothing is drawn without a gradient
+    seed = torch.tensor(1)
+    args = (X, STOCHASTIC, -1, None)
+    value_error(lambda: OPS.quantize(*args, seed, None, [], "linear", 0), "both or neither")
+    value_error(
+        lambda: OPS.quantize(*args, seed.int(), seed, [], "linear", 0), "seed.dtype = int32"
+    )
+    two = torch.zeros(2, dtype=torch.int64)
+    value_error(lambda: OPS.quantize(*args, seed, two, [], "linear", 0), "offset = [2]; need one")
+
+
+def test_origin() -> None:
+    rng = bs.Rng(1)
+    value_error(lambda: bs.quantize(X, "nvfp4", origin=(1,)), "origin = [1]; need [row, column]")
+    value_error(lambda: bs.quantize(X, "nvfp4", origin=(-1, 0)), "origin = [-1, 0]", "0 or more")
+    value_error(lambda: bs.quantize(X, STOCHASTIC, rng=rng, origin=(0, 8)), "multiples of 16")
+    value_error(lambda: bs.quantize(X, STOCHASTIC, rng=rng, origin=(2**32, 0)), "below 2^32")
+
+
+def test_layouts_that_cannot_hold_an_operand() -> None:
+    value_error(lambda: bs.quantize(X, "mxfp8", layout="mfma_16x16"), "packed FP4 codes")
+    value_error(lambda: bs.quantize(X, "fp8_1x128", layout="nv_128x4"), "one-byte scales")
+    value_error(lambda: bs.quantize(X, "nvfp4", layout="mn_major"), "mn_major holds FP32 scales")
+    value_error(lambda: bs.relayout(bs.quantize(X, "nvfp4"), "mn_major"), "FP32 scales")
+
+
+def test_operands_that_cannot_be_multiplied() -> None:
+    a = bs.quantize(X, "nvfp4")
+    lengths = "matmul: contraction lengths of a and b = 70 (axis -1 of [4, 70]) and "
+    value_error(lambda: bs.matmul(a, bs.quantize(X, "nvfp4", -2)), lengths + "4 (axis -2", "summed")
+    value_error(lambda: bs.matmul(a, bs.quantize(X[:, :64], "nvfp4")), lengths + "64")
+    transformed = bs.quantize(X, "nvfp4[hadamard=16]")
+    value_error(lambda: bs.matmul(a, transformed), "matmul: b = nvfp4[hadamard", "Hadamard")
+    value_error(lambda: bs.matmul(a, bs.quantize(X, "mxfp8")), "matmul: b = mxfp8", "blocks of 16")
+    batch = bs.quantize(X.reshape(2, 2, 70), "nvfp4", batch_dims=1)
+    value_error(lambda: bs.matmul(batch, batch), "matmul: a.batch_dims = 1; need 0")
+    value_error(lambda: bs.matmul(a, a, bias=torch.ones(3)), "bias.numel() = 3", "of 4")
+
+
+def damaged(**changes: Any) -> bs.QuantizedTensor:
+    """A container that was tampered with after it was made."""
+    q = bs.quantize(torch.ones(4, 64), "nvfp4")
+    for name, value in changes.items():
+        object.__setattr__(q, name, value)
+    return q
+
+
+DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "codes cut": (dict(codes=torch.zeros(4, 31, dtype=torch.uint8)), "codes.shape = [4, 31]"),
+    "codes dtype": (dict(codes=torch.zeros(4, 32)), "codes.dtype = float32"),
+    "scales cut": (dict(scales=torch.zeros(4, 3).to(torch.float8_e4m3fn)), "scales.shape = [4, 3]"),
+    "scales dtype": (dict(scales=torch.zeros(4, 4, dtype=torch.uint8)), "scales.dtype = uint8"),
+    "outer gone": (dict(outer=None), "outer.shape = [0]"),
+    "outer dtype": (dict(outer=torch.ones((), dtype=torch.float64)), "outer.dtype = float64"),
+    "outer many": (dict(outer=torch.ones(2)), "outer.shape = [2]"),
+    "shape": (dict(shape=(5, 64)), "codes.shape = [4, 32]; need [5, 32]"),
+    "spec": (dict(spec=bs.spec("mxfp8")), "codes.dtype = uint8; need float8_e4m3fn"),
+    "layout": (dict(layout="nv_128x4"), "scales.shape = [4, 4]; need [512]"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_operand(what: str) -> None:
+    changes, words = DAMAGE[what]
+    q, good = damaged(**changes), bs.quantize(torch.ones(4, 64), "nvfp4")
+    value_error(q.dequantize, "dequantize: ", words)
+    value_error(lambda: bs.matmul(q, good), "matmul: ", words)
+    value_error(lambda: bs.matmul(good, q), "matmul: ", words)
+    if what == "outer gone":
+        words = "outer = a NoneType; need a tensor"
+    kind = TypeError if what == "outer gone" else ValueError
+    name = words.split(";")[0].replace("float", "torch.float").replace("uint8", "torch.uint8")
+    refused(kind, lambda: dataclasses.replace(q), "QuantizedTensor: ", name)
+
+
+def test_a_container_that_says_nonsense() -> None:
+    value_error(lambda: dataclasses.replace(damaged(axis=1)), "QuantizedTensor: axis = 1")
+    value_error(lambda: dataclasses.replace(damaged(layout="flat")), "layout = 'flat'", "linear")
+    value_error(lambda: dataclasses.replace(damaged(batch_dims=1)), "shape = [4, 64]", "[E, R, C]")
+    type_error(lambda: dataclasses.replace(damaged(spec="nvfp4")), "spec = a str; need a Spec")
+    q = bs.quantize(X, "mxfp8")
+    value_error(
+        lambda: dataclasses.replace(q, outer=torch.ones(())), "need None: mxfp8 has no outer"
+    )
+    value_error(damaged(axis=7).dequantize, "dequantize: axis = 7")
+
+
+def test_operators_check_for_themselves() -> None:
+    q = bs.quantize(X, "nvfp4")
+    args = (q.codes, q.scales, q.outer, "nvfp4")
+    value_error(lambda: OPS.dequantize(*args, -1, [70], "linear", torch.float32), "shape = [70]",
+                "[R, C] or [E, R, C]")  # fmt: skip
+    value_error(lambda: OPS.dequantize(*args, -1, [-4, 70], "linear", torch.float32), "[-4, 70]")
+    side = (*args, "linear")
+    value_error(lambda: OPS.matmul(*side, -4, *side, 4, 70, None, torch.float32), "= -4")
+    value_error(
+        lambda: OPS.matmul(*side, 4, *side, 4, 71 + 16, None, torch.float32), "a_codes.shape"
+    )
+
+
+def test_convert() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    value_error(lambda: bs.convert(nn.ReLU(), "nvfp4"), "convert: model = ReLU with nothing to convert",
+                "at least one nn.Linear", "it has no parameters")  # fmt: skip
+    value_error(lambda: bs.convert(nn.Conv1d(1, 1, 1), "nvfp4"), "Conv1d is not nn.Linear")
+    value_error(lambda: bs.convert(model, "nvfp4", skip=["0"]), "nothing to convert", "skip '0'")
+    value_error(lambda: bs.convert(model, "nvpf4"), "recipe: name = 'nvpf4'")
+    value_error(lambda: bs.convert(model, "nvfp4", rules={"0": "nvpf4"}), "recipe: name = 'nvpf4'")
+    value_error(lambda: bs.convert(model, "nvfp4", rules={"lm_head": None}), "rules = 'lm_head'",
+                "found in the name of a linear layer", "the names are 0")  # fmt: skip
+    value_error(lambda: bs.convert(model, "nvfp4", rules={"(": None}), "rules = '('", "regular")
+    value_error(lambda: bs.convert(model, "nvfp4", skip=["lm_head"]), "skip = 'lm_head'")
+    type_error(lambda: bs.convert(model, "nvfp4", skip="0"), "skip = a str", "skip=['0']")
+    type_error(lambda: bs.convert([model], "nvfp4"), "model = a list; need an nn.Module")  # type: ignore[arg-type]
+    type_error(lambda: bs.convert(model, "nvfp4", seed="1"), "seed = a str; need an int")  # type: ignore[arg-type]
+    assert type(model[0]) is nn.Linear  # nothing was changed
+    assert not model._forward_pre_hooks
+
+
+def test_state_of_a_model_that_is_not_converted() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    for name, call in {
+        "attach": lambda: bs.attach(model, optimizer),
+        "advance": lambda: bs.advance(model),
+        "rng_state": lambda: bs.rng_state(model),
+        "set_step": lambda: bs.set_step(model, 1),
+    }.items():
+        value_error(call, f"{name}: model = Linear, which is not converted", "bs.convert(model")
+    bs.convert(model, "nvfp4")
+    value_error(lambda: bs.set_step(model, -1), "set_step: step = -1; need 0 or more")
+    value_error(lambda: bs.set_step(model, 2**47), "below 2^47")
+    type_error(lambda: bs.set_step(model, 1.5), "set_step: step = a float")  # type: ignore[arg-type]
+    type_error(lambda: bs.attach(model, model), "optimizer = a Linear", "bs.advance(model)")  # type: ignore[arg-type]
+
+
+def test_a_missing_library_says_what_to_do(tmp_path: Any) -> None:
+    """The package without its compiled part: one line, and the remedy."""
+    import blockscale._core as core
+
+    code = f"""
+import pathlib
+real = pathlib.Path.exists
+pathlib.Path.exists = lambda p: False if p.name == {core._LIBRARY.name!r} else real(p)
+import blockscale
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "ImportError: blockscale: libblockscale_torch.so = not built; need it in"
+    )
+    assert "make setup" in last

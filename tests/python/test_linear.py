@@ -1,0 +1,342 @@
+"""`bs.linear` against the composition of its pieces, bit for bit; and as PyTorch code uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import blockscale as bs
+import pytest
+import torch
+from torch.nn import functional
+
+QUANTIZED = [name for name in bs.recipe_names() if name != "bf16"]
+RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
+
+
+class Case(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    dy: torch.Tensor
+
+
+def make(
+    lead: tuple[int, ...] = (2, 11),
+    n: int = 37,
+    k: int = 70,
+    dtype: torch.dtype = torch.float32,
+    w_dtype: torch.dtype | None = None,
+    bias: bool = True,
+    seed: int = 0,
+) -> Case:
+    """Random operands whose extents no block divides."""
+    g = torch.Generator().manual_seed(seed)
+    wd = w_dtype or dtype
+    return Case(
+        torch.randn(*lead, k, generator=g).to(dtype).requires_grad_(),
+        torch.randn(n, k, generator=g).to(wd).requires_grad_(),
+        torch.randn(n, generator=g).to(wd).requires_grad_() if bias else None,
+        torch.randn(*lead, n, generator=g).to(dtype),
+    )
+
+
+def run(case: Case, recipe: str | bs.Recipe, rng: bs.Rng = RNG) -> list[torch.Tensor | None]:
+    """[y, dx, dw, db] of bs.linear."""
+    y = bs.linear(case.x, case.w, case.bias, recipe, rng=rng)
+    inputs = [t for t in case[:3] if t is not None and t.requires_grad]
+    grads = iter(torch.autograd.grad(y, inputs, case.dy.to(y.dtype)))
+    return [y, *(next(grads) if t is not None and t.requires_grad else None for t in case[:3])]
+
+
+def by_hand(case: Case, recipe: bs.Recipe, out: torch.dtype) -> list[torch.Tensor | None]:
+    """The same from quantize and matmul."""
+
+    def product(
+        a: torch.Tensor, a_spec: bs.Spec | None, a_axis: int, a_role: str,
+        b: torch.Tensor, b_spec: bs.Spec | None, b_axis: int, b_role: str,
+        dtype: torch.dtype, bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        assert a_spec is not None
+        assert b_spec is not None
+        qa = bs.quantize(a, a_spec, a_axis, rng=RNG.role(a_role))
+        qb = bs.quantize(b, b_spec, b_axis, rng=RNG.role(b_role))
+        wide = torch.float32 if dtype == torch.float16 else dtype
+        return bs.matmul(qa, qb, bias, wide).to(dtype)
+
+    x, w = case.x.detach().flatten(0, -2), case.w.detach()
+    dy, r = case.dy.flatten(0, -2).to(out), recipe
+    y = product(x, r.fprop_x, -1, "x", w, r.fprop_w, -1, "w", out, case.bias)
+    dx = product(dy, r.dgrad_dy, -1, "dy", w, r.dgrad_w, -2, "w", case.x.dtype)
+    dw = product(dy, r.wgrad_dy, -2, "dy", x, r.wgrad_x, -2, "x", case.w.dtype)
+    db = dy.sum(0, dtype=torch.float32).to(case.w.dtype) if case.bias is not None else None
+    return [y.reshape(case.dy.shape), dx.reshape(case.x.shape), dw, db]
+
+
+def assert_same(got: Sequence[torch.Tensor | None], want: Sequence[torch.Tensor | None]) -> None:
+    for name, g, w in zip(("y", "dx", "dw", "db"), got, want, strict=True):
+        if w is None:
+            assert g is None, name
+            continue
+        assert g is not None, name
+        assert (g.dtype, g.shape) == (w.dtype, w.shape), name
+        assert torch.equal(g, w), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_is_the_composition_of_its_pieces(recipe: str, dtype: torch.dtype) -> None:
+    case = make(dtype=dtype, bias=dtype != torch.float16)
+    assert_same(run(case, recipe), by_hand(case, bs.recipe(recipe), dtype))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_mixed_dtypes(recipe: str) -> None:
+    """A BF16 input and FP32 parameters: y and dx are BF16, dw and db FP32."""
+    case = make(dtype=torch.bfloat16, w_dtype=torch.float32)
+    got = run(case, recipe)
+    assert [t.dtype for t in got if t is not None] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert_same(got, by_hand(case, bs.recipe(recipe), torch.bfloat16))
+
+
+# Relative errors of y and the gradients on Gaussian data, from both sides: too good is wrong too.
+BANDS = {
+    "fp8_blockwise": (0.01, 0.06),
+    "mxfp8": (0.01, 0.06),
+    "mxfp4": (0.08, 0.35),
+    "nvfp4": (0.08, 0.35),
+    "amdfp4": (0.08, 0.35),
+}
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_error_is_that_of_the_format(recipe: str) -> None:
+    case = make(lead=(128,), n=128, k=128)
+    want = run(case, "bf16")
+    low, high = BANDS[recipe]
+    for name, g, w in zip(("y", "dx", "dw"), run(case, recipe), want, strict=False):
+        assert g is not None
+        assert w is not None
+        error = ((g - w).norm() / w.norm()).item()
+        assert low < error < high, (name, error)
+
+
+def test_bf16_is_functional_linear() -> None:
+    case = make()
+    y = functional.linear(case.x, case.w, case.bias)
+    inputs = [t for t in case[:3] if t is not None]
+    assert_same(run(case, "bf16"), [y, *torch.autograd.grad(y, inputs, case.dy)])
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 1, 3, 2), (0,), (3, 0)])
+def test_leading_dimensions(lead: tuple[int, ...]) -> None:
+    case = make(lead=lead)
+    y, dx, dw, db = run(case, "nvfp4")
+    assert y is not None
+    assert dx is not None
+    assert dw is not None
+    assert db is not None
+    assert y.shape == (*lead, 37)
+    assert dx.shape == case.x.shape
+    if 0 in lead:
+        assert not dw.any()
+        assert not db.any()
+        return
+    flat = Case(case.x.detach().reshape(-1, 70).requires_grad_(), case.w, case.bias,
+                case.dy.reshape(-1, 37))  # fmt: skip
+    fy, fdx, fdw, fdb = run(flat, "nvfp4")
+    assert fy is not None
+    assert fdx is not None
+    assert_same([y, dx, dw, db], [fy.reshape(y.shape), fdx.reshape(dx.shape), fdw, fdb])
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 70), (37, 0), (1, 1)])
+def test_degenerate_extents(n: int, k: int) -> None:
+    case = make(lead=(3,), n=n, k=k)
+    y, dx, dw, _ = run(case, "nvfp4")
+    assert y is not None
+    assert dx is not None
+    assert dw is not None
+    assert (y.shape, dx.shape, dw.shape) == ((3, n), (3, k), (n, k))
+    if k == 0:
+        assert case.bias is not None
+        assert torch.equal(y, case.bias.expand(3, n))
+
+
+def test_any_strides() -> None:
+    """Non-contiguous inputs and gradients give what their copies give."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(70, 2, 22, generator=g)[:, :, ::2].permute(1, 2, 0)
+    w = torch.randn(70, 74, generator=g).t()[::2]
+    dy = torch.randn(37, generator=g).expand(2, 11, 37)
+    views = Case(x.requires_grad_(), w.requires_grad_(), None, dy)
+    x2, w2 = (t.detach().clone().contiguous().requires_grad_() for t in (x, w))
+    copies = Case(x2, w2, None, dy.clone())
+    assert not x.is_contiguous()
+    assert_same(run(views, "nvfp4"), run(copies, "nvfp4"))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_makes_only_the_gradients_that_are_asked_for(wanted: tuple[bool, bool]) -> None:
+    full = make()
+    want = run(full, "nvfp4")
+    x, w = (t.detach().requires_grad_(on) for t, on in zip(full[:2], wanted, strict=True))
+    case = Case(x, w, full.bias, full.dy)
+    got = run(case, "nvfp4")
+    keep = (True, *wanted, True)
+    assert_same(got, [t if on else None for t, on in zip(want, keep, strict=True)])
+
+
+def saved_tensors(case: Case, recipe: str | bs.Recipe) -> list[torch.Tensor]:
+    """What the forward keeps for its backward."""
+    kept: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        bs.linear(case.x, case.w, case.bias, recipe, rng=RNG)
+    return kept
+
+
+def size(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_saves_the_quantized_operands_and_nothing_else() -> None:
+    m, n, k = 256, 128, 64
+    case = make(lead=(m,), n=n, k=k, bias=False)
+    x = k * m // 2 + k * (m // 16) + 4  # codes, scales, outer of x's wgrad operand
+    w = k * n // 2 + (k // 16) * (n // 16) + 4  # of w's dgrad operand, square blocks
+    assert size(saved_tensors(case, "nvfp4")) == x + w + 16  # and dy's seed and offset
+    frozen = Case(case.x, case.w.detach(), None, case.dy)
+    assert size(saved_tensors(frozen, "nvfp4")) == w + 16
+    first = Case(case.x.detach(), case.w, None, case.dy)
+    assert size(saved_tensors(first, "nvfp4")) == x + 16
+    assert size(saved_tensors(first, "mxfp8")) == k * m + k * (m // 32)
+    with torch.no_grad():
+        assert saved_tensors(case, "nvfp4") == []
+    exact = bs.recipe("mxfp8").replace(wgrad_x=None, wgrad_dy=None)
+    assert size(saved_tensors(first, exact)) == 4 * m * k
+
+
+MIXES = {
+    "fprop high precision": dict(fprop_x=None, fprop_w=None),
+    "weight only": dict(fprop_x=None, dgrad_dy=None),
+    "wgrad high precision": dict(wgrad_x=None, wgrad_dy=None),
+    "one operand of wgrad": dict(wgrad_dy=None),
+    "all but fprop_w": dict(fprop_x=None, dgrad_dy=None, dgrad_w=None, wgrad_dy=None, wgrad_x=None),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_high_precision_operands(mix: str) -> None:
+    """A GEMM with an operand in high precision is torch's, on what the other one decodes to."""
+    recipe = bs.recipe("mxfp8").replace(**MIXES[mix])
+    case = make(lead=(22,))
+    assert case.bias is not None
+
+    def value(t: torch.Tensor, spec: bs.Spec | None, axis: int) -> torch.Tensor:
+        t = t.detach()
+        return t if spec is None else bs.quantize(t, spec, axis).dequantize(torch.float32)
+
+    got = run(case, recipe)
+    r = recipe
+    want = [
+        value(case.x, r.fprop_x, -1) @ value(case.w, r.fprop_w, -1).t() + case.bias,
+        value(case.dy, r.dgrad_dy, -1) @ value(case.w, r.dgrad_w, -2),
+        value(case.dy, r.wgrad_dy, -2).t() @ value(case.x, r.wgrad_x, -2),
+    ]
+    for g, w in zip(got, want, strict=False):
+        assert g is not None
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-4)
+
+
+def test_stochastic_forward_operands_draw_in_forward() -> None:
+    recipe = bs.recipe("nvfp4").replace(fprop_x="nvfp4[rounding=stochastic]")
+    case = make()
+    assert_same(run(case, recipe), by_hand(case, recipe, torch.float32))
+    one, other = (bs.linear(case.x, case.w, recipe=recipe, rng=bs.Rng(1, o)) for o in (0, 1))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """The output has autocast's dtype; parameters are quantized from the dtype they have."""
+    case = make()
+    with torch.autocast("cpu", dtype):
+        y = bs.linear(case.x, case.w, case.bias, "nvfp4", rng=RNG)
+    assert y.dtype == dtype
+    inputs = [t for t in case[:3] if t is not None]
+    got = [y, *torch.autograd.grad(y, inputs, case.dy.to(dtype))]
+    assert_same(got, by_hand(case, bs.recipe("nvfp4"), dtype))
+
+
+@pytest.fixture
+def flush_denormal() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush denormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.usefixtures("flush_denormal")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_blockwise"])
+def test_flush_to_zero_does_not_change_bits(recipe: str) -> None:
+    case = make(seed=5)
+    x, w = ((t.detach() * 2.0**-60).requires_grad_() for t in (case.x, case.w))
+    tiny = Case(x, w, None, case.dy)
+    flushed = run(tiny, recipe)
+    torch.set_flush_denormal(False)
+    assert_same(flushed, run(tiny, recipe))
+
+
+def test_nan_is_never_hidden() -> None:
+    case = make()
+    with torch.no_grad():
+        case.x[0, 3, 5] = float("nan")
+    y, dx, dw, _ = run(case, "mxfp8")
+    assert y is not None
+    assert dx is not None
+    assert dw is not None
+    assert y[0, 3].isnan().all()
+    assert y.isnan().sum() == 37
+    assert not dx.isnan().any()
+    assert dw[:, 5].isnan().all()
+    y, _, dw, _ = run(case, "nvfp4")
+    assert y is not None
+    assert dw is not None
+    assert y.isnan().all()  # one amax for the whole tensor
+    assert dw.isnan().all()
+
+
+def test_gradients_accumulate_over_forwards_of_different_offsets() -> None:
+    """Two forwards before their backwards: each backward uses its own forward's offset, though
+    the offset tensor has moved on in place."""
+    offset = torch.tensor(7)
+    x = [make(seed=s) for s in (1, 2)]
+    w = x[0].w
+    ys = []
+    for case in x:
+        ys.append(bs.linear(case.x, w, recipe="nvfp4", rng=bs.Rng(5, offset)))
+        offset.add_(1)
+    got = [torch.autograd.grad(y, w, case.dy)[0] for y, case in zip(ys, x, strict=True)]
+    for i, case in enumerate(x):
+        y = bs.linear(case.x, w, recipe="nvfp4", rng=bs.Rng(5, 7 + i))
+        assert torch.equal(got[i], torch.autograd.grad(y, w, case.dy)[0])
+
+
+def test_the_layer_is_the_function() -> None:
+    case = make()
+    layer = bs.nn.Linear(70, 37, recipe="nvfp4", seed=9)
+    layer.load_state_dict({"weight": case.w, "bias": case.bias})
+    y = layer(case.x)
+    dw = torch.autograd.grad(y, layer.weight, case.dy)[0]
+    from blockscale.rng import layer_seed
+
+    want = bs.linear(case.x, case.w, case.bias, "nvfp4", rng=bs.Rng(layer_seed(9, ""), 0))
+    assert torch.equal(y, want)
+    assert torch.equal(dw, torch.autograd.grad(want, case.w, case.dy)[0])
+    assert "recipe=nvfp4" in repr(layer)
+    assert isinstance(layer, torch.nn.Linear)

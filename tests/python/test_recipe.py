@@ -1,0 +1,189 @@
+"""Specs and recipes are values: what they hold, how they print, and which ones are refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+
+TABLE = {  # numerics section 9: element, scale, block, outer, rule
+    "fp8_1x128": ("e4m3fn", "fp32", (1, 128), False, "amax"),
+    "fp8_128x128": ("e4m3fn", "fp32", (128, 128), False, "amax"),
+    "mxfp8": ("e4m3fn", "e8m0", (1, 32), False, "rceil"),
+    "mxfp6": ("e2m3", "e8m0", (1, 32), False, "rceil"),
+    "mxfp4": ("e2m1", "e8m0", (1, 32), False, "even"),
+    "nvfp4": ("e2m1", "e4m3", (1, 16), True, "two_level"),
+    "amdfp4": ("e2m1", "ue5m3", (1, 16), True, "two_level"),
+}
+
+
+def test_named_specs_are_the_table() -> None:
+    assert set(bs.spec_names()) == set(TABLE)
+    for name, facts in TABLE.items():
+        s = bs.spec(name)
+        assert (s.element, s.scale, s.block, s.outer, s.rule) == facts
+        assert str(s) == name
+        assert s.rounding == "nearest"
+        assert s.scale_rounding == "nearest"
+        assert s.hadamard == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("fp8_1x128", {"element": "e4m3fnuz"}, "fp8_1x128[element=e4m3fnuz]"),
+        ("mxfp8", {"block": (32, 32)}, "mxfp8[block=32x32]"),
+        ("nvfp4", {"hadamard": (16, 0xD7E8)}, "nvfp4[hadamard=16:0xd7e8]"),
+        ("nvfp4", {"hadamard": 16}, "nvfp4[hadamard=16:0xd7e8]"),
+        ("nvfp4", {"hadamard": (16, 0)}, "nvfp4[hadamard=16:0x0]"),
+        ("nvfp4", {"outer": False}, "nvfp4[outer=false]"),
+        ("nvfp4", {"rounding": "stochastic"}, "nvfp4[rounding=stochastic,scale_rounding=up]"),
+        (
+            "nvfp4",
+            {"rounding": "stochastic", "scale_rounding": "nearest"},
+            "nvfp4[rounding=stochastic,scale_rounding=nearest]",
+        ),
+        ("nvfp4[hadamard=16]", {"hadamard": None}, "nvfp4"),
+        ("mxfp4", {"scale_rule": "floor"}, "mxfp4[scale_rule=floor]"),
+        ("nvfp4", {"scale": "e4m3"}, "nvfp4"),
+    ],
+)
+def test_changes_give_the_canonical_text(name: str, changes: dict[str, Any], text: str) -> None:
+    s = bs.spec(name, **changes)
+    assert str(s) == text
+    assert bs.spec(text) == s
+    assert bs.spec(s) == s
+
+
+def test_a_spec_is_a_value() -> None:
+    a, b = bs.spec("nvfp4", block=(16, 16)), bs.spec("nvfp4[block=16x16]")
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != bs.spec("nvfp4")
+    assert copy.deepcopy(a) == a
+    assert pickle.loads(pickle.dumps(a)) == a
+    with pytest.raises(AttributeError):
+        a.element = "e5m2"  # type: ignore[misc]
+
+
+def test_dtypes_are_torchs_where_torch_has_them() -> None:
+    assert bs.spec("mxfp8").code_dtype == torch.float8_e4m3fn
+    assert bs.spec("mxfp8", element="e5m2").code_dtype == torch.float8_e5m2
+    assert bs.spec("fp8_1x128", element="e4m3fnuz").code_dtype == torch.float8_e4m3fnuz
+    assert bs.spec("mxfp6").code_dtype == bs.spec("nvfp4").code_dtype == torch.uint8
+    scales = {name: bs.spec(name).scale_dtype for name in ("mxfp4", "nvfp4", "amdfp4", "fp8_1x128")}
+    assert scales == {
+        "mxfp4": torch.float8_e8m0fnu,
+        "nvfp4": torch.float8_e4m3fn,
+        "amdfp4": torch.uint8,
+        "fp8_1x128": torch.float32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("nvpf4", {}, ["spec: name = 'nvpf4'", "did you mean 'nvfp4'?"]),
+        ("nvfp4", {"scale": "ue5m3"}, ["spec: scale = 'ue5m3'", "need e4m3", "use 'amdfp4'"]),
+        ("nvfp4", {"element": "e4m3fn"}, ["spec: element = e4m3fn"]),
+        ("nvfp4", {"rouding": "stochastic"}, ["'rouding'", "did you mean 'rounding'?"]),
+        ("nvfp4", {"rounding": "stochastik"}, ["rounding = 'stochastik'", "'stochastic'"]),
+        ("mxfp4", {"rounding": "stochastic"}, ["scale_rule = even", "ceil or rceil", "biases"]),
+        ("nvfp4", {"hadamard": 24}, ["hadamard = 24", "16, 32, 64, 128"]),
+        ("nvfp4", {"hadamard": (16, 1 << 16)}, ["hadamard = 16:0x10000", "at most 16 bits"]),
+        ("nvfp4", {"block": (1, 32)}, ["block = 1x32", "1x16 or 16x16"]),
+        ("mxfp8", {"outer": True}, ["outer = true", "two-level"]),
+        ("mxfp8", {"scale_rounding": "up"}, ["scale_rounding = up", "two-level"]),
+        ("fp8_1x128", {"scale_rule": "rceil"}, ["scale_rule = rceil", "amax, pow2"]),
+        ("nvfp4", {"element": "e2m1,outer=false"}, ["element = 'e2m1,outer=false'", "one value"]),
+    ],
+)
+def test_specs_that_mean_nothing(name: str, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^spec: .+; need ") as error:
+        bs.spec(name, **changes)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_named_recipes_are_the_table() -> None:
+    rows: dict[str, list[str | None]] = {
+        "bf16": [None] * 6,
+        "fp8_blockwise": ["fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_128x128"]
+        + ["fp8_1x128"] * 2,
+        "mxfp8": ["mxfp8"] * 6,
+        "mxfp4": ["mxfp4", "mxfp4[block=32x32]", "mxfp4", "mxfp4[block=32x32]"]
+        + ["mxfp4[hadamard=16:0x0]"] * 2,
+    }
+    for fp4 in ("nvfp4", "amdfp4"):
+        square, signs = f"{fp4}[block=16x16]", "hadamard=16:0xd7e8"
+        random = "rounding=stochastic,scale_rounding=up"
+        rows[fp4] = [fp4, square, f"{fp4}[{random}]", square]
+        rows[fp4] += [f"{fp4}[{random},{signs}]", f"{fp4}[{signs}]"]
+    assert bs.recipe_names() == tuple(rows)
+    for name, texts in rows.items():
+        r = bs.recipe(name)
+        slots = [r.fprop_x, r.fprop_w, r.dgrad_dy, r.dgrad_w, r.wgrad_dy, r.wgrad_x]
+        assert [None if s is None else str(s) for s in slots] == texts
+        assert str(r) == name
+        assert r.high_precision == (name == "bf16")
+        assert r.stochastic == (name in ("nvfp4", "amdfp4"))
+
+
+def test_a_recipe_is_a_value() -> None:
+    base = bs.recipe("nvfp4")
+    assert bs.recipe(base) is base
+    changed = base.replace(dgrad_dy="nvfp4", fprop_x=None)
+    assert changed.dgrad_dy == bs.spec("nvfp4")
+    assert changed.fprop_x is None
+    assert base.fprop_x == bs.spec("nvfp4")
+    assert str(changed) == "nvfp4[dgrad_dy=nvfp4,fprop_x=none]"
+    assert str(base.replace(fprop_x=None, name="mine")) == "mine"
+    assert changed.replace(dgrad_dy=base.dgrad_dy, fprop_x=base.fprop_x) == base
+    assert hash(changed) != hash(base)
+    assert pickle.loads(pickle.dumps(changed)) == changed
+    assert base.replace() == base
+
+
+@pytest.mark.parametrize(
+    ("operands", "words"),
+    [
+        (
+            {"wgrad_x": "nvfp4"},
+            ["wgrad_dy, wgrad_x = Hadamard transform 16:0xd7e8 and none", "cancel in wgrad"],
+        ),
+        ({"wgrad_x": "nvfp4[hadamard=16:0x1]"}, ["16:0xd7e8 and 16:0x1"]),
+        ({"wgrad_x": "nvfp4[hadamard=32]"}, ["16:0xd7e8 and 32:0x0"]),
+        ({"wgrad_x": None}, ["16:0xd7e8 and none"]),
+        ({"fprop_x": "mxfp8"}, ["fprop_x, fprop_w = block length 32 and 16", "one family"]),
+        ({"fprop": "mxfp8"}, ["operand = 'fprop'", "did you mean 'fprop_x'?"]),
+        ({"dgrad_dy": "mxfp4[rounding=stochastic]"}, ["scale_rule = even", "rceil"]),
+    ],
+)
+def test_recipes_that_mean_nothing(operands: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^(recipe|spec): .+; need ") as error:
+        bs.recipe("nvfp4").replace(**operands)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"recipe: name = 'nvpf4'; need one of bf16, .*'nvfp4'\?"):
+        bs.recipe("nvpf4")
+    with pytest.raises(TypeError, match=r"recipe: name = a int; need a name such as 'nvfp4'"):
+        bs.recipe(4)  # type: ignore[arg-type]
+
+
+def test_explain_says_what_the_error_would() -> None:
+    assert bs.explain("nvfp4") == ""
+    assert bs.explain(bs.spec("mxfp8"), layout="nv_128x4", device="cpu") == ""
+    assert "did you mean 'nvfp4'?" in bs.explain("nvpf4")
+    assert "one-byte scales" in bs.explain("fp8_1x128", layout="nv_128x4")
+    assert "packed FP4 codes" in bs.explain("mxfp8", layout="mfma_16x16")
+    assert bs.explain("nvfp4", device="tpu") == "explain: device = 'tpu'; need one of cpu, cuda"
+    cuda = next(b for b in bs.describe()["backends"] if b["name"] == "cuda")
+    assert bs.explain("nvfp4", device=torch.device("cuda:0")) == cuda["reason"]

@@ -1,0 +1,327 @@
+"""Where random bits come from (docs/rng.md): seeds, offsets, coordinates of shards."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from blockscale.rng import layer_seed, role_seeds
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+STOCHASTIC = (
+    "nvfp4[rounding=stochastic]",
+    "amdfp4[rounding=stochastic,block=16x16]",
+    "mxfp4[rounding=stochastic,scale_rule=rceil]",
+    "mxfp8[rounding=stochastic]",
+    "fp8_1x128[rounding=stochastic]",
+    "nvfp4[rounding=stochastic,hadamard=16]",
+)
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def same(a: bs.QuantizedTensor, b: bs.QuantizedTensor) -> bool:
+    def raw(t: torch.Tensor) -> torch.Tensor:
+        return t.contiguous().view(torch.uint8)
+
+    return torch.equal(raw(a.codes), raw(b.codes)) and torch.equal(raw(a.scales), raw(b.scales))
+
+
+def test_role_seeds() -> None:
+    for seed in (0, 1, -1, 2**63, 2**64 - 1):
+        for k, role in enumerate(("x", "w", "dy"), start=1):
+            want = (seed + k * GOLDEN) % 2**64
+            assert int(bs.Rng(seed).role(role).seed) % 2**64 == want
+            signed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+            assert int(bs.Rng(signed).role(role).seed) % 2**64 == want
+    assert bs.Rng(1, 5).role("x").offset == 5
+
+
+def test_layer_seeds_are_the_documented_hash() -> None:
+    digest = hashlib.sha256(b"42:model.layers.0.q_proj").digest()
+    base = int.from_bytes(digest[:8], "little")
+    assert layer_seed(42, "model.layers.0.q_proj") == base
+    seeds = role_seeds(42, "model.layers.0.q_proj")
+    assert {role: int(t) % 2**64 for role, t in seeds.items()} == {
+        "x": (base + GOLDEN) % 2**64,
+        "w": (base + 2 * GOLDEN) % 2**64,
+        "dy": (base + 3 * GOLDEN) % 2**64,
+    }
+
+
+@pytest.mark.parametrize("spec", STOCHASTIC)
+def test_bits_depend_on_seed_and_offset_only(spec: str) -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    base = bs.quantize(x, spec, rng=bs.Rng(1, 2))
+    assert same(base, bs.quantize(x, spec, rng=bs.Rng(1, 2)))
+    tensors = bs.Rng(torch.tensor(1), torch.tensor([2]))
+    assert same(base, bs.quantize(x, spec, rng=tensors))
+    assert not same(base, bs.quantize(x, spec, rng=bs.Rng(2, 2)))
+    assert not same(base, bs.quantize(x, spec, rng=bs.Rng(1, 3)))
+    assert not same(base, bs.quantize(x, spec, rng=bs.Rng(1 + 2**32, 2)))
+    assert not same(base, bs.quantize(x, spec, rng=bs.Rng(1, 2 + 2**32)))
+    # Seeds count modulo 2^64, and bit 63 of the offset is ignored.
+    assert same(base, bs.quantize(x, spec, rng=bs.Rng(1 + 2**64, 2 + 2**63)))
+
+
+@pytest.mark.parametrize("spec", STOCHASTIC)
+def test_bits_do_not_depend_on_threads(spec: str) -> None:
+    x = torch.randn(129, 257, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            pair = bs.quantize_dual(x, spec, spec, rng=bs.Rng(1, 2))
+            results.append((*pair, bs.quantize(x, spec, axis=-2, rng=bs.Rng(1, 2))))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(same(a, b) for a, b in zip(results[0], result, strict=True))
+    assert all(same(r[1], r[2]) for r in results)
+
+
+def amaxes(x: torch.Tensor, spec: str) -> dict[int, torch.Tensor | None]:
+    outer = bs.spec(spec).outer
+    return {axis: bs.amax(x, spec, axis) if outer else None for axis in (-1, -2)}
+
+
+@pytest.mark.parametrize("spec", STOCHASTIC)
+@pytest.mark.parametrize("where", [(0, 0), (128, 0), (0, 128), (128, 256)])
+def test_a_shard_is_a_slice_of_the_whole(spec: str, where: tuple[int, int]) -> None:
+    """With its origin and the whole tensor's amax, bit for bit: rows, columns, both at once."""
+    x = torch.randn(300, 500, generator=torch.Generator().manual_seed(3))
+    rng, s, (row, col) = bs.Rng(11, 12), bs.spec(spec), where
+    amax = amaxes(x, spec)
+    shard = x[row : row + 128, col : col + 128]
+    whole = {a: bs.quantize(x, spec, a, amax=amax[a], rng=rng) for a in (-1, -2)}
+    part = {a: bs.quantize(shard, spec, a, amax=amax[a], rng=rng, origin=where) for a in (-1, -2)}
+    dual = bs.quantize_dual(
+        shard, spec, spec, row_amax=amax[-1], col_amax=amax[-2], rng=rng, origin=where
+    )
+    lines, block = s.block
+    for axis, both in zip((-1, -2), dual, strict=True):
+        line, pos = (row, col) if axis == -1 else (col, row)
+        assert same(part[axis], both)
+        per, q = s.codes_per_byte, whole[axis]
+        codes = q.codes[line : line + 128, pos // per : (pos + 128) // per]
+        assert torch.equal(part[axis].codes.view(torch.uint8), codes.view(torch.uint8))
+        scales = q.scales[
+            line // lines : -(-(line + 128) // lines), pos // block : (pos + 128) // block
+        ]
+        assert torch.equal(part[axis].scales.float(), scales.float())
+
+
+def test_a_shard_without_its_origin_draws_other_bits() -> None:
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(3))
+    spec, rng = STOCHASTIC[0], bs.Rng(1)
+    amax = bs.amax(x, spec)
+    whole = bs.quantize(x, spec, amax=amax, rng=rng)
+    part = bs.quantize(x[128:], spec, amax=amax, rng=rng)
+    assert torch.equal(part.scales.float(), whole.scales[128:].float())
+    assert not torch.equal(part.codes, whole.codes[128:])
+
+
+def test_a_batch_counts_its_lines_through() -> None:
+    """Slice e of a batch draws what the same matrix draws e · lines further down."""
+    x = torch.randn(3, 32, 48, generator=torch.Generator().manual_seed(3))
+    spec, rng = STOCHASTIC[0], bs.Rng(1)
+    batch = bs.quantize(x, spec, rng=rng, batch_dims=1)
+    assert batch.outer is not None
+    assert batch.outer.shape == (3,)
+    for e in range(3):
+        one = bs.quantize(x[e], spec, rng=rng, origin=(32 * e, 0))
+        assert torch.equal(batch.codes[e], one.codes)
+        assert torch.equal(batch.scales[e].float(), one.scales.float())
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    """The mean over offsets is x, within 5 standard errors of the mean over the tensor."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+    draws = torch.stack(
+        [
+            bs.quantize(x, STOCHASTIC[0], rng=bs.Rng(1, o)).dequantize(torch.float32)
+            for o in range(512)
+        ]
+    )
+    error = draws.double() - x.double()
+    spread = error.std(0).mean() / 512**0.5
+    assert error.mean(0).abs().mean() < spread
+    assert error.mean().abs() < 5 * spread / x.numel() ** 0.5 + x.abs().mean() / 512
+
+
+# --- a converted model ----------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two linear layers in a block that may be checkpointed, and one outside."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.head = nn.Linear(48, 64), nn.Linear(64, 48), nn.Linear(48, 33)
+        self.reentrant = reentrant
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            x = self.block(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def net(reentrant: bool | None = None, seed: int = 0) -> Net:
+    model = Net(reentrant)
+    bs.convert(model, "nvfp4", seed=seed)
+    return model
+
+
+def batch(i: int) -> torch.Tensor:
+    return torch.randn(20, 48, generator=torch.Generator().manual_seed(i)).requires_grad_()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return grads
+
+
+def train(model: nn.Module, order: str, steps: int = 2) -> list[torch.Tensor]:
+    """Gradients of some steps of two micro-batches each; f is a forward, b a backward."""
+    grads = []
+    for step in range(steps):
+        forwards = iter([batch(2 * step), batch(2 * step + 1)])
+        losses: list[torch.Tensor] = []
+        for what in order:
+            if what == "f":
+                losses.append(model(next(forwards)).square().mean())
+            elif what == "b":
+                losses.pop(0).backward()  # type: ignore[no-untyped-call]
+            else:  # one backward for the sum
+                torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        grads += gradients(model)
+        bs.advance(model)
+    return grads
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) > 0 and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def test_every_layer_of_a_model_reads_the_keys_of_the_document() -> None:
+    model = net(seed=3)
+    bs.set_step(model, 6)
+    model(batch(0))
+    x, dy = batch(1), torch.randn(20, 33)
+    calls: dict[str, Any] = {}
+    model.head.register_forward_hook(lambda m, args, y: calls.update(x=args[0], y=y))
+    y = model(x)
+    dw = torch.autograd.grad(y, model.head.weight, dy)[0]
+    rng = bs.Rng(layer_seed(3, "head"), (6 << 16) | 1)
+    want = bs.linear(calls["x"].detach(), model.head.weight, model.head.bias, "nvfp4", rng=rng)
+    assert torch.equal(dw, torch.autograd.grad(want, model.head.weight, dy)[0])
+
+
+def test_steps_and_forwards_count() -> None:
+    model = net()
+    assert bs.rng_state(model) == {"step": 0, "forward": 0, "seed": 0}
+    model(batch(0))
+    model(batch(0)).sum().backward()
+    assert bs.rng_state(model) == {"step": 0, "forward": 2, "seed": 0}
+    with torch.no_grad():  # an evaluation does not shift the bits of training
+        model(batch(0))
+    assert bs.rng_state(model)["forward"] == 2
+    model.block(batch(0))  # nor does a part of the model
+    assert bs.rng_state(model)["forward"] == 2
+    bs.advance(model)
+    assert bs.rng_state(model) == {"step": 1, "forward": 0, "seed": 0}
+    bs.set_step(model, 2**40)
+    assert bs.rng_state(model) == {"step": 2**40, "forward": 0, "seed": 0}
+
+
+def test_an_attached_optimizer_advances() -> None:
+    model = net(seed=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bs.attach(model, optimizer)
+    bs.attach(model, optimizer)  # changes nothing
+    for step in range(3):
+        assert bs.rng_state(model) == {"step": step, "forward": 0, "seed": 4}
+        model(batch(step)).sum().backward()
+        optimizer.step()
+
+
+def test_the_offset_changes_in_place_only() -> None:
+    model = net()
+    layers = [layer for layer in model.modules() if isinstance(layer, bs.nn.Linear)]
+    state = layers[0]._rng_state
+    assert all(layer._rng_state is state for layer in layers)
+    tensors = (state.offset, state.upcoming)
+    model(batch(0)).sum().backward()
+    bs.advance(model)
+    bs.set_step(model, 7)
+    assert (state.offset, state.upcoming) == tensors
+
+
+def test_forwards_and_steps_draw_different_bits() -> None:
+    first, second = net(), net()
+    x = batch(0)
+    first(x).sum().backward()
+    one = gradients(first)
+    first(x).sum().backward()  # forward 1 of step 0
+    assert not equal(one, gradients(first))
+    bs.set_step(second, 1)
+    second(x).sum().backward()
+    assert not equal(one, gradients(second))
+    other = net(seed=1)
+    other(x).sum().backward()
+    assert not equal(one, gradients(other))
+
+
+def test_resuming_reproduces_the_run() -> None:
+    model = net()
+    whole = train(model, "fbfb", steps=4)
+    resumed = net()
+    bs.set_step(resumed, 2)
+    grads = []
+    for step in (2, 3):
+        for i in (2 * step, 2 * step + 1):
+            resumed(batch(i)).square().mean().backward()
+        grads += gradients(resumed)
+        bs.advance(resumed)
+    assert equal(grads, whole[len(whole) // 2 :])
+
+
+@pytest.mark.parametrize("order", ["fbfb", "ffbb", "ffs"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_draws_the_same_bits(order: str, reentrant: bool) -> None:
+    """Also when a later forward has begun before the backward that recomputes."""
+    assert equal(train(net(reentrant), order), train(net(), order))
+
+
+def test_a_checkpointed_root_counts_once() -> None:
+    plain, rerun = net(), net()
+    for i in range(2):
+        plain(batch(i)).square().mean().backward()
+        checkpoint(rerun, batch(i), use_reentrant=False).square().mean().backward()
+    assert bs.rng_state(rerun) == bs.rng_state(plain)
+    assert equal(gradients(rerun), gradients(plain))
+
+
+def test_bits_do_not_depend_on_wrappers() -> None:
+    """A layer's name is the same whether its block is compiled or checkpointed."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    fast = nn.Module()
+    fast._orig_mod = nn.Linear(32, 32)  # the name that torch.compile gives
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(32, 32)), fast)
+    a, b = bs.convert(plain, "nvfp4"), bs.convert(wrapped, "nvfp4")
+    assert [name for name, _ in a.converted] == [name for name, _ in b.converted] == ["0", "1"]
