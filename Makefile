@@ -50,11 +50,8 @@ train: setup  ## the main job: train on real text in every recipe (OUT=runs/trai
 test: setup  ## every test, C++ and Python
 	@$(python) tools/test.py --gtest $(BUILD)/blockscale_tests --pytest
 
-bench: setup  ## speed against memcpy and torch.mm, as JSON with provenance in runs/bench
-	@mkdir -p runs/bench
-	$(BUILD)/blockscale_bench --benchmark_out=runs/bench/core.json --benchmark_out_format=json \
-	    --benchmark_context=commit=$$(git rev-parse HEAD)
-	$(python) bench/run.py --out runs/bench/python.json $(ARGS)
+bench: setup  ## speed against memcpy, torch.mm and torchao, as JSON in bench/results/cpu.json
+	$(python) bench/run.py --core $(BUILD)/blockscale_bench --out bench/results/cpu.json $(ARGS)
 
 lint: $(venv)/.requirements  ## clang-format, ruff and mypy
 	$(venv)/bin/clang-format --dry-run -Werror $(cxx_files)

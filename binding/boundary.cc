@@ -88,11 +88,12 @@ Sizes sizes_of(const QuantSpec& spec, const StorageLayout& layout, int axis, int
 Tensor checked(const char* op, const std::string& name, const Tensor& t, ScalarType dtype,
                const std::vector<int64_t>& sizes, const QuantSpec& spec) {
   check_device(op, name.c_str(), t);
-  const std::string text = to_string(spec);
   if (t.scalar_type() != dtype)
-    fail(op, name + ".dtype", dtype_text(t.scalar_type()), dtype_text(dtype) + " for " + text);
+    fail(op, name + ".dtype", dtype_text(t.scalar_type()),
+         dtype_text(dtype) + " for " + to_string(spec));
   if (!std::equal(sizes.begin(), sizes.end(), t.sizes().begin(), t.sizes().end()))
-    fail(op, name + ".shape", shape_text(t), list_text(sizes.data(), sizes.size()) + " for " + text,
+    fail(op, name + ".shape", shape_text(t),
+         list_text(sizes.data(), sizes.size()) + " for " + to_string(spec),
          "the operand is damaged, or described by the wrong extents or layout");
   return torch::stable::contiguous(t);
 }
@@ -101,7 +102,7 @@ int64_t scalar_int64(const char* op, const char* name, const Tensor& t) {
   check_device(op, name, t);
   if (t.scalar_type() != ScalarType::Long)
     fail(op, std::string(name) + ".dtype", dtype_text(t.scalar_type()), "int64");
-  require(t.numel() == 1, op, name, shape_text(t), "one element");
+  if (t.numel() != 1) fail(op, name, shape_text(t), "one element");
   return *static_cast<const int64_t*>(t.const_data_ptr());
 }
 
@@ -170,12 +171,10 @@ Input input(const char* op, const Tensor& x, int axis, int64_t batch_dims) {
   const DType dtype = dtype_of(op, "x.dtype", x.scalar_type());
   require(batch_dims == 0 || batch_dims == 1, op, "batch_dims", batch_dims, "0 or 1");
   const int64_t rank = x.dim();
-  if (batch_dims == 1)
-    require(rank == 3, op, "x.shape", shape_text(x), "rank 3, [E, R, C], with batch_dims = 1");
-  else if (axis == -2)
-    require(rank >= 2, op, "x.shape", shape_text(x), "rank 2 or more with axis = -2");
-  else
-    require(rank >= 1, op, "x.shape", shape_text(x), "rank 1 or more");
+  if (batch_dims == 1 && rank != 3)
+    fail(op, "x.shape", shape_text(x), "rank 3, [E, R, C], with batch_dims = 1");
+  if (axis == -2 && rank < 2) fail(op, "x.shape", shape_text(x), "rank 2 or more with axis = -2");
+  if (rank < 1) fail(op, "x.shape", shape_text(x), "rank 1 or more");
 
   Input result{x, {}};
   if (batch_dims == 0 && !common_row_stride(x)) result.tensor = torch::stable::contiguous(x);
@@ -258,16 +257,15 @@ Options options(const char* op, const QuantSpec& spec, const std::optional<Tenso
   Options result;
   if (amax) {
     check_device(op, "amax", *amax);
-    const std::string text = to_string(spec);
-    require(spec.outer, op, "amax", shape_text(*amax), "none: this spec has no outer scale",
-            ("drop amax, or use a spec with outer = true instead of " + text).c_str());
+    if (!spec.outer)
+      fail(op, "amax", "given", "none: " + to_string(spec) + " has no outer scale", "drop amax");
     if (amax->scalar_type() != ScalarType::Float)
       fail(op, "amax.dtype", dtype_text(amax->scalar_type()), "float32");
     if (amax->numel() != batch)
       fail(op, "amax.shape", shape_text(*amax),
            std::to_string(batch) + (batch == 1 ? " element" : " elements, one per matrix"));
     result.amax_tensor = torch::stable::contiguous(*amax);
-    result.options.amax = static_cast<const float*>(result.amax_tensor.const_data_ptr());
+    result.options.amax = static_cast<const float*>(result.amax_tensor->const_data_ptr());
     // NaN and Inf are data (the whole result becomes NaN); a negative maximum is a mistake.
     for (int64_t e = 0; e < batch; ++e)
       require(!(result.options.amax[e] < 0), op, "amax", result.options.amax[e], "0 or more",

@@ -78,7 +78,7 @@ Extents extents(const char* op, const std::vector<int64_t>& shape);
 
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`.
 struct Options {
-  Tensor amax_tensor;
+  std::optional<Tensor> amax_tensor;
   QuantizeOptions options;
 };
 Options options(const char* op, const QuantSpec& spec, const std::optional<Tensor>& amax,

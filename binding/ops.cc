@@ -125,14 +125,15 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
   const Operand b = operand(kOp, "b_", b_codes, b_scales, b_outer, spec_of(b_spec),
                             layout_of(b_layout), -1, b_rows, k, std::nullopt);
   GemmOptions gemm_options;
-  Tensor fp32_bias = a_outer;  // only a tensor to assign to: a default one costs an allocation
+  OptionalTensor fp32_bias;  // keeps the memory of gemm_options.bias
   if (bias) {
     check_device(kOp, "bias", *bias);
     dtype_of(kOp, "bias.dtype", bias->scalar_type());
-    require(bias->dim() == 1 && bias->numel() == b_rows, kOp, "bias.numel()", bias->numel(),
-            ("one dimension of " + std::to_string(b_rows) + ", the rows of b").c_str());
+    if (bias->dim() != 1 || bias->numel() != b_rows)
+      fail(kOp, "bias.numel()", bias->numel(),
+           "one dimension of " + std::to_string(b_rows) + ", the rows of b");
     fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
-    gemm_options.bias = static_cast<const float*>(fp32_bias.const_data_ptr());
+    gemm_options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
   }
   Tensor out =
       torch::stable::empty(Ints{a_rows, b_rows}, out_dtype, std::nullopt, a_codes.device());

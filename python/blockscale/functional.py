@@ -99,11 +99,10 @@ def linear_with_keys(
     dtype, device = x.dtype, x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    rows = math.prod(x.shape[:-1])
     y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x.reshape(rows, x.shape[-1]), w, bias, recipe, needs, dtype, *(keys or (None,) * 4)
+        x, w, bias, recipe, needs, dtype, *(keys or (None,) * 4)
     )
-    return y.reshape(*x.shape[:-1], w.shape[0])
+    return y
 
 
 class _Needs(NamedTuple):
@@ -219,8 +218,14 @@ def _gemm(
     return y.to(out)
 
 
+def _with_shape(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A fresh matrix with its leading dimensions restored. Not as a view, to autograd: users may
+    change the output of a layer in place, and FSDP hangs hooks on it."""
+    return matrix if matrix.dim() == len(shape) else torch.ops.aten._unsafe_view(matrix, shape)
+
+
 class _Linear(torch.autograd.Function):
-    """x [M, K], w [N, K] -> y [M, N]."""
+    """x [..., K], w [N, K] -> y [..., N]."""
 
     @staticmethod
     def forward(
@@ -240,18 +245,22 @@ class _Linear(torch.autograd.Function):
             # The model's offset moves on in place, perhaps before this forward's backward runs.
             # The forward's own operands read the copy too: that keeps compilers from moving it.
             offset = _ops.snapshot(offset)
-        x_row, x_col = _operands(x, recipe.fprop_x, recipe.wgrad_x, True, needs.dw, seed_x, offset)
+        shape, (n, k) = x.shape, w.shape
+        m = math.prod(shape[:-1])
+        x_row, x_col = _operands(
+            x.reshape(m, k), recipe.fprop_x, recipe.wgrad_x, True, needs.dw, seed_x, offset
+        )
         w_row, w_col = _operands(w, recipe.fprop_w, recipe.dgrad_w, True, needs.dx, seed_w, offset)
-        extents = (x.shape[0], w.shape[0], x.shape[1])
-        y = _gemm(x_row, recipe.fprop_x, w_row, recipe.fprop_w, extents, bias, dtype, dtype)
+        y = _gemm(x_row, recipe.fprop_x, w_row, recipe.fprop_w, (m, n, k), bias, dtype, dtype)
 
         backward_draws = needs.any and _stochastic(recipe.dgrad_dy, recipe.wgrad_dy)
         key = (seed_dy, offset) if backward_draws else ()
         ctx.save_for_backward(*x_col, *w_col, *key)
         ctx.counts = (len(x_col), len(w_col))
-        ctx.recipe, ctx.needs, ctx.extents, ctx.compute = recipe, needs, extents, dtype
+        ctx.recipe, ctx.needs, ctx.extents, ctx.compute = recipe, needs, (m, n, k), dtype
+        ctx.shape = tuple(shape)
         ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
-        return y
+        return _with_shape(y, (*shape[:-1], n))
 
     @staticmethod
     @once_differentiable
@@ -263,13 +272,14 @@ class _Linear(torch.autograd.Function):
         recipe, needs, (m, n, k) = ctx.recipe, ctx.needs, ctx.extents
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
 
+        dy = dy.reshape(m, n)
         dy_row, dy_col = _operands(
             dy, recipe.dgrad_dy, recipe.wgrad_dy, needs.dx, needs.dw, seed, offset
         )
         dx = dw = db = None
         if needs.dx:
             dgrad = (recipe.dgrad_dy, w_col, recipe.dgrad_w, (m, k, n))
-            dx = _gemm(dy_row, *dgrad, None, ctx.compute, x_dtype)
+            dx = _with_shape(_gemm(dy_row, *dgrad, None, ctx.compute, x_dtype), ctx.shape)
         if needs.dw:
             wgrad = (recipe.wgrad_dy, x_col, recipe.wgrad_x, (n, k, m))
             dw = _gemm(dy_col, *wgrad, None, ctx.compute, w_dtype)

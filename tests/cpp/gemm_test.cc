@@ -175,12 +175,14 @@ TEST(Gemm, SumsOfSmallIntegersAreExact) {
       a.fill(values);
       b.fill([&](int64_t i, int64_t r, int64_t c) { return values(i, c, r); });
       const std::vector<double> va = a.decoded(), vb = b.decoded();
+      std::vector<float> bias(static_cast<size_t>(n));
+      for (int64_t c = 0; c < n; ++c) bias[c] = static_cast<float>(c % 1021);
       Result d(DType::f32, m, n, Strides::row_major);
-      gemm(a.view(), b.view(), d.view);
+      gemm(a.view(), b.view(), d.view, {.bias = bias.data()});
       const int64_t padded = a.q.shape.padded;
       for (int64_t r = 0; r < m; ++r)
         for (int64_t c = 0; c < n; ++c) {
-          double sum = 0;
+          double sum = bias[c];
           for (int64_t i = 0; i < padded; ++i) sum += va[r * padded + i] * vb[c * padded + i];
           ASSERT_EQ(d.frame.at(0, r, c), sum)
               << to_string(spec) << " " << m << "x" << n << "x" << k;

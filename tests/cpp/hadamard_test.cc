@@ -65,9 +65,12 @@ TEST(Hadamard, EveryRoundingIsInStageOrder) {
 
 TEST(Hadamard, NoResultIsNegativeZero) {
   for (int dim : kHadamardSizes) {
-    std::vector<float> x(static_cast<size_t>(dim), -0.0f);
-    hadamard_block(with_mask(dim, 0xFFFF), x.data());
-    for (float v : x) EXPECT_EQ(bits_of(v), 0u);
+    std::vector<float> x;
+    for (uint64_t mask : {0, 1, 0xD7E8, 0xFFFF}) {
+      x.assign(static_cast<size_t>(dim), -0.0f);
+      hadamard_block(with_mask(dim, mask), x.data());
+      for (float v : x) EXPECT_EQ(bits_of(v), 0u) << dim << " " << mask;
+    }
     x.assign(static_cast<size_t>(dim), 0.0f);
     x[0] = 1, x[1] = -1;  // cancels in half of the outputs
     hadamard_block(with_mask(dim, 2), x.data());

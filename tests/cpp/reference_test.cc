@@ -77,6 +77,57 @@ TEST_P(ReferenceTest, QuantizeIsTheSpecificationWrittenTwice) {
   }
 }
 
+// Section 5, block by block: what a NaN or an Inf does to its block, and to nothing else.
+TEST(NonFinite, ABlockGetsANanScaleAndZeroCodesAndItsNeighboursDoNot) {
+  for (const QuantSpec& spec : valid_specs()) {
+    if (spec.outer || spec.hadamard.dim) continue;
+    for (float bad : {NAN, HUGE_VALF, -HUGE_VALF}) {
+      const int64_t rows = spec.block + 3, columns = 3 * spec.block + 1, at = spec.block + 5;
+      const Input x(DType::f32, 1, rows, columns, Strides::row_major,
+                    [&](int64_t, int64_t r, int64_t c) { return r == 2 && c == at ? bad : -3.0f; });
+      Output out(spec, {}, -1, rows, columns);
+      QuantizeOptions options;
+      options.rng = Rng{};
+      quantize(x.view(), out.view, options);
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < columns; ++c) {
+          const bool hit = c / spec.block == 1 && (spec.square ? r < spec.block : r == 2);
+          const uint32_t scale = out.scale(0, r, c / spec.block);
+          const float value =
+              spec.scale == Format::fp32 ? float_of(scale) : decode(spec.scale, scale);
+          ASSERT_EQ(std::isnan(value), hit) << to_string(spec) << " " << r << " " << c;
+          ASSERT_EQ(out.code(0, r, c) == 0, hit) << to_string(spec) << " " << r << " " << c;
+        }
+      }
+    }
+  }
+}
+
+TEST(NonFinite, ATensorScaledByANonFiniteAmaxIsNanAllOver) {
+  const Values ones = [](int64_t, int64_t, int64_t) { return 1.0f; };
+  for (const QuantSpec& spec : valid_specs()) {
+    if (!spec.outer) continue;
+    const Values one_bad = [&](int64_t, int64_t r, int64_t c) {
+      return r == 39 && c == 16 ? HUGE_VALF : 1.0f;
+    };
+    for (float bad : {NAN, HUGE_VALF, 0.0f}) {  // 0: computed, from a tensor with an Inf
+      const Input x(DType::f32, 1, 40, 17, Strides::row_major, bad == 0 ? one_bad : ones);
+      QuantizeOptions options;
+      options.rng = Rng{};
+      if (bad != 0) options.amax = &bad;
+      Output out(spec, {}, -1, 40, 17), oracle(spec, {}, -1, 40, 17);
+      quantize(x.view(), out.view, options);
+      reference::quantize(x.view(), oracle.view, options);
+      for (const Output* o : {&out, &oracle}) {
+        EXPECT_EQ(bits_of(o->outer_scale(0)), 0x7FC00000u) << to_string(spec);
+        for (int64_t i = 0; i < o->scales.size(); ++i)
+          ASSERT_EQ(o->scales.data()[i], spec.scale == Format::ue5m3 ? 0xFF : 0x7F);
+        for (int64_t i = 0; i < o->codes.size(); ++i) ASSERT_EQ(o->codes.data()[i], 0);
+      }
+    }
+  }
+}
+
 TEST_P(ReferenceTest, AmaxIsTheLargestMagnitudeAfterTheTransform) {
   for (int i = 0; i < 300; ++i) {
     Random random(GetParam() * 1000003 + i);

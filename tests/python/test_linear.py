@@ -150,6 +150,16 @@ def test_leading_dimensions(lead: tuple[int, ...]) -> None:
     assert_same([y, dx, dw, db], [fy.reshape(y.shape), fdx.reshape(dx.shape), fdw, fdb])
 
 
+@pytest.mark.parametrize("lead", [(5,), (2, 3)])
+def test_the_output_may_be_changed_in_place(lead: tuple[int, ...]) -> None:
+    """It is no view: FSDP's hooks would be lost on one."""
+    case = make(lead=lead)
+    y = bs.linear(case.x, case.w, case.bias, "mxfp8")
+    assert not y._is_view()
+    want = torch.autograd.grad(y.clone().relu(), case.w, case.dy, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y.relu_(), case.w, case.dy)[0], want)
+
+
 @pytest.mark.parametrize(("n", "k"), [(0, 70), (37, 0), (1, 1)])
 def test_degenerate_extents(n: int, k: int) -> None:
     case = make(lead=(3,), n=n, k=k)

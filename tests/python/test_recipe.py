@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import blockscale as bs
@@ -111,7 +112,7 @@ def test_specs_that_mean_nothing(name: str, changes: dict[str, Any], words: list
 
 
 def test_named_recipes_are_the_table() -> None:
-    rows: dict[str, list[str | None]] = {
+    rows: dict[str, Sequence[str | None]] = {
         "bf16": [None] * 6,
         "fp8_blockwise": ["fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_128x128"]
         + ["fp8_1x128"] * 2,
@@ -122,13 +123,13 @@ def test_named_recipes_are_the_table() -> None:
     for fp4 in ("nvfp4", "amdfp4"):
         square, signs = f"{fp4}[block=16x16]", "hadamard=16:0xd7e8"
         random = "rounding=stochastic,scale_rounding=up"
-        rows[fp4] = [fp4, square, f"{fp4}[{random}]", square]
-        rows[fp4] += [f"{fp4}[{random},{signs}]", f"{fp4}[{signs}]"]
+        wgrad = [f"{fp4}[{random},{signs}]", f"{fp4}[{signs}]"]
+        rows[fp4] = [fp4, square, f"{fp4}[{random}]", square, *wgrad]
     assert bs.recipe_names() == tuple(rows)
     for name, texts in rows.items():
         r = bs.recipe(name)
         slots = [r.fprop_x, r.fprop_w, r.dgrad_dy, r.dgrad_w, r.wgrad_dy, r.wgrad_x]
-        assert [None if s is None else str(s) for s in slots] == texts
+        assert [None if s is None else str(s) for s in slots] == list(texts)
         assert str(r) == name
         assert r.high_precision == (name == "bf16")
         assert r.stochastic == (name in ("nvfp4", "amdfp4"))

@@ -1,0 +1,262 @@
+"""Speed and memory of the CPU backend beside memcpy, torch.mm and, if installed, torchao.
+
+Runs the C++ benchmark (build/blockscale_bench), then the cases that need PyTorch, in one go, and
+writes one JSON with where it was measured. `make bench` calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import torch
+from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
+from blockscale.cli.trainer import make_optimizer
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+
+# Share of memcpy that a quantizer should reach: FP4 is bound by instructions, not by bytes.
+GOALS = {
+    ("quantize", "-1", "byte"): 0.70,
+    ("quantize", "-1", "nibble"): 0.50,
+    ("quantize", "-2", "byte"): 0.45,
+    ("quantize", "-2", "nibble"): 0.45,
+    ("dequantize", "-1", "byte"): 0.70,
+    ("dequantize", "-1", "nibble"): 0.70,
+    ("dequantize", "-2", "byte"): 0.70,
+    ("dequantize", "-2", "nibble"): 0.70,
+}
+
+
+def core_rows(binary: Path) -> list[Row]:
+    """The C++ cases as shares of memcpy (bytes) and as FLOP/s."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "core.json")
+        options = (f"--benchmark_out={out}", "--benchmark_out_format=json")
+        subprocess.run([binary, *options, "--benchmark_repetitions=5"], check=True)
+        report = json.loads(out.read_text())
+    medians = {
+        b["run_name"].removesuffix("/real_time"): b
+        for b in report["benchmarks"]
+        if b.get("aggregate_name") == "median"
+    }
+    copy = medians["memcpy"]["bytes_per_second"]
+    rows = []
+    for name, b in medians.items():
+        row: Row = {"case": name, "ms": b["real_time"]}
+        if "bytes_per_second" in b:
+            row["gb_per_s"] = b["bytes_per_second"] / 1e9
+            row["of_memcpy"] = b["bytes_per_second"] / copy
+            row["goal"] = goal(name)
+        else:
+            row["gflops"] = b["flops"] / 1e9
+        rows.append(row)
+    return rows
+
+
+def goal(case: str) -> float | None:
+    """What share of memcpy the case should reach, by kind."""
+    op, _, rest = case.partition("/")
+    if op == "quantize_dual":
+        return 0.45
+    spec, _, axis = rest.rpartition("/axis:")
+    if "stochastic" in spec or "hadamard" in spec:
+        return 0.30
+    if op == "quantize" and spec and bs.spec(spec).block[0] > 1:
+        return 0.45
+    width = "nibble" if spec and bs.spec(spec).element == "e2m1" else "byte"
+    return GOALS.get((op, axis, width))
+
+
+def seconds(body: Callable[[], Any], least: float = 0.5) -> float:
+    """Median time of a call, over at least `least` seconds and five calls."""
+    body()
+    times: list[float] = []
+    while sum(times) < least or len(times) < 5:
+        start = time.perf_counter()
+        body()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def matmul_rows(n: int = 2048) -> list[Row]:
+    """bs.matmul, decode included, against torch.mm in FP32 on the same threads."""
+    x, w = torch.randn(n, n), torch.randn(n, n)
+    reference = x @ w.t()
+    peer = seconds(lambda: x @ w.t())
+    rows: list[Row] = [{"case": f"torch.mm float32 {n}^3", "gflops": 2 * n**3 / peer / 1e9}]
+    for name in bs.recipe_names():
+        recipe = bs.recipe(name)
+        if recipe.fprop_x is None or recipe.fprop_w is None:
+            continue
+        a, b = bs.quantize(x, recipe.fprop_x), bs.quantize(w, recipe.fprop_w)
+        y = bs.matmul(a, b, out_dtype=torch.float32)
+        error = ((y - reference).norm() / reference.norm()).item()
+        assert 1e-4 < error < 0.3, f"{name}: relative error {error}"
+        took = seconds(lambda a=a, b=b: bs.matmul(a, b, out_dtype=torch.float32))  # type: ignore[misc]
+        rows.append(
+            {
+                "case": f"matmul {name} {n}^3",
+                "gflops": 2 * n**3 / took / 1e9,
+                "of_torch_mm": peer / took,
+                "goal": 0.85,
+                "relative_error": error,
+            }
+        )
+    return rows
+
+
+def train_step(
+    model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+) -> None:
+    """Forward, backward and update, as `blockscale train` does them."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_rows(steps: int = 9) -> list[Row]:
+    """One training step of the preset `tiny` in every recipe, interleaved."""
+    preset = PRESETS["tiny"]
+    batch, length = preset.batch_size, preset.seq_len
+    tokens = torch.randint(256, (batch, length + 1))
+    runs: dict[str, Callable[[], None]] = {}
+    for name in bs.recipe_names():
+        model = LanguageModel(preset, length)
+        model.initialize(0)
+        bs.convert(model, name, skip=list(KEPT_IN_BF16))
+        optimizer = make_optimizer(model, 1e-3)
+        bs.attach(model, optimizer)
+
+        runs[name] = functools.partial(train_step, model, optimizer, tokens)
+        runs[name]()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(steps):
+        for name, step in runs.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    return [
+        {
+            "case": f"training step tiny, {name}",
+            "ms": 1e3 * t,
+            "of_bf16_step": t / medians["bf16"],
+            "goal": None if name == "bf16" else 2.0,
+        }
+        for name, t in medians.items()
+    ]
+
+
+def torchao_rows(copy_gb_per_s: float) -> list[Row]:
+    """torchao's MX quantizer, eager, on the same threads; its CPU path has no other."""
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+    except ImportError:
+        return []
+    x = torch.randn(2048, 8192, dtype=torch.bfloat16)
+    rows: list[Row] = []
+    for label, element, bits in (
+        ("mxfp8", torch.float8_e4m3fn, 8),
+        ("mxfp4", torch.float4_e2m1fn_x2, 4),
+    ):
+        took = seconds(lambda e=element: to_mx(x, e, 32, ScaleCalculationMode.RCEIL))  # type: ignore[misc]
+        moved = x.numel() * (2 + bits / 8 + 1 / 32)
+        speed = moved / took / 1e9
+        row = {"case": f"torchao to_mx {label}, axis -1", "ms": 1e3 * took, "gb_per_s": speed}
+        rows.append({**row, "of_memcpy": speed / copy_gb_per_s})
+    return rows
+
+
+def memory_rows() -> list[Row]:
+    """Peak memory of a quantizer beyond its outputs, from the process's own high-water mark."""
+    script = (
+        "import resource, torch, blockscale as bs\n"
+        "x = torch.ones(8192, 8192, dtype=torch.bfloat16)\n"
+        "bs.quantize(x[:256], 'nvfp4')\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak(); q = bs.quantize(x, 'nvfp4')\n"
+        "outputs = q.codes.nbytes + q.scales.nbytes\n"
+        "print((peak() - before - outputs) / 2**20)\n"
+    )
+    python = Path(os.sys.executable)  # type: ignore[attr-defined]
+    out = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True)
+    return [
+        {"case": "quantize nvfp4 8192x8192, MiB beyond outputs", "mib": float(out.stdout.strip())}
+    ]
+
+
+def cpu_name() -> str:
+    """The processor, as the kernel names it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def provenance() -> dict[str, Any]:
+    """Where and from what the numbers come."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    facts = bs.describe()
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else ""),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "instruction_set": facts["instruction_set"],
+        "blockscale": facts["version"],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def print_rows(rows: list[Row]) -> None:
+    """One line a case: its figure, its share of the peer's, its goal."""
+    table = Table("case", "ms", "GB/s", "GFLOP/s", "share", "goal")
+    for row in rows:
+        share = row.get("of_memcpy", row.get("of_torch_mm", row.get("of_bf16_step")))
+        cells = [row.get("ms"), row.get("gb_per_s"), row.get("gflops"), share, row.get("goal")]
+        table.add_row(row["case"], *("" if c is None else f"{c:.2f}" for c in cells))
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Measure everything, print it, write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--core", type=Path, default=Path("build/blockscale_bench"))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    where = provenance()
+    rows = core_rows(options.core)
+    copy = next(row["gb_per_s"] for row in rows if row["case"] == "memcpy")
+    rows += matmul_rows() + step_rows() + torchao_rows(copy) + memory_rows()
+    print_rows(rows)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"provenance": where, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
