@@ -38,8 +38,8 @@ class PoolExecutor final : public Executor {
     if (count <= 0) return;
     const auto threads = static_cast<int64_t>(workers_.size()) + 1;
     // One call at a time uses the pool; a nested or concurrent one runs where it is.
-    std::unique_lock busy(busy_, std::try_to_lock);
-    if (threads == 1 || count == 1 || !busy) return body(0, count);
+    if (threads == 1 || count == 1 || busy_.exchange(true)) return body(0, count);
+    const Release release{busy_};
 
     Job job{&body, count, std::max<int64_t>(1, count / (4 * threads))};
     {
@@ -77,6 +77,11 @@ class PoolExecutor final : public Executor {
     }
   };
 
+  struct Release {
+    std::atomic<bool>& busy;
+    ~Release() { busy = false; }
+  };
+
   void work() {
     uint64_t seen = 0;
     std::unique_lock lock(mutex_);
@@ -93,7 +98,8 @@ class PoolExecutor final : public Executor {
   }
 
   std::vector<std::thread> workers_;
-  mutable std::mutex busy_, mutex_;
+  mutable std::atomic<bool> busy_{false};
+  mutable std::mutex mutex_;
   mutable std::condition_variable wake_, done_;
   mutable Job* job_ = nullptr;
   mutable uint64_t generation_ = 0;

@@ -9,34 +9,38 @@ StorageLayout parse_layout(std::string_view text) {
   StorageLayout layout;
   std::vector<std::string> names;
   for (const LayoutTraits& t : kLayouts) names.push_back(t.name);
-  if (text.empty()) fail("layout", "name", quoted(text), "one of " + join(names, ", "));
+  bool has_codes = false, has_scales = false;
   for (std::string_view name : split(text, '+')) {
     int index = 0;
     while (index < kLayoutCount && name != kLayouts[index].name) ++index;
     if (index == kLayoutCount)
       fail("layout", "name", quoted(name), "one of " + join(names, ", "),
            "did you mean " + quoted(nearest(name, names)) + "?");
-    const Layout l = static_cast<Layout>(index);
-    if (kLayouts[index].for_scales) {
-      if (layout.scales != Layout::linear)
-        fail("layout", "name", quoted(text), "at most one layout of scales");
-      layout.scales = l;
-    } else {
-      layout.codes = l;
-    }
+    const bool scales = kLayouts[index].for_scales;
+    bool& taken = scales ? has_scales : has_codes;
+    if (taken)
+      fail("layout", "name", quoted(text), "at most one layout of codes and one of scales",
+           "join them by '+', e.g. 'mfma_16x16+aiter_scale'");
+    taken = true;
+    (scales ? layout.scales : layout.codes) = static_cast<Layout>(index);
   }
   return layout;
 }
 
 std::string to_string(const StorageLayout& layout) {
-  const std::string codes = kLayouts[static_cast<int>(layout.codes)].name;
-  const std::string scales = kLayouts[static_cast<int>(layout.scales)].name;
+  const std::string codes = traits(layout.codes).name;
+  const std::string scales = traits(layout.scales).name;
   if (layout.codes == Layout::linear) return scales;
   return layout.scales == Layout::linear ? codes : codes + "+" + scales;
 }
 
 void validate(const QuantSpec& spec, const StorageLayout& layout) {
-  const LayoutTraits& scales = kLayouts[static_cast<int>(layout.scales)];
+  const LayoutTraits scales = traits(layout.scales), codes = traits(layout.codes);
+  if (!codes.for_codes)
+    fail("layout", "codes", quoted(codes.name), "a layout of codes: linear or mfma_16x16");
+  if (!scales.for_scales)
+    fail("layout", "scales", quoted(scales.name),
+         "a layout of scales: linear, mn_major, nv_128x4 or aiter_scale");
   if (scales.scale_bytes != 0 && scales.scale_bytes != scale_bytes(spec.scale))
     fail("layout", "scales", quoted(scales.name),
          std::string("a layout for the ") + traits(spec.scale).name + " scales of " + to_string(spec),

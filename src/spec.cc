@@ -15,12 +15,6 @@ constexpr const char* kRuleNames[] = {"amax", "pow2", "floor", "ceil", "even", "
 constexpr const char* kScaleRoundingNames[] = {"nearest", "up"};
 constexpr const char* kRoundingNames[] = {"nearest", "stochastic"};
 
-const std::vector<Format> kFp8 = {Format::e4m3fn, Format::e4m3fnuz, Format::e5m2,
-                                  Format::e5m2fnuz};
-const std::vector<ScaleRule> kFloatRules = {ScaleRule::amax, ScaleRule::pow2};
-const std::vector<ScaleRule> kMxRules = {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even,
-                                         ScaleRule::rceil};
-
 bool saturates(ScaleRule rule) { return rule == ScaleRule::floor || rule == ScaleRule::even; }
 
 template <class T>
@@ -110,8 +104,8 @@ Hadamard parse_hadamard(std::string_view value) {
   const size_t colon = value.find(':');
   Hadamard h;
   const auto dim = parse_number(value.substr(0, colon));
-  if (!dim || std::find(std::begin(kHadamardSizes), std::end(kHadamardSizes),
-                        static_cast<int>(*dim)) == std::end(kHadamardSizes))
+  const auto is_dim = [&](int size) { return dim && *dim == static_cast<uint64_t>(size); };
+  if (std::none_of(std::begin(kHadamardSizes), std::end(kHadamardSizes), is_dim))
     fail("spec", "hadamard", value, "none, or one of the sizes 16, 32, 64, 128",
          "write hadamard=16, or 16:0xd7e8 to give the sign mask");
   h.dim = static_cast<uint16_t>(*dim);
@@ -158,6 +152,11 @@ const char* to_string(ScaleRounding r) { return kScaleRoundingNames[static_cast<
 const char* to_string(Rounding r) { return kRoundingNames[static_cast<int>(r)]; }
 
 const std::vector<Family>& families() {
+  static const std::vector<Format> kFp8 = {Format::e4m3fn, Format::e4m3fnuz, Format::e5m2,
+                                           Format::e5m2fnuz};
+  static const std::vector<ScaleRule> kFloatRules = {ScaleRule::amax, ScaleRule::pow2};
+  static const std::vector<ScaleRule> kMxRules = {ScaleRule::floor, ScaleRule::ceil,
+                                                  ScaleRule::even, ScaleRule::rceil};
   static const std::vector<Family> table = {
       {"fp8_1x128", kFp8_1x128, kFp8, kFloatRules},
       {"fp8_128x128", kFp8_128x128, kFp8, kFloatRules},
@@ -247,11 +246,15 @@ QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
   QuantSpec spec = base;
   const Family& family = family_of(base);
   bool rounds_scales = false;
+  if (changes.empty()) return base;
+  std::vector<std::string_view> seen;
   for (std::string_view change : split(changes, ',')) {
     const size_t equals = change.find('=');
     const std::string_view key = change.substr(0, equals);
     const std::string_view value =
         equals == std::string_view::npos ? std::string_view() : change.substr(equals + 1);
+    if (contains(seen, key)) fail("spec", "change", quoted(key), "each change once");
+    seen.push_back(key);
     if (key == "element") {
       spec.element = parse_format(value, true);
     } else if (key == "block") {

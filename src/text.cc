@@ -13,11 +13,11 @@ std::string join(const std::vector<std::string>& parts, const char* separator) {
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
-  while (!text.empty()) {
-    const size_t end = text.find(separator);
+  for (size_t end; (end = text.find(separator)) != std::string_view::npos;) {
     parts.push_back(text.substr(0, end));
-    text.remove_prefix(end == std::string_view::npos ? text.size() : end + 1);
+    text.remove_prefix(end + 1);
   }
+  parts.push_back(text);
   return parts;
 }
 

@@ -8,7 +8,7 @@
 namespace blockscale {
 
 std::string join(const std::vector<std::string>& parts, const char* separator);
-// Pieces between separators; none for an empty text.
+// Pieces between separators, empty ones included: n separators give n + 1 pieces.
 std::vector<std::string_view> split(std::string_view text, char separator);
 std::string quoted(std::string_view text);
 // The candidate with the smallest edit distance.

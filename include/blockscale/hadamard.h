@@ -30,7 +30,7 @@ BLOCKSCALE_HD constexpr float hadamard_norm(int dim) {
 }
 
 // y = H_d diag(+-1) x / sqrt(d), rounded to BF16. Butterflies in stage order 1, 2, 4, ..., then one
-// multiply, then + 0.0 (no result is -0). Every output sums every input, so a non-finite input
+// multiply, then + 0.0 (an exact zero is +0). Every output sums every input, so a non-finite input
 // makes the whole block non-finite by itself.
 BLOCKSCALE_HD constexpr void hadamard_block(const Hadamard& h, float* x) {
   for (int i = 0; i < h.dim; ++i) {

@@ -33,11 +33,21 @@ inline constexpr LayoutTraits kLayouts[] = {
 };
 inline constexpr int kLayoutCount = sizeof(kLayouts) / sizeof(kLayouts[0]);
 
+BLOCKSCALE_HD constexpr LayoutTraits traits(Layout l) {
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
+  constexpr LayoutTraits table[] = {kLayouts[0], kLayouts[1], kLayouts[2], kLayouts[3],
+                                    kLayouts[4]};
+  return table[static_cast<int>(l)];
+#else
+  return kLayouts[static_cast<int>(l)];
+#endif
+}
+
 BLOCKSCALE_HD constexpr int64_t padded_rows(Layout l, int64_t rows) {
-  return round_up(rows, kLayouts[static_cast<int>(l)].row_multiple);
+  return round_up(rows, traits(l).row_multiple);
 }
 BLOCKSCALE_HD constexpr int64_t padded_columns(Layout l, int64_t columns) {
-  return round_up(columns, kLayouts[static_cast<int>(l)].column_multiple);
+  return round_up(columns, traits(l).column_multiple);
 }
 BLOCKSCALE_HD constexpr int64_t layout_size(Layout l, int64_t rows, int64_t columns) {
   return padded_rows(l, rows) * padded_columns(l, columns);
@@ -102,7 +112,7 @@ BLOCKSCALE_HD constexpr StoredShape stored_shape(const QuantSpec& spec, const St
   s.padded = s.blocks * spec.block;
   s.line_bytes = s.padded / codes_per_byte(spec.element);
   // The byte layouts hold one row of scales per line: square blocks are replicated in them.
-  const bool grid = spec.square && kLayouts[static_cast<int>(layout.scales)].scale_bytes != 1;
+  const bool grid = spec.square && traits(layout.scales).scale_bytes != 1;
   s.scale_rows = grid ? ceil_div(s.lines, spec.block) : s.lines;
   s.code_bytes = layout_size(layout.codes, s.lines, s.line_bytes);
   s.scale_count = layout_size(layout.scales, s.scale_rows, s.blocks);

@@ -22,7 +22,7 @@ class Executor {
   virtual void parallel_for(int64_t count, const Body& body) const = 0;
 };
 const Executor& serial_executor();
-// As many threads as the machine has cores, started on first use.
+// As many threads as the machine has cores, started on first use; not for the child of a fork.
 const Executor& default_executor();
 
 struct QuantizeOptions {
@@ -57,7 +57,7 @@ void dequantize(const ConstQuantized& q, const Matrix& x,
 void relayout(const ConstQuantized& from, const Quantized& to,
               const Executor& executor = default_executor());
 
-// D = alpha * (A B^T) + bias + beta_one * D. A is [M, K], B is [N, K] up to their axes: each
+// D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each
 // operand's contraction axis is the one it was quantized along, its lines are the rows of A or B.
 struct GemmOptions {
   float alpha = 1.0f;

@@ -10,7 +10,7 @@ namespace blockscale {
 //
 // t + random >= 256 with t = (F + 2^(14-m)) >> (15-m) is the same as a carry out of the low 23-m
 // bits of F + 2^(14-m) + random * 2^(15-m), so one integer addition rounds.
-// e2m1, y = 2.75: F = 0b011 << 19 of 2^22 (t = 96): rounds up for random >= 160, P = 96/256.
+// e2m1, y = 2.75, between 2 and 3: F = 0b11 << 20 of 2^22, t = 192: up for random >= 64, P = 3/4.
 BLOCKSCALE_HD constexpr uint32_t encode_magnitude_stochastic(const FormatTraits& t, float largest,
                                                              float y, uint32_t random) {
   const float clamped = y < largest ? y : largest;

@@ -134,46 +134,48 @@ def _plan(
     skip: list[str],
 ) -> Iterator[_Step]:
     """What to do with each module that has parameters of its own."""
-    compiled = [
-        (_pattern(rule), None if to is None else recipe_named(to), rule)
-        for rule, to in rules.items()
-    ]
     named = {_clean(name): module for name, module in model.named_modules()}
-    linears = [name for name, module in named.items() if isinstance(module, torch.nn.Linear)]
-    for pattern, _, rule in compiled:
-        if not any(pattern.search(name) for name in linears):
-            fail(
-                "convert",
-                "rules",
-                repr(rule),
-                "a regular expression that is found in the name of a linear layer",
-                f"the names are {', '.join(linears[:4])}{', ...' if len(linears) > 4 else ''}",
-            )
-    for entry in skip:
-        if not any(_is_part(entry, name) for name in named):
-            parts = {part for name in named for part in (name, name.rpartition(".")[2]) if part}
-            fail(
-                "convert",
-                "skip",
-                repr(entry),
-                "the name of a module",
-                did_you_mean(entry, sorted(parts)),
-            )
-
+    parsed = {
+        rule: (_pattern(rule), None if to is None else recipe_named(to))
+        for rule, to in rules.items()
+    }
+    _check_rules({rule: pattern for rule, (pattern, _) in parsed.items()}, named)
+    _check_skip(skip, named)
     for name, module in named.items():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         reason = _unfit(module)
-        matched = next((item for item in compiled if item[0].search(name)), None)
+        rule = next((rule for rule, (pattern, _) in parsed.items() if pattern.search(name)), None)
         skipped = next((entry for entry in skip if _is_part(entry, name)), None)
         if reason:
             yield _Step(name, module, reason)
         elif skipped is not None:
             yield _Step(name, module, f"skip {skipped!r}")
-        elif matched is not None:
-            yield _Step(name, module, matched[1] or f"rule {matched[2]!r}")
+        elif rule is not None:
+            yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}")
         else:
             yield _Step(name, module, default)
+
+
+def _check_rules(
+    patterns: Mapping[str, re.Pattern[str]], named: Mapping[str, torch.nn.Module]
+) -> None:
+    """A rule that applies to nothing is a mistake in its expression."""
+    linears = [name for name, module in named.items() if isinstance(module, torch.nn.Linear)]
+    for rule, pattern in patterns.items():
+        if not any(pattern.search(name) for name in linears):
+            need = "a regular expression that is found in the name of a linear layer"
+            names = ", ".join(linears[:4]) + (", ..." if len(linears) > 4 else "")
+            fail("convert", "rules", repr(rule), need, f"the names are {names}")
+
+
+def _check_skip(skip: list[str], named: Mapping[str, torch.nn.Module]) -> None:
+    """A name to skip that is nowhere is a mistake in the name."""
+    for entry in skip:
+        if not any(_is_part(entry, name) for name in named):
+            names = {part for name in named for part in (name, name.rpartition(".")[2]) if part}
+            remedy = did_you_mean(entry, sorted(names))
+            fail("convert", "skip", repr(entry), "the name of a module", remedy)
 
 
 def _pattern(rule: str) -> re.Pattern[str]:

@@ -97,7 +97,7 @@ def linear_with_keys(
             "pass rng=bs.Rng(seed, offset)",
         )
     dtype, device = x.dtype, x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch refuses to ask for meta
         dtype = torch.get_autocast_dtype(device)
     y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
         x, w, bias, recipe, needs, dtype, *(keys or (None,) * 4)
@@ -210,12 +210,18 @@ def _gemm(
         a_values = _values(a, a_spec, m, k, compute)
         b_values = _values(b, b_spec, n, k, compute)
         bias = None if bias is None else bias.to(compute)
-        return torch.nn.functional.linear(a_values, b_values, bias).to(out)
+        return _cast(torch.nn.functional.linear(a_values, b_values, bias), out)
     gemm_out = torch.float32 if out == torch.float16 else out
     y: torch.Tensor = _ops.matmul(
         *(*a, str(a_spec), "linear", m, *b, str(b_spec), "linear", n, k, bias, gemm_out)
     )
-    return y.to(out)
+    return _cast(y, out)
+
+
+def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`t.to(dtype)`, but no operation at all where there is nothing to do: torch 2.11's compiler
+    loses the gradient of an output that another traced tensor is."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def _with_shape(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
