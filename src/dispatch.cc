@@ -41,32 +41,36 @@ std::string extents(int64_t rows, int64_t columns) {
   return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
 }
 
+// Messages are built only when a check fails: these run on every call.
 void check_matrix(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
                   const void* data) {
-  require(rows >= 0 && columns >= 0 && batch >= 0, op, name, extents(rows, columns),
-          "extents of at least 0");
-  require(data != nullptr || rows * columns * batch == 0, op, name, "null", "a pointer to data");
+  if (rows < 0 || columns < 0 || batch < 0)
+    fail(op, name, extents(rows, columns), "extents of at least 0");
+  if (!data && rows * columns * batch != 0) fail(op, name, "null", "a pointer to data");
 }
 
 template <class Byte, class Float>
 void check_quantized(const char* op, const char* name, const BasicQuantized<Byte, Float>& q) {
   validate(q.spec);
   validate(q.spec, q.layout);
-  require(q.axis == -1 || q.axis == -2, op, "axis", q.axis, "-1 (along rows) or -2 (down columns)",
-          "axis is the contraction axis of the GEMM that will read the operand");
-  require(q.rows >= 0 && q.columns >= 0 && q.batch >= 0, op, name, extents(q.rows, q.columns),
-          "extents of at least 0");
+  if (q.axis != -1 && q.axis != -2)
+    fail(op, "axis", q.axis, "-1 (along rows) or -2 (down columns)",
+         "axis is the contraction axis of the GEMM that will read the operand");
+  if (q.rows < 0 || q.columns < 0 || q.batch < 0)
+    fail(op, name, extents(q.rows, q.columns), "extents of at least 0");
   const StoredShape s = q.shape();
-  require(q.codes || s.code_bytes * q.batch == 0, op, name, "null codes", "a pointer to codes");
-  require(q.scales || s.scale_count * q.batch == 0, op, name, "null scales", "a pointer to scales");
-  require(q.outer || !q.spec.outer || q.batch == 0, op, name, "null outer",
-          "a pointer to one FP32 a matrix: the spec has an outer scale");
+  if (!q.codes && s.code_bytes * q.batch != 0) fail(op, name, "null codes", "a pointer to codes");
+  if (!q.scales && s.scale_count * q.batch != 0)
+    fail(op, name, "null scales", "a pointer to scales");
+  if (!q.outer && q.spec.outer && q.batch != 0)
+    fail(op, name, "null outer", "a pointer to one FP32 a matrix: the spec has an outer scale");
 }
 
 void check_amax(const Quantized& out, const QuantizeOptions& options) {
   if (!options.amax) return;
-  require(out.spec.outer, "quantize", "amax", "given",
-          ("none: " + to_string(out.spec) + " has no outer scale").c_str(), "leave amax out");
+  if (!out.spec.outer)
+    fail("quantize", "amax", "given", "none: " + to_string(out.spec) + " has no outer scale",
+         "leave amax out");
   for (int64_t b = 0; b < out.batch; ++b)
     if (options.amax[b] < 0)
       fail("quantize", "amax", options.amax[b], "a value of at least 0",
@@ -79,27 +83,29 @@ void check_origin(const ConstMatrix& x, const Quantized& out, const QuantizeOpti
   const int64_t pos = rows ? o.origin_column : o.origin_row;
   const int64_t line = rows ? o.origin_row : o.origin_column;
   const int64_t step = std::max<int64_t>(spec.block, spec.hadamard.dim);
-  const auto where = "(" + std::to_string(o.origin_row) + ", " + std::to_string(o.origin_column) + ")";
-  require(pos >= 0 && line >= 0 && pos % step == 0 && line % spec.block_lines() == 0, "quantize",
-          "origin", where,
-          ("multiples of " + std::to_string(step) + " along axis " + std::to_string(out.axis) +
-           " and of " + std::to_string(spec.block_lines()) + " across it")
-              .c_str(),
-          "cut shards at whole blocks");
+  const auto where = [&] {
+    return "(" + std::to_string(o.origin_row) + ", " + std::to_string(o.origin_column) + ")";
+  };
+  if (pos < 0 || line < 0 || pos % step != 0 || line % spec.block_lines() != 0)
+    fail("quantize", "origin", where(),
+         "multiples of " + std::to_string(step) + " along axis " + std::to_string(out.axis) +
+             " and of " + std::to_string(spec.block_lines()) + " across it",
+         "cut shards at whole blocks");
   const int64_t limit = int64_t{1} << 32;
   const StoredShape s = out.shape();
-  require(!spec.stochastic() || (pos + s.padded <= limit && line + s.lines * x.batch <= limit),
-          "quantize", "origin", where, "global coordinates below 2^32 for stochastic rounding");
+  if (spec.stochastic() && (pos + s.padded > limit || line + s.lines * x.batch > limit))
+    fail("quantize", "origin", where(), "global coordinates below 2^32 for stochastic rounding");
 }
 
 void check_quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options) {
   check_matrix("quantize", "x", x.rows, x.columns, x.batch, x.data);
   check_quantized("quantize", "out", out);
-  require(out.rows == x.rows && out.columns == x.columns && out.batch == x.batch, "quantize", "out",
-          extents(out.rows, out.columns), ("the extents of x, " + extents(x.rows, x.columns)).c_str());
-  require(!out.spec.stochastic() || options.rng.has_value(), "quantize", "rng", "none",
-          "a seed and an offset: the spec rounds stochastically",
-          "pass rng, or use rounding = nearest");
+  if (out.rows != x.rows || out.columns != x.columns || out.batch != x.batch)
+    fail("quantize", "out", extents(out.rows, out.columns),
+         "the extents of x, " + extents(x.rows, x.columns));
+  if (out.spec.stochastic() && !options.rng)
+    fail("quantize", "rng", "none", "a seed and an offset: the spec rounds stochastically",
+         "pass rng, or use rounding = nearest");
   check_amax(out, options);
   check_origin(x, out, options);
 }
@@ -124,8 +130,10 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
 void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
                    const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                    const Executor& executor) {
-  require(row_out.axis == -1 && column_out.axis == -2, "quantize_dual", "axis", row_out.axis,
-          "axis -1 for the row operand and -2 for the column operand");
+  if (row_out.axis != -1 || column_out.axis != -2)
+    fail("quantize_dual", "axis",
+         std::to_string(row_out.axis) + " and " + std::to_string(column_out.axis),
+         "-1 for the row operand and -2 for the column operand");
   check_quantize(x, row_out, row_options);
   check_quantize(x, column_out, column_options);
   cpu::quantize(x, &row_out, row_options, &column_out, column_options, StrictExecutor(executor));
@@ -134,7 +142,8 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
           const Executor& executor) {
   validate(spec);
-  require(axis == -1 || axis == -2, "amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
+  if (axis != -1 && axis != -2)
+    fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
   check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data);
   cpu::amax(x, spec, axis, out, StrictExecutor(executor));
 }
@@ -142,18 +151,19 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
 void dequantize(const ConstQuantized& q, const Matrix& x, const Executor& executor) {
   check_quantized("dequantize", "q", q);
   check_matrix("dequantize", "x", x.rows, x.columns, x.batch, x.data);
-  require(x.rows == q.rows && x.columns == q.columns && x.batch == q.batch, "dequantize", "x",
-          extents(x.rows, x.columns), ("the extents of q, " + extents(q.rows, q.columns)).c_str());
+  if (x.rows != q.rows || x.columns != q.columns || x.batch != q.batch)
+    fail("dequantize", "x", extents(x.rows, x.columns),
+         "the extents of q, " + extents(q.rows, q.columns));
   cpu::dequantize(q, x, StrictExecutor(executor));
 }
 
 void relayout(const ConstQuantized& from, const Quantized& to, const Executor& executor) {
   check_quantized("relayout", "from", from);
   check_quantized("relayout", "to", to);
-  require(from.spec == to.spec && from.axis == to.axis && from.rows == to.rows &&
-              from.columns == to.columns && from.batch == to.batch,
-          "relayout", "to", describe(as_const(to)), ("the operand of from, " + describe(from)).c_str(),
-          "relayout changes the layout only");
+  if (from.spec != to.spec || from.axis != to.axis || from.rows != to.rows ||
+      from.columns != to.columns || from.batch != to.batch)
+    fail("relayout", "to", describe(as_const(to)), "the operand of from, " + describe(from),
+         "relayout changes the layout only");
   cpu::relayout(from, to, executor);
 }
 
@@ -163,22 +173,24 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   check_quantized("gemm", "b", b);
   check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data);
   const StoredShape sa = a.shape(), sb = b.shape();
-  require(a.batch == 1 && b.batch == 1 && d.batch == 1, "gemm", "batch", a.batch, "one matrix each");
+  if (a.batch != 1 || b.batch != 1 || d.batch != 1)
+    fail("gemm", "batch", a.batch, "one matrix each");
   const int64_t ka = a.axis == -1 ? a.columns : a.rows, kb = b.axis == -1 ? b.columns : b.rows;
-  require(ka == kb, "gemm", "b", describe(b),
-          ("the contraction length of a, " + std::to_string(ka)).c_str(),
-          "quantize both operands along their shared axis");
-  require(a.spec.hadamard == b.spec.hadamard, "gemm", "b", describe(b),
-          ("the Hadamard transform of a, " + describe(a)).c_str(),
-          "transform both operands of a GEMM or neither");
-  require(a.spec.block == b.spec.block, "gemm", "b", describe(b),
-          ("blocks of " + std::to_string(a.spec.block) + " along the contraction axis, as in a").c_str(),
-          "use one block size for both operands of a GEMM");
-  require(d.rows == sa.lines && d.columns == sb.lines, "gemm", "d", extents(d.rows, d.columns),
-          ("extents " + extents(sa.lines, sb.lines)).c_str());
-  require(d.dtype != DType::f16, "gemm", "d", "float16", "float32 or bfloat16");
-  require(!options.accumulate || d.dtype == DType::f32, "gemm", "d", "bfloat16",
-          "float32 to accumulate into");
+  if (ka != kb)
+    fail("gemm", "b", describe(b), "the contraction length of a, " + std::to_string(ka),
+         "quantize both operands along their shared axis");
+  if (a.spec.hadamard != b.spec.hadamard)
+    fail("gemm", "b", describe(b), "the Hadamard transform of a, " + describe(a),
+         "transform both operands of a GEMM or neither");
+  if (a.spec.block != b.spec.block)
+    fail("gemm", "b", describe(b),
+         "blocks of " + std::to_string(a.spec.block) + " along the contraction axis, as in a",
+         "use one block size for both operands of a GEMM");
+  if (d.rows != sa.lines || d.columns != sb.lines)
+    fail("gemm", "d", extents(d.rows, d.columns), "extents " + extents(sa.lines, sb.lines));
+  if (d.dtype == DType::f16) fail("gemm", "d", "float16", "float32 or bfloat16");
+  if (options.accumulate && d.dtype != DType::f32)
+    fail("gemm", "d", "bfloat16", "float32 to accumulate into");
   cpu::gemm(a, b, d, options, StrictExecutor(executor));
 }
 
@@ -199,8 +211,7 @@ std::string explain(std::string_view spec, std::string_view layout, std::string_
 
 std::vector<Backend> backends() {
   return {{"cpu", true, ""},
-          {"cuda", false,
-           "this build has no CUDA kernels; move the tensors to the CPU, where every spec runs"}};
+          {"cuda", false, "this build has no CUDA kernels; every spec runs on the CPU"}};
 }
 
 }  // namespace blockscale

@@ -48,6 +48,11 @@ std::string hex(const Hadamard& h) {
   return text;
 }
 
+// A mask has no bit beyond the size; one of dim 0 has none.
+bool mask_fits(const Hadamard& h) {
+  return h.dim == 128 || (h.mask_hi == 0 && (h.dim == 64 || h.mask_lo >> h.dim == 0));
+}
+
 template <size_t kCount>
 int index_of(const char* const (&names)[kCount], std::string_view name, const char* argument) {
   for (size_t i = 0; i < kCount; ++i)
@@ -121,12 +126,11 @@ Hadamard parse_hadamard(std::string_view value) {
   } else {
     low = parse_number(mask);
   }
-  const bool fits = low && high && (h.dim == 128 || (*high == 0 && (h.dim == 64 || *low >> h.dim == 0)));
-  if (!fits)
+  h.mask_lo = low.value_or(0);
+  h.mask_hi = high.value_or(0);
+  if (!low || !high || !mask_fits(h))
     fail("spec", "hadamard", value, "a sign mask of at most " + std::to_string(h.dim) + " bits",
          "bit i set flips the sign of element i");
-  h.mask_lo = *low;
-  h.mask_hi = *high;
   return h;
 }
 
@@ -184,24 +188,26 @@ const Family& family_of(const QuantSpec& spec) {
 void validate(const QuantSpec& spec) {
   const Family& family = family_of(spec);
   check_family_has(family, spec);
-  require(spec.block == family.spec.block, "spec", "block", block_text(spec),
-          ("blocks of " + std::to_string(family.spec.block)).c_str(),
-          "the scale format fixes the block size");
-  require(spec.two_level() || !spec.outer, "spec", "outer", "true",
-          "false: only two-level specs (nvfp4, amdfp4) have an outer scale");
-  require(spec.two_level() || spec.scale_rounding == ScaleRounding::nearest, "spec",
-          "scale_rounding", "up", "nearest: only two-level specs (nvfp4, amdfp4) round their scales",
-          "choose the scale_rule instead");
-  require(!spec.stochastic() || !saturates(spec.rule), "spec", "scale_rule", to_string(spec.rule),
-          "ceil or rceil with rounding = stochastic: this rule lets the largest elements saturate, "
-          "which biases the mean",
-          "add scale_rule=rceil");
+  if (spec.block != family.spec.block)
+    fail("spec", "block", block_text(spec), "blocks of " + std::to_string(family.spec.block),
+         "the scale format fixes the block size");
+  if (spec.outer && !spec.two_level())
+    fail("spec", "outer", "true", "false: only two-level specs (nvfp4, amdfp4) have an outer scale");
+  if (spec.scale_rounding == ScaleRounding::up && !spec.two_level())
+    fail("spec", "scale_rounding", "up",
+         "nearest: only two-level specs (nvfp4, amdfp4) round their scales",
+         "choose the scale_rule instead");
+  if (spec.stochastic() && saturates(spec.rule))
+    fail("spec", "scale_rule", to_string(spec.rule),
+         "ceil or rceil with rounding = stochastic: this rule lets the largest elements saturate, "
+         "which biases the mean",
+         "add scale_rule=rceil");
   const Hadamard& h = spec.hadamard;
-  const bool listed = std::find(std::begin(kHadamardSizes), std::end(kHadamardSizes), h.dim) !=
-                      std::end(kHadamardSizes);
-  require(h.dim == 0 || listed, "spec", "hadamard", h.dim, "none, 16, 32, 64 or 128");
-  const bool fits = h.dim == 128 || (h.mask_hi == 0 && (h.dim == 64 || h.mask_lo >> h.dim == 0));
-  require(fits, "spec", "hadamard", hex(h), "a sign mask of at most as many bits as the size");
+  if (h.dim != 0 && std::find(std::begin(kHadamardSizes), std::end(kHadamardSizes), h.dim) ==
+                        std::end(kHadamardSizes))
+    fail("spec", "hadamard", h.dim, "none, 16, 32, 64 or 128");
+  if (!mask_fits(h))
+    fail("spec", "hadamard", hex(h), "a sign mask of at most as many bits as the size");
 }
 
 std::string to_string(const QuantSpec& spec) {
