@@ -25,7 +25,9 @@ struct Reader {
         outer(operand.spec.outer ? operand.outer[b] : 1.0f),
         scale_lines(s.scale_rows == s.lines ? 1 : operand.spec.block) {}
 
-  int64_t scale_at(int64_t line, int64_t block) const {
+  HWY_INLINE int64_t scale_at(int64_t line, int64_t block) const {
+    if (HWY_LIKELY(q.layout.scales == Layout::linear && scale_lines == 1))
+      return line * s.blocks + block;
     return layout_offset(q.layout.scales, s.scale_rows, s.blocks, line / scale_lines, block);
   }
   HWY_INLINE uint32_t raw_scale(int64_t at) const {
@@ -67,7 +69,9 @@ struct Reader {
   }
   // The 16 bytes of codes of a line that start at byte `at`, a multiple of 16; zeros past the end.
   HWY_INLINE void bytes16(int64_t line, int64_t at, uint8_t* out) const {
-    const uint8_t* p = codes + layout_offset(q.layout.codes, s.lines, s.line_bytes, line, at);
+    const uint8_t* p = codes + (HWY_LIKELY(q.layout.codes == Layout::linear)
+                                    ? line * s.line_bytes + at
+                                    : layout_offset(q.layout.codes, s.lines, s.line_bytes, line, at));
     const int64_t count = s.line_bytes - at;
     if (HWY_LIKELY(count >= 16)) {
       std::memcpy(out, p, 16);
@@ -75,6 +79,15 @@ struct Reader {
       std::memset(out, 0, 16);
       std::memcpy(out, p, count);
     }
+  }
+  // Whether `count` bytes of codes of a line from byte `at` on are codes of +0.
+  bool is_zero(int64_t line, int64_t at, int64_t count) const {
+    uint8_t bytes[16], any = 0;
+    for (int64_t i = 0; i < count; i += 16) {
+      bytes16(line, at + i, bytes);
+      for (int64_t j = 0; j < HWY_MIN(16, count - i); ++j) any |= bytes[j];
+    }
+    return any == 0;
   }
 
   const ConstQuantized& q;

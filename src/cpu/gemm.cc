@@ -1,9 +1,13 @@
-// GEMM: both operands are decoded, scales included, into FP32 panels, block by block; an FP32
-// microkernel multiplies panels. Outer scales, alpha and bias are applied once, at the end.
+// GEMM: both operands are decoded into panels, block by block, and a microkernel multiplies panels.
+// Outer scales, alpha and bias are applied once, at the end.
 //
-// A product scale * code is exact for E8M0, E4M3 and UE5M3 scales and rounded once for FP32 ones,
-// so the error bound of numerics section 10 holds with c = 1 + 2/K for the sums.
+// Where the processor has a BF16 dot product and the operands are exact in BF16, panels hold pairs
+// of BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and E8M0 scales, the codes alone
+// for FP32 scales, which multiply the sum of each block. Otherwise panels hold fl(scale * code) in
+// FP32. Either way every product is exact or rounded once, and the error bound of numerics section
+// 10 holds with c = 1 + 4/K.
 #include "cpu/cpu.h"
+#include "cpu/dot_bf16.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/gemm.cc"
@@ -28,27 +32,81 @@ inline constexpr int64_t kBlockK = 512;
 inline constexpr int64_t kBlockM = 96;  // a multiple of every kTileM
 inline constexpr int64_t kBlockN = 1024;
 
+// A panel's word: an FP32 value, or two BF16 values of consecutive positions, the first one low.
+template <bool kPairs>
+using Word = std::conditional_t<kPairs, uint32_t, float>;
+template <bool kPairs>
+inline constexpr int64_t kPositions = kPairs ? 2 : 1;  // in a word
+
 // Decodes positions [k0, k0 + depth) of the `width` lines from `line` on into panel[k][width].
 // Whole vectors are stored in order of k, so what runs over the width is overwritten next; the
 // panel needs room for one vector more. depth is a multiple of 16.
-template <int kM>
+template <int kM, bool kPairs>
 HWY_INLINE void pack_panel(const Reader& reader, const Decoder<kM>& decoder, int64_t line,
-                           int64_t width, int64_t k0, int64_t depth, float* panel) {
+                           int64_t width, int64_t k0, int64_t depth, Word<kPairs>* panel) {
   constexpr int64_t kRun = kM == 1 ? 32 : 16;
   const DF df;
+  const DU du;
   const int64_t block = reader.q.spec.block;
+  const bool scaled = !kPairs || reader.q.spec.scale != Format::fp32;
+  HWY_ALIGN float scales[2 * 16];
+  for (int i = 0; i < 2 * 16; ++i) scales[i] = 1.0f;
   for (int64_t k = 0; k < depth; k += kRun) {
     for (int64_t w = 0; w < width; w += lanes()) {
-      HWY_ALIGN float scales[2 * 16];
-      for (int64_t half = 0; half < kRun; half += 16)
+      for (int64_t half = 0; scaled && half < kRun; half += 16)
         hn::StoreU(reader.line_scales(line + w, (k0 + k + half) / block), df, scales + half);
+      VU low = hn::Zero(du);
       for_line_codes<kM>(reader, line + w, k0 + k, [&](int i, VU code) HWY_ATTR {
         if (k + i >= depth) return;
         const VF value = hn::Mul(hn::LoadU(df, scales + i / 16 * 16), decoder(code));
-        hn::StoreU(value, df, panel + (k + i) * width + w);
+        if constexpr (kPairs) {  // exact in BF16: the upper half of the FP32 word is the value
+          const VU bits = hn::BitCast(du, value);
+          if (i % 2 == 0)
+            low = hn::ShiftRight<16>(bits);
+          else
+            hn::StoreU(hn::OrAnd(low, bits, hn::Set(du, 0xFFFF0000u)), du,
+                       panel + (k + i) / 2 * width + w);
+        } else {
+          hn::StoreU(value, df, panel + (k + i) * width + w);
+        }
       });
     }
   }
+}
+
+// Positions whose sum one scale of each line multiplies, in panels of pairs.
+HWY_INLINE int64_t scaled_depth(const QuantSpec& spec) {
+  return spec.scale == Format::fp32 ? spec.block : kBlockK;
+}
+
+// The scales of a panel's lines, one row of `width` for each scaled_depth() positions.
+HWY_INLINE void pack_scales(const Reader& reader, int64_t line, int64_t width, int64_t k0,
+                            int64_t depth, float* out) {
+  const bool separate = reader.q.spec.scale == Format::fp32;
+  const int64_t step = scaled_depth(reader.q.spec);
+  for (int64_t k = 0; k < depth; k += step, out += width)
+    for (int64_t w = 0; w < width; w += lanes())
+      hn::StoreU(separate ? reader.line_scales(line + w, (k0 + k) / reader.q.spec.block)
+                          : hn::Set(DF(), 1.0f),
+                 DF(), out + w);
+}
+
+// Whether scale * code (code alone for FP32 scales) is exact in BF16, with all products and sums far
+// from where FP32 ends. Only E8M0 scales reach that far: within 2^+-60 they do not; a block of zeros
+// may have any scale, and NaN is NaN.
+HWY_INLINE bool fits_bf16(const Reader& reader) {
+  if (reader.q.spec.scale != Format::e8m0) return true;
+  const auto fits = [](uint32_t byte) { return byte - 67 <= 120u || byte == 255; };
+  bool all = true;
+  for (int64_t i = 0; i < reader.s.scale_count; ++i) all &= fits(reader.scales[i]);
+  if (all) return true;
+  const int64_t block_bytes = reader.q.spec.block / codes_per_byte(reader.q.spec.element);
+  for (int64_t line = 0; line < reader.s.lines; ++line)
+    for (int64_t b = 0; b < reader.s.blocks; ++b)
+      if (!fits(reader.scales[reader.scale_at(line, b)]) &&
+          !reader.is_zero(line, b * block_bytes, block_bytes))
+        return false;
+  return true;
 }
 
 // c[kTileM][tile_n] = or += a[depth][kTileM]^T b[depth][tile_n].
@@ -88,16 +146,27 @@ struct Epilogue {
     factor = static_cast<double>(o.alpha) * (a.spec.outer ? a.outer[0] : 1.0f) *
              (b.spec.outer ? b.outer[0] : 1.0f);
   }
+  // `count` sums of row m from column n on; at most kBlockN.
   void store(int64_t m, int64_t n, int64_t count, const float* sums) const {
+    HWY_ALIGN float row[kBlockN];
+    const float* bias = options.bias ? options.bias + n : nullptr;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = m * d.row_stride + (n + i) * d.column_stride;
-      double value = factor * static_cast<double>(sums[i]);
-      if (options.bias) value += options.bias[n + i];
-      if (d.dtype == DType::f32) {
-        float* out = static_cast<float*>(d.data) + at;
-        *out = static_cast<float>(options.accumulate ? value + *out : value);
-      } else {
-        static_cast<uint16_t*>(d.data)[at] = to_bf16(static_cast<float>(value));
+      const double value = factor * static_cast<double>(sums[i]);
+      row[i] = static_cast<float>(bias ? value + static_cast<double>(bias[i]) : value);
+    }
+    const int64_t step = static_cast<int64_t>(lanes());
+    const int64_t at = m * d.row_stride + n * d.column_stride;
+    int64_t i = 0;
+    if (d.dtype == DType::bf16) {
+      auto* out = static_cast<uint16_t*>(d.data) + at;
+      for (; d.column_stride == 1 && i + step <= count; i += step)
+        store_values(hn::Load(DF(), row + i), out + i);
+      for (; i < count; ++i) out[i * d.column_stride] = to_bf16(row[i]);
+    } else {
+      auto* out = static_cast<float*>(d.data) + at;
+      for (; i < count; ++i) {
+        float& target = out[i * d.column_stride];
+        target = options.accumulate ? target + row[i] : row[i];
       }
     }
   }
@@ -106,55 +175,101 @@ struct Epilogue {
   double factor;
 };
 
-void gemm_blocks(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
-                 const GemmOptions& options, const Executor& executor) {
-  const Reader ra(a, 0), rb(b, 0);
-  const Epilogue epilogue(a, b, d, options);
+// Panels of consecutive lines over one block of k, and with pairs their scales.
+template <bool kPairs>
+struct Panels {
+  Panels(const Reader& r, int64_t panel_width, int64_t count, int64_t block_depth)
+      : reader(r),
+        width(panel_width),
+        words(width * block_depth / kPositions<kPairs>),
+        rows(width * ceil_div(block_depth, scaled_depth(r.q.spec))),
+        values(std::make_unique_for_overwrite<Word<kPairs>[]>(count * words + lanes())),
+        scales(kPairs ? std::make_unique_for_overwrite<float[]>(count * rows + lanes()) : nullptr) {}
+
+  void pack(int64_t first_line, int64_t begin, int64_t end, int64_t k0, int64_t depth) {
+    with_mantissa_bits(reader.q.spec.element, [&](auto m) HWY_ATTR {
+      const Decoder<m> decoder(reader.q.spec.element);
+      for (int64_t p = begin; p < end; ++p) {
+        const int64_t line = first_line + p * width;
+        pack_panel<m, kPairs>(reader, decoder, line, width, k0, depth, values.get() + p * words);
+        if (kPairs) pack_scales(reader, line, width, k0, depth, scales.get() + p * rows);
+      }
+    });
+  }
+
+  const Reader& reader;
+  int64_t width, words, rows;
+  std::unique_ptr<Word<kPairs>[]> values;
+  std::unique_ptr<float[]> scales;
+};
+
+template <bool kPairs>
+HWY_INLINE void multiply(const Panels<kPairs>& a, int64_t pa, const Panels<kPairs>& b, int64_t pb,
+                         int64_t depth, bool accumulate, float* c, int64_t c_stride) {
+  const Word<kPairs>* a_words = a.values.get() + pa * a.words;
+  const Word<kPairs>* b_words = b.values.get() + pb * b.words;
+  if constexpr (kPairs) {
+    const int64_t step = std::min(scaled_depth(a.reader.q.spec), scaled_depth(b.reader.q.spec));
+    const float* a_scales = a.scales.get() + pa * a.rows;
+    const float* b_scales = b.scales.get() + pb * b.rows;
+    for (int64_t k = 0; k < depth; k += step) {
+      multiply_pairs(a_words + k / 2 * a.width, b_words + k / 2 * b.width,
+                     std::min(step, depth - k) / 2,
+                     a_scales + k / scaled_depth(a.reader.q.spec) * a.width,
+                     b_scales + k / scaled_depth(b.reader.q.spec) * b.width, accumulate || k > 0, c,
+                     c_stride);
+    }
+  } else {
+    multiply_panels(a_words, b_words, depth, accumulate, c, c_stride);
+  }
+}
+
+template <bool kPairs>
+void gemm_panels(const Reader& ra, const Reader& rb, const Matrix& d, const Epilogue& epilogue,
+                 const Executor& executor) {
   const int64_t m_blocks = ceil_div(d.rows, kBlockM), n_blocks = ceil_div(d.columns, kBlockN);
-  const int64_t depth_all = std::min(ra.s.padded, rb.s.padded);
   const int64_t n_panels = ceil_div(d.columns, tile_n());
-  const int64_t block_depth = std::min(kBlockK, depth_all);
+  const int64_t depth_all = ra.s.padded, block_depth = std::min(kBlockK, depth_all);
   const int64_t c_stride = round_up(d.columns, tile_n());
-  // Sums of the blocks of k so far, and B's panels of the block at hand.
+  // Sums of the blocks of k so far.
   const auto c = std::make_unique_for_overwrite<float[]>(round_up(d.rows, kBlockM) * c_stride);
-  const auto b_panels =
-      std::make_unique_for_overwrite<float[]>(n_panels * tile_n() * block_depth + lanes());
+  Panels<kPairs> b(rb, tile_n(), n_panels, block_depth);
 
   for (int64_t k0 = 0; k0 == 0 || k0 < depth_all; k0 += kBlockK) {
     const int64_t depth = std::min(kBlockK, depth_all - k0);
     executor.parallel_for(n_panels, [&](int64_t begin, int64_t end) HWY_ATTR {
-      with_mantissa_bits(b.spec.element, [&](auto m) HWY_ATTR {
-        const Decoder<m> decoder(b.spec.element);
-        for (int64_t p = begin; p < end; ++p)
-          pack_panel<m>(rb, decoder, p * tile_n(), tile_n(), k0, depth,
-                        b_panels.get() + p * tile_n() * depth);
-      });
+      b.pack(0, begin, end, k0, depth);
     });
     executor.parallel_for(m_blocks * n_blocks, [&](int64_t begin, int64_t end) HWY_ATTR {
-      const auto a_panels = std::make_unique_for_overwrite<float[]>(kBlockM * depth + lanes());
+      Panels<kPairs> a(ra, kTileM, kBlockM / kTileM, block_depth);
       int64_t packed = -1;
       for (int64_t i = begin; i < end; ++i) {
         const int64_t m0 = i / n_blocks * kBlockM, n0 = i % n_blocks * kBlockN;
         const int64_t m_end = std::min(m0 + kBlockM, d.rows);
-        if (packed != m0) {
-          with_mantissa_bits(a.spec.element, [&](auto m) HWY_ATTR {
-            const Decoder<m> decoder(a.spec.element);
-            for (int64_t r = m0; r < m_end; r += kTileM)
-              pack_panel<m>(ra, decoder, r, kTileM, k0, depth, a_panels.get() + (r - m0) * depth);
-          });
-          packed = m0;
-        }
-        for (int64_t n = n0; n < std::min(n0 + kBlockN, d.columns); n += tile_n())
+        const int64_t n_end = std::min(n0 + kBlockN, d.columns);
+        if (packed != m0) a.pack(m0, 0, ceil_div(m_end - m0, kTileM), k0, depth);
+        packed = m0;
+        for (int64_t n = n0; n < n_end; n += tile_n())
           for (int64_t r = m0; r < m_end; r += kTileM)
-            multiply_panels(a_panels.get() + (r - m0) * depth, b_panels.get() + n * depth, depth,
-                            k0 > 0, c.get() + r * c_stride + n, c_stride);
+            multiply(a, (r - m0) / kTileM, b, n / tile_n(), depth, k0 > 0,
+                     c.get() + r * c_stride + n, c_stride);
         if (k0 + kBlockK < depth_all) continue;
-        const int64_t count = std::min(kBlockN, d.columns - n0);
         for (int64_t r = m0; r < m_end; ++r)
-          epilogue.store(r, n0, count, c.get() + r * c_stride + n0);
+          epilogue.store(r, n0, n_end - n0, c.get() + r * c_stride + n0);
       }
     });
   }
+}
+
+void gemm_blocks(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+                 const GemmOptions& options, const Executor& executor) {
+  const Reader ra(a, 0), rb(b, 0);
+  const Epilogue epilogue(a, b, d, options);
+  if constexpr (kTileM == kDotRows && tile_n() == kDotColumns) {
+    if (has_bf16_dot() && ra.s.padded > 0 && fits_bf16(ra) && fits_bf16(rb))
+      return gemm_panels<true>(ra, rb, d, epilogue, executor);
+  }
+  gemm_panels<false>(ra, rb, d, epilogue, executor);
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE
