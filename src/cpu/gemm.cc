@@ -149,13 +149,16 @@ struct Epilogue {
   // `count` sums of row m from column n on; at most kBlockN.
   void store(int64_t m, int64_t n, int64_t count, const float* sums) const {
     HWY_ALIGN float row[kBlockN];
-    const float* bias = options.bias ? options.bias + n : nullptr;
-    for (int64_t i = 0; i < count; ++i) {
-      const double value = factor * static_cast<double>(sums[i]);
-      row[i] = static_cast<float>(bias ? value + static_cast<double>(bias[i]) : value);
-    }
     const int64_t step = static_cast<int64_t>(lanes());
     const int64_t at = m * d.row_stride + n * d.column_stride;
+    const float* bias = options.bias ? options.bias + n : nullptr;
+    const float* before = options.accumulate ? static_cast<const float*>(d.data) + at : nullptr;
+    for (int64_t i = 0; i < count; ++i) {
+      double value = factor * static_cast<double>(sums[i]);
+      if (bias) value += static_cast<double>(bias[i]);
+      if (before) value += static_cast<double>(before[i * d.column_stride]);
+      row[i] = static_cast<float>(value);
+    }
     int64_t i = 0;
     if (d.dtype == DType::bf16) {
       auto* out = static_cast<uint16_t*>(d.data) + at;
@@ -164,10 +167,7 @@ struct Epilogue {
       for (; i < count; ++i) out[i * d.column_stride] = to_bf16(row[i]);
     } else {
       auto* out = static_cast<float*>(d.data) + at;
-      for (; i < count; ++i) {
-        float& target = out[i * d.column_stride];
-        target = options.accumulate ? target + row[i] : row[i];
-      }
+      for (; i < count; ++i) out[i * d.column_stride] = row[i];
     }
   }
   const Matrix& d;
