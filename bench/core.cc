@@ -141,8 +141,8 @@ void run_gemm(benchmark::State& state, const char* a_text, const char* b_text, i
   const Matrix out{d.data(), DType::f32, n, n, n};
   for (auto _ : state) gemm(as_const(a.q), as_const(b.q), out);
   const auto flops = 2.0 * static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n);
-  state.counters["flops"] = benchmark::Counter(
-      flops * static_cast<double>(state.iterations()), benchmark::Counter::kIsRate);
+  state.counters["flops"] = benchmark::Counter(flops * static_cast<double>(state.iterations()),
+                                               benchmark::Counter::kIsRate);
 }
 
 void add(const std::string& name, const std::function<void(benchmark::State&)>& body) {
@@ -151,8 +151,9 @@ void add(const std::string& name, const std::function<void(benchmark::State&)>& 
 
 void add_all() {
   add("memcpy", run_memcpy);
-  const char* plain[] = {"fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8[block=32x32]", "mxfp6",
-                         "mxfp4", "mxfp4[block=32x32]", "nvfp4", "nvfp4[block=16x16]", "amdfp4"};
+  const char* plain[] = {
+      "fp8_1x128", "fp8_128x128",        "mxfp8", "mxfp8[block=32x32]", "mxfp6",
+      "mxfp4",     "mxfp4[block=32x32]", "nvfp4", "nvfp4[block=16x16]", "amdfp4"};
   const char* rotated[] = {"nvfp4[rounding=stochastic]", "nvfp4[hadamard=16]",
                            "nvfp4[rounding=stochastic,hadamard=16]"};
   for (int axis : {-1, -2}) {
@@ -177,9 +178,12 @@ void add_all() {
     add("quantize_dual/" + std::string(pair[0]) + "+" + pair[1],
         [=](benchmark::State& s) { run_dual(s, pair[0], pair[1]); });
   add("amax", run_amax);
-  const char* operands[][2] = {{"fp8_1x128", "fp8_128x128"}, {"fp8_1x128", "fp8_1x128"},
-                               {"mxfp8", "mxfp8"},           {"mxfp4", "mxfp4[block=32x32]"},
-                               {"nvfp4", "nvfp4[block=16x16]"}, {"amdfp4", "amdfp4[block=16x16]"}};
+  const char* operands[][2] = {{"fp8_1x128", "fp8_128x128"},
+                               {"fp8_1x128", "fp8_1x128"},
+                               {"mxfp8", "mxfp8"},
+                               {"mxfp4", "mxfp4[block=32x32]"},
+                               {"nvfp4", "nvfp4[block=16x16]"},
+                               {"amdfp4", "amdfp4[block=16x16]"}};
   for (const auto& pair : operands)
     add("gemm/2048/" + std::string(pair[0]) + "*" + pair[1],
         [=](benchmark::State& s) { run_gemm(s, pair[0], pair[1], 2048); });

@@ -1,6 +1,6 @@
 // The boundary: every argument is checked here, once; then the backend runs.
-#include <cfenv>
 #include <algorithm>
+#include <cfenv>
 
 #include "blockscale/ops.h"
 #include "cpu/cpu.h"
@@ -142,8 +142,7 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
           const Executor& executor) {
   validate(spec);
-  if (axis != -1 && axis != -2)
-    fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
+  if (axis != -1 && axis != -2) fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
   check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data);
   cpu::amax(x, spec, axis, out, StrictExecutor(executor));
 }

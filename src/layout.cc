@@ -43,7 +43,8 @@ void validate(const QuantSpec& spec, const StorageLayout& layout) {
          "a layout of scales: linear, mn_major, nv_128x4 or aiter_scale");
   if (scales.scale_bytes != 0 && scales.scale_bytes != scale_bytes(spec.scale))
     fail("layout", "scales", quoted(scales.name),
-         std::string("a layout for the ") + traits(spec.scale).name + " scales of " + to_string(spec),
+         std::string("a layout for the ") + traits(spec.scale).name + " scales of " +
+             to_string(spec),
          scales.scale_bytes == 4 ? "mn_major holds FP32 scales"
                                  : "the byte layouts hold one-byte scales");
   if (layout.codes == Layout::mfma_16x16 && codes_per_byte(spec.element) != 2)

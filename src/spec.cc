@@ -10,8 +10,8 @@
 namespace blockscale {
 namespace {
 
-constexpr const char* kRuleNames[] = {"amax", "pow2", "floor", "ceil", "even", "rceil",
-                                      "two_level"};
+constexpr const char* kRuleNames[] = {"amax", "pow2",  "floor",    "ceil",
+                                      "even", "rceil", "two_level"};
 constexpr const char* kScaleRoundingNames[] = {"nearest", "up"};
 constexpr const char* kRoundingNames[] = {"nearest", "stochastic"};
 
@@ -192,7 +192,8 @@ void validate(const QuantSpec& spec) {
     fail("spec", "block", block_text(spec), "blocks of " + std::to_string(family.spec.block),
          "the scale format fixes the block size");
   if (spec.outer && !spec.two_level())
-    fail("spec", "outer", "true", "false: only two-level specs (nvfp4, amdfp4) have an outer scale");
+    fail("spec", "outer", "true",
+         "false: only two-level specs (nvfp4, amdfp4) have an outer scale");
   if (spec.scale_rounding == ScaleRounding::up && !spec.two_level())
     fail("spec", "scale_rounding", "up",
          "nearest: only two-level specs (nvfp4, amdfp4) round their scales",
@@ -247,8 +248,8 @@ QuantSpec parse_spec(std::string_view text) {
 }
 
 QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
-  static const std::vector<std::string> kKeys = {"element",        "block", "scale_rule", "rounding",
-                                                 "scale_rounding", "outer", "hadamard",   "scale"};
+  static const std::vector<std::string> kKeys = {
+      "element", "block", "scale_rule", "rounding", "scale_rounding", "outer", "hadamard", "scale"};
   QuantSpec spec = base;
   const Family& family = family_of(base);
   bool rounds_scales = false;

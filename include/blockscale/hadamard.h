@@ -23,10 +23,10 @@ inline constexpr uint64_t kDefaultSigns16 = 0xD7E8;
 
 // fl(1/sqrt(d)) for the sizes in the list.
 BLOCKSCALE_HD constexpr float hadamard_norm(int dim) {
-  return dim == 16    ? 0.25f
-         : dim == 32  ? 0.1767766952966368811f
-         : dim == 64  ? 0.125f
-                      : 0.08838834764831844055f;
+  return dim == 16   ? 0.25f
+         : dim == 32 ? 0.1767766952966368811f
+         : dim == 64 ? 0.125f
+                     : 0.08838834764831844055f;
 }
 
 // y = H_d diag(+-1) x / sqrt(d), rounded to BF16. Butterflies in stage order 1, 2, 4, ..., then one

@@ -25,10 +25,8 @@ struct LayoutTraits {
 
 inline constexpr LayoutTraits kLayouts[] = {
     //  name         codes  scales bytes rows columns
-    {"linear", true, true, 0, 1, 1},
-    {"mn_major", false, true, 4, 4, 1},
-    {"nv_128x4", false, true, 1, 128, 4},
-    {"aiter_scale", false, true, 1, 256, 8},
+    {"linear", true, true, 0, 1, 1},        {"mn_major", false, true, 4, 4, 1},
+    {"nv_128x4", false, true, 1, 128, 4},   {"aiter_scale", false, true, 1, 256, 8},
     {"mfma_16x16", true, false, 1, 16, 32},
 };
 inline constexpr int kLayoutCount = sizeof(kLayouts) / sizeof(kLayouts[0]);
@@ -93,14 +91,14 @@ void validate(const QuantSpec& spec, const StorageLayout& layout);
 // Extents of a stored operand. A line is a row of the stored codes: a row of x for axis -1, a
 // column of x for axis -2; the extent is the contraction length.
 struct StoredShape {
-  int64_t lines;         // number of lines
-  int64_t extent;        // contraction length, extended to a multiple of the Hadamard size
-  int64_t padded;        // extent rounded up to whole blocks: codes per line
-  int64_t blocks;        // blocks per line
-  int64_t line_bytes;    // bytes of codes per line before any layout padding
-  int64_t scale_rows;    // rows of the scale matrix in its layout
-  int64_t code_bytes;    // size of the codes buffer
-  int64_t scale_count;   // elements of the scales buffer
+  int64_t lines;        // number of lines
+  int64_t extent;       // contraction length, extended to a multiple of the Hadamard size
+  int64_t padded;       // extent rounded up to whole blocks: codes per line
+  int64_t blocks;       // blocks per line
+  int64_t line_bytes;   // bytes of codes per line before any layout padding
+  int64_t scale_rows;   // rows of the scale matrix in its layout
+  int64_t code_bytes;   // size of the codes buffer
+  int64_t scale_count;  // elements of the scales buffer
 };
 BLOCKSCALE_HD constexpr StoredShape stored_shape(const QuantSpec& spec, const StorageLayout& layout,
                                                  int axis, int64_t rows, int64_t columns) {

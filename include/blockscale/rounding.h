@@ -123,10 +123,10 @@ BLOCKSCALE_HD constexpr float from_bf16(uint16_t bits) {
 BLOCKSCALE_HD constexpr float from_fp16(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
   const uint32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const uint32_t magnitude =
-      exponent == 31  ? kInfBits | fraction << 13
-      : exponent == 0 ? bit_cast<uint32_t>(static_cast<float>(fraction) * exp2i(-24))
-                      : (exponent + 112) << 23 | fraction << 13;
+  const uint32_t magnitude = exponent == 31 ? kInfBits | fraction << 13
+                             : exponent == 0
+                                 ? bit_cast<uint32_t>(static_cast<float>(fraction) * exp2i(-24))
+                                 : (exponent + 112) << 23 | fraction << 13;
   return bit_cast<float>(sign | magnitude);
 }
 BLOCKSCALE_HD constexpr uint16_t to_fp16(float x) {

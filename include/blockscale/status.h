@@ -24,8 +24,8 @@ template <class Got>
 }
 
 template <class Got>
-void require(bool ok, const char* operation, const char* argument, const Got& got,
-             const char* need, const char* remedy = "") {
+void require(bool ok, const char* operation, const char* argument, const Got& got, const char* need,
+             const char* remedy = "") {
   if (!ok) fail(operation, argument, got, need, remedy);
 }
 

@@ -21,9 +21,14 @@ using DF = hn::CappedTag<float, 16>;
 using DU = hn::RebindToUnsigned<DF>;
 using DU16 = hn::Rebind<uint16_t, DU>;
 using DU8 = hn::Rebind<uint8_t, DU>;
+using DB = hn::Repartition<uint8_t, DU>;  // as many bytes as DU's vectors hold
+using DH = hn::Repartition<uint16_t, DU>;
 using VF = hn::Vec<DF>;
 using VU = hn::Vec<DU>;
+using VB = hn::Vec<DB>;
+using VH = hn::Vec<DH>;
 HWY_INLINE constexpr size_t lanes() { return hn::MaxLanes(DF()); }
+HWY_INLINE constexpr int log_block(int64_t block) { return block == 16 ? 4 : block == 32 ? 5 : 7; }
 
 // ---- high-precision elements ----
 
@@ -43,31 +48,46 @@ HWY_INLINE VF load_fp16(const uint16_t* fp16) {
   const VU special = hn::IfThenElseZero(hn::Gt(magnitude, hn::Set(du, 0x7BFF)), rebias);
   const VF subnormal = hn::Mul(hn::ConvertTo(df, hn::BitCast(hn::RebindToSigned<DU>(), magnitude)),
                                hn::Set(df, exp2i(-24)));
-  const VU value = hn::IfThenElse(hn::Lt(magnitude, hn::Set(du, 0x400)),
-                                  hn::BitCast(du, subnormal), hn::Add(normal, special));
+  const VU value = hn::IfThenElse(hn::Lt(magnitude, hn::Set(du, 0x400)), hn::BitCast(du, subnormal),
+                                  hn::Add(normal, special));
   return hn::BitCast(df, hn::Or(value, sign));
 }
 
-// FP32 to the 16 bits of BF16 in the low half of each lane, round to nearest even. Done in
-// integers: the hardware conversion flushes subnormals.
-HWY_INLINE VU bf16_bits(VF x) {
+// FP32 to BF16 in the high half of each lane (the low half is undefined), round to nearest even.
+// Done in integers: the hardware conversion flushes subnormals. A NaN has to be short, that is,
+// have a zero low half, as those that come from BF16 or from arithmetic on numbers do.
+HWY_INLINE VU bf16_high(VF x) {
   const DU du;
   const VU bits = hn::BitCast(du, x);
   const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
-  const VU rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7FFF))));
-  const auto is_nan = hn::Gt(hn::And(bits, hn::Set(du, kAbsMask)), hn::Set(du, kInfBits));
-  return hn::IfThenElse(is_nan, hn::Or(hn::ShiftRight<16>(bits), hn::Set(du, 0x40)), rounded);
+  return hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), odd);
+}
+// Makes any NaN one that bf16_high() takes.
+HWY_INLINE VF shorten_nan(VF x) {
+  const DU du;
+  const VU bits = hn::BitCast(du, x);
+  const VU quiet = hn::And(hn::Or(bits, hn::Set(du, 1u << 22)), hn::Set(du, 0xFFFF0000u));
+  return hn::IfThenElse(hn::IsNaN(x), hn::BitCast(DF(), quiet), x);
 }
 HWY_INLINE void store_values(VF x, float* p) { hn::StoreU(x, DF(), p); }
-HWY_INLINE void store_values(VF x, uint16_t* bf16) {
-  hn::StoreU(hn::TruncateTo(DU16(), bf16_bits(x)), DU16(), bf16);
+HWY_INLINE void store_short(VF x, uint16_t* bf16) {
+  hn::StoreU(hn::TruncateTo(DU16(), hn::ShiftRight<16>(bf16_high(x))), DU16(), bf16);
 }
-HWY_INLINE VF round_to_bf16(VF x) { return hn::BitCast(DF(), hn::ShiftLeft<16>(bf16_bits(x))); }
-
+HWY_INLINE void store_values(VF x, uint16_t* bf16) { store_short(shorten_nan(x), bf16); }
+// 2 * lanes() consecutive values; NaNs are short.
+HWY_INLINE void store_pair(VF a, VF b, float* p) {
+  store_values(a, p);
+  store_values(b, p + lanes());
+}
+HWY_INLINE void store_pair(VF a, VF b, uint16_t* bf16) {
+  const DH dh;
+  hn::StoreU(hn::ConcatOdd(dh, hn::BitCast(dh, bf16_high(b)), hn::BitCast(dh, bf16_high(a))), dh,
+             bf16);
+}
 // ---- element codes ----
 
 // Magnitude codes of one element format; constants are broadcast once per loop. kM: its mantissa
-// bits. Only the low `magnitude` bits of what the members return are defined: packing masks them.
+// bits. What the members return is undefined above the sign bit, which is 0: packing masks it.
 template <int kM>
 struct Encoder {
   explicit Encoder(Format element) {
@@ -78,22 +98,22 @@ struct Encoder {
     // bits(a + magic) = bits(magic) + r, r in the low bits and the exponent E + 23 - m at bit 23;
     // adding the two fields gives (E << m) + r, and the low bits of magic subtract Emin << m.
     const uint32_t exponent_field = (min_normal >> 23) + 23 - kM;
-    const uint32_t minus_min = (0u - (exponent_field << kM)) & t.magnitude_mask();
-    magic = hn::Set(DU(), ((23u - kM) << 23) + minus_min);
+    const uint32_t minus_min = (0u - (exponent_field << kM)) & (2 * t.magnitude_mask() + 1);
+    magic = hn::Set(DF(), bit_cast<float>(((127u + 23 - kM) << 23) + minus_min));
     // Stochastic: half a 1/256, less the exponent below Emin, at which code 0 starts.
     up = hn::Set(DU(), (1u << (14 - kM)) - (min_normal - (1u << 23)));
     half_normal = hn::Set(DF(), 0.5f * exp2i(t.min_exponent()));
   }
 
   // Round to nearest even, saturating; `x` is not NaN. See encode_magnitude() for the formula:
-  // magic is 2^(E + 23 - m), so that the addition rounds a to a multiple of 2^(E-m).
+  // binade * magic is 2^(E + 23 - m), so that the addition rounds a to a multiple of 2^(E-m). The
+  // product is exact.
   HWY_INLINE VU nearest(VF x) const {
     const DU du;
     const DF df;
     const VF a = hn::Min(hn::Abs(x), largest);
-    const VU binade =
-        hn::Max(hn::And(hn::BitCast(du, a), hn::Set(du, kInfBits)), smallest_normal);
-    const VU t = hn::BitCast(du, hn::Add(a, hn::BitCast(df, hn::Add(binade, magic))));
+    const VU binade = hn::Max(hn::And(hn::BitCast(du, a), hn::Set(du, kInfBits)), smallest_normal);
+    const VU t = hn::BitCast(du, hn::MulAdd(hn::BitCast(df, binade), magic, a));
     return hn::Add(t, hn::ShiftRight<23 - kM>(t));
   }
 
@@ -108,8 +128,8 @@ struct Encoder {
     return hn::ShiftRight<23 - kM>(hn::Add(hn::BitCast(du, z), bump));
   }
 
-  VF largest, half_normal;
-  VU smallest_normal, magic, up;
+  VF largest, half_normal, magic;
+  VU smallest_normal, up;
 };
 
 // Value of a code in the low bits of each lane (no other bits set).
@@ -146,8 +166,8 @@ struct Decoder {
     } else {
       bits = hn::IfThenElse(hn::Gt(magnitude, max_code), nan, bits);
       if (special == Special::ieee)
-        bits = hn::IfThenElse(hn::Eq(magnitude, inf_code), hn::Or(sign, hn::Set(du, kInfBits)),
-                              bits);
+        bits =
+            hn::IfThenElse(hn::Eq(magnitude, inf_code), hn::Or(sign, hn::Set(du, kInfBits)), bits);
     }
     return hn::BitCast(df, bits);
   }
@@ -178,8 +198,7 @@ HWY_INLINE void multiply_wide(VU a, VU m, VU& high, VU& low) {
   const DU du;
   const hn::Repartition<uint64_t, DU> du64;
   const auto even = hn::MulEven(a, m);
-  const auto odd = hn::MulEven(
-      hn::BitCast(du, hn::ShiftRight<32>(hn::BitCast(du64, a))), m);
+  const auto odd = hn::MulEven(hn::BitCast(du, hn::ShiftRight<32>(hn::BitCast(du64, a))), m);
   low = hn::OddEven(hn::BitCast(du, hn::ShiftLeft<32>(odd)), hn::BitCast(du, even));
   high = hn::OddEven(hn::BitCast(du, odd), hn::BitCast(du, hn::ShiftRight<32>(even)));
 }

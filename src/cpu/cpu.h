@@ -7,8 +7,11 @@
 
 namespace blockscale::cpu {
 
-// Quantizes along rows, columns or both in one pass over x. A null output is not wanted. Outer
-// scales (`out.outer`) are inputs here: see outer_scales().
+// Outputs of this size are stored past the caches: whoever reads them next would not find them
+// there.
+inline constexpr int64_t kStreamBytes = 16 << 20;
+
+// Quantizes along rows, columns or both in one pass over x. A null output is not wanted.
 void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
               const Quantized* column_out, const QuantizeOptions& column_options,
               const Executor& executor);

@@ -1,4 +1,4 @@
-// Reading stored codes back as values: along a line, or 16 positions of one vector of lines.
+// Reading stored codes back as values: along a line, or down a vector or two of lines.
 
 #if defined(BLOCKSCALE_DECODE_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_DECODE_INL
@@ -11,6 +11,7 @@
 
 #include "blockscale/tensor.h"
 #include "cpu/codec-inl.h"
+#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
@@ -39,15 +40,27 @@ struct Reader {
   // Scales of consecutive blocks of one line; of one block of consecutive lines. Past the end the
   // last one is repeated.
   HWY_INLINE VF block_scales(int64_t line, int64_t block) const {
+    if (q.layout.scales == Layout::linear && block + static_cast<int64_t>(lanes()) <= s.blocks) {
+      const int64_t at = scale_at(line, block);
+      if (q.spec.scale != Format::fp32)
+        return decode_scales(hn::PromoteTo(DU(), hn::LoadU(DU8(), scales + at)));
+      return hn::BitCast(DF(), hn::LoadU(DB(), scales + 4 * at));
+    }
     HWY_ALIGN uint32_t raw[16];
     for (size_t i = 0; i < lanes(); ++i)
-      raw[i] = raw_scale(
-          scale_at(line, HWY_MIN(block + static_cast<int64_t>(i), s.blocks - 1)));
+      raw[i] = raw_scale(scale_at(line, HWY_MIN(block + static_cast<int64_t>(i), s.blocks - 1)));
     return decode_scales(hn::LoadU(DU(), raw));
   }
   HWY_INLINE VF line_scales(int64_t line, int64_t block) const {
     HWY_ALIGN uint32_t raw[16];
     block = HWY_MIN(block, s.blocks - 1);
+    if (q.layout.scales == Layout::linear && scale_lines == 1 &&
+        line + static_cast<int64_t>(lanes()) <= s.lines) {
+      const int64_t at = scale_at(line, block);
+#pragma GCC unroll 16
+      for (size_t i = 0; i < lanes(); ++i) raw[i] = raw_scale(at + i * s.blocks);
+      return decode_scales(hn::LoadU(DU(), raw));
+    }
     for (size_t i = 0; i < lanes(); ++i)
       raw[i] = raw_scale(scale_at(HWY_MIN(line + static_cast<int64_t>(i), s.lines - 1), block));
     return decode_scales(hn::LoadU(DU(), raw));
@@ -69,9 +82,10 @@ struct Reader {
   }
   // The 16 bytes of codes of a line that start at byte `at`, a multiple of 16; zeros past the end.
   HWY_INLINE void bytes16(int64_t line, int64_t at, uint8_t* out) const {
-    const uint8_t* p = codes + (HWY_LIKELY(q.layout.codes == Layout::linear)
-                                    ? line * s.line_bytes + at
-                                    : layout_offset(q.layout.codes, s.lines, s.line_bytes, line, at));
+    const uint8_t* p =
+        codes + (HWY_LIKELY(q.layout.codes == Layout::linear)
+                     ? line * s.line_bytes + at
+                     : layout_offset(q.layout.codes, s.lines, s.line_bytes, line, at));
     const int64_t count = s.line_bytes - at;
     if (HWY_LIKELY(count >= 16)) {
       std::memcpy(out, p, 16);
@@ -98,20 +112,72 @@ struct Reader {
   int64_t scale_lines;
 };
 
-// Codes of consecutive positions of one line, one to a lane.
+// Values of codes by way of binary16: a code moved to the sign, low exponent and high mantissa bits
+// of a half is the half of its value, subnormals included, but for a power of two. Codes are at the
+// top of each 16-bit lane: the byte of one, or for FP4 the nibble; the bits below may be anything.
 template <int kM>
-HWY_INLINE VU load_codes(const uint8_t* codes, int64_t pos) {
+class HalfDecoder {
+ public:
+  explicit HalfDecoder(Format element)
+      : exact_(element),
+        t_(traits(element)),
+        up_((kM == 1 ? 4 : 8) - t_.bits()),
+        down_(5 - t_.exponent_bits),
+        mask_(hn::Set(DH(), static_cast<uint16_t>(0x8000 | t_.magnitude_mask() << (10 - kM)))),
+        factor_(hn::Set(DF(), exp2i(15 - t_.bias))) {}
+
+  // Whether some codes may be special values, which only exact() decodes. Reads whole vectors.
+  HWY_INLINE bool has_special(const uint8_t* codes, int64_t count) const {
+    if (t_.special == Special::none) return false;
+    if (t_.special == Special::negative_zero) return true;
+    const DB db;
+    const VB mask = hn::Set(db, static_cast<uint8_t>(t_.magnitude_mask()));
+    VB most = hn::Zero(db);
+    for (int64_t i = 0; i < count; i += hn::MaxLanes(db))
+      most = hn::Max(most, hn::And(hn::LoadU(db, codes + i), mask));
+    const VB finite = hn::Set(db, static_cast<uint8_t>(t_.max_code()));
+    return !hn::AllTrue(db, hn::Eq(most, hn::Min(most, finite)));
+  }
+  HWY_INLINE void fast(VH top, VF& a, VF& b) const {
+    const hn::Repartition<int16_t, DU> di16;
+    const auto high = hn::BitCast(di16, hn::ShiftLeftSame(top, up_));
+    const VH half = hn::And(hn::BitCast(DH(), hn::ShiftRightSame(high, down_)), mask_);
+    const hn::Half<DH> d;
+    a = widen(hn::LowerHalf(d, half));
+    b = widen(hn::UpperHalf(d, half));
+  }
+  HWY_INLINE void exact(VH top, VF& a, VF& b) const {
+    const DU du;
+    const VH codes = hn::ShiftRightSame(hn::ShiftLeftSame(top, up_), 16 - t_.bits());
+    const hn::Half<DH> d;
+    a = exact_(hn::PromoteTo(du, hn::LowerHalf(d, codes)));
+    b = exact_(hn::PromoteTo(du, hn::UpperHalf(d, codes)));
+  }
+
+ private:
+  HWY_INLINE VF widen(hn::Vec<DU16> half) const {
+    const hn::Rebind<hwy::float16_t, DF> d16;
+    return hn::Mul(hn::PromoteTo(DF(), hn::BitCast(d16, half)), factor_);
+  }
+
+  Decoder<kM> exact_;
+  FormatTraits t_;
+  int up_, down_;
+  VH mask_;
+  VF factor_;
+};
+
+// 2 * lanes() consecutive codes, as HalfDecoder wants them.
+template <int kM>
+HWY_INLINE VH load_tops(const uint8_t* codes) {
+  const DH dh;
   const DU du;
   if constexpr (kM == 1) {
-    // A byte's two nibbles become neighbouring lanes.
-    const hn::Repartition<uint64_t, DU> du64;
-    const hn::Rebind<uint32_t, decltype(du64)> half;
-    const hn::Rebind<uint8_t, decltype(du64)> du8;
-    const auto bytes = hn::PromoteTo(du64, hn::PromoteTo(half, hn::LoadU(du8, codes + pos / 2)));
-    const auto spread = hn::Or(bytes, hn::ShiftLeft<28>(bytes));
-    return hn::And(hn::BitCast(du, spread), hn::Set(du, 15));
+    const VU bytes = hn::PromoteTo(du, hn::LoadU(DU8(), codes));
+    return hn::BitCast(dh, hn::Or(hn::ShiftLeft<12>(bytes), hn::ShiftLeft<24>(bytes)));
   } else {
-    return hn::PromoteTo(du, hn::LoadU(DU8(), codes + pos));
+    const hn::Rebind<uint8_t, DH> d8;
+    return hn::ShiftLeft<8>(hn::PromoteTo(dh, hn::LoadU(d8, codes)));
   }
 }
 
@@ -131,6 +197,63 @@ HWY_INLINE void for_line_codes(const Reader& reader, int64_t line, int64_t pos, 
   const VU mask = hn::Set(du, (1u << kBits) - 1);
   for (int i = 0; i < 128 / kBits; ++i)
     body(i, hn::And(hn::ShiftRightSame(words[i * kBits / 32], i * kBits % 32), mask));
+}
+
+// 128 bytes of codes of each of 2 * lanes() lines: two cache lines, which DRAM gives together.
+struct LineBytes {
+  static constexpr int64_t kBytes = 64;
+  static constexpr int64_t kLines = 2 * static_cast<int64_t>(lanes());
+
+  // From byte `at`, a multiple of kBytes, of line `line` on. Past the end there are zeros, and the
+  // last line once more.
+  HWY_INLINE void load(const Reader& reader, int64_t line, int64_t at) {
+    const bool whole = reader.q.layout.codes == Layout::linear && line + kLines <= reader.s.lines &&
+                       at + kBytes <= reader.s.line_bytes;
+    for (int64_t i = 0; i < kLines; ++i) {
+      const uint8_t* p = reader.codes + (line + i) * reader.s.line_bytes + at;
+      for (int64_t part = 0; part < kBytes / 16; ++part) {
+        uint8_t* to = bytes + 16 * (part * kLines + i % 2 * (kLines / 2) + i / 2);
+        if (HWY_LIKELY(whole))
+          std::memcpy(to, p + 16 * part, 16);
+        else if (at + 16 * part < reader.s.line_bytes)
+          reader.bytes16(HWY_MIN(line + i, reader.s.lines - 1), at + 16 * part, to);
+        else
+          std::memset(to, 0, 16);
+      }
+    }
+  }
+
+  // Even lines, then odd ones, 16 bytes each; then the next 16.
+  HWY_ALIGN uint8_t bytes[kLines * kBytes];
+};
+
+// Starts to fetch what LineBytes::load() will read.
+HWY_INLINE void prefetch_lines(const Reader& reader, int64_t line, int64_t at) {
+  for (int64_t i = 0; i < LineBytes::kLines; ++i)
+    for (int64_t j = 0; j < LineBytes::kBytes; j += 64)
+      hwy::Prefetch(reader.codes + (line + i) * reader.s.line_bytes + at + j + 63);
+}
+
+// Calls body(position, its codes as HalfDecoder wants them) for 16 of the bytes.
+template <int kM, class Body>
+HWY_INLINE void for_line_tops(const LineBytes& lines, int part, const Body& body) {
+  constexpr int kBits = kM == 1 ? 4 : 8;
+  const DU du;
+  const auto* words = reinterpret_cast<const uint32_t*>(lines.bytes) + 4 * part * lines.kLines;
+  VU even[4], odd[4];  // the low and high halves of 32-bit lanes
+  hn::LoadInterleaved4(du, words, even[0], even[1], even[2], even[3]);
+  hn::LoadInterleaved4(du, words + 4 * lanes(), odd[0], odd[1], odd[2], odd[3]);
+#pragma GCC unroll 4
+  for (int w = 0; w < 4; ++w) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 32 / kBits; ++i) {
+      const int up = 16 - kBits * (i + 1);
+      const VU low = up >= 0 ? hn::ShiftLeftSame(even[w], up) : hn::ShiftRightSame(even[w], -up);
+      const VU high = hn::ShiftLeftSame(odd[w], up + 16);
+      body((part * 4 + w) * (32 / kBits) + i,
+           hn::OddEven(hn::BitCast(DH(), high), hn::BitCast(DH(), low)));
+    }
+  }
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE

@@ -5,109 +5,169 @@
 #include "hwy/foreach_target.h"
 //
 #include <algorithm>
+#include <type_traits>
 
 #include "cpu/decode-inl.h"
+#include "cpu/pack-inl.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// Writes `count` FP32 values to x at (b, r, c...) going along the row.
+HWY_INLINE void store_scalar(const Matrix& x, int64_t at, float value) {
+  switch (x.dtype) {
+    case DType::f32:
+      static_cast<float*>(x.data)[at] = value;
+      return;
+    case DType::bf16:
+      static_cast<uint16_t*>(x.data)[at] = to_bf16(value);
+      return;
+    default:
+      static_cast<uint16_t*>(x.data)[at] = to_fp16(value);
+  }
+}
+
+// Writes `count` values to x at (b, r, c...) going along the row.
 HWY_INLINE void store_row(const Matrix& x, int64_t b, int64_t r, int64_t c, int64_t count,
                           const float* values) {
   const int64_t at = b * x.batch_stride + r * x.row_stride + c * x.column_stride;
-  int64_t i = 0;
-  if (x.column_stride == 1 && x.dtype != DType::f16) {
-    for (; i + static_cast<int64_t>(lanes()) <= count; i += lanes()) {
-      const VF v = hn::LoadU(DF(), values + i);
-      if (x.dtype == DType::f32)
-        store_values(v, static_cast<float*>(x.data) + at + i);
-      else
-        store_values(v, static_cast<uint16_t*>(x.data) + at + i);
-    }
-  }
-  for (; i < count; ++i) {
-    const int64_t to = at + i * x.column_stride;
-    if (x.dtype == DType::f32)
-      static_cast<float*>(x.data)[to] = values[i];
-    else if (x.dtype == DType::bf16)
-      static_cast<uint16_t*>(x.data)[to] = to_bf16(values[i]);
-    else
-      static_cast<uint16_t*>(x.data)[to] = to_fp16(values[i]);
-  }
+  for (int64_t i = 0; i < count; ++i) store_scalar(x, at + i * x.column_stride, values[i]);
 }
 
-inline constexpr int64_t kRunLength = 512;  // positions decoded at a time
+// Whether rows of x are arrays of T.
+template <class T>
+HWY_INLINE bool is_plain(const Matrix& x) {
+  return x.column_stride == 1 && x.dtype == (sizeof(T) == 4 ? DType::f32 : DType::bf16);
+}
 
-// Lines that are rows of x: decode a run of blocks, then store it.
-template <int kM>
-HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b, int64_t line) {
+// Stores `count` values of a row of x. T: what x holds, or float for anything.
+template <class T>
+HWY_INLINE void copy_row(const Matrix& x, int64_t b, int64_t r, int64_t c, int64_t count,
+                         bool stream, const T* values) {
+  if constexpr (std::is_same_v<T, float>)
+    if (!is_plain<float>(x)) return store_row(x, b, r, c, count, values);
+  auto* to = static_cast<T*>(x.data) + b * x.batch_stride + r * x.row_stride + c;
+  copy_run(values, count, stream, to);
+}
+
+inline constexpr int64_t kTileColumns = 256;
+inline constexpr int64_t kRun = 1024;  // positions of a line decoded at a time
+inline constexpr int64_t kPair = 2 * static_cast<int64_t>(lanes());
+
+// Values of 2 * lanes() codes times their scales.
+template <int kM, class T>
+HWY_INLINE void decode_pair(const HalfDecoder<kM>& decoder, VH top, bool special, VF scale_a,
+                            VF scale_b, T* out) {
+  VF a, b;
+  if (HWY_UNLIKELY(special))
+    decoder.exact(top, a, b);
+  else
+    decoder.fast(top, a, b);
+  store_pair(hn::Mul(scale_a, a), hn::Mul(scale_b, b), out);
+}
+
+// Lines that are rows of x: a run of positions is decoded, then stored.
+template <int kM, class T>
+HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b, int64_t line,
+                                bool stream) {
   constexpr int kPerByte = kM == 1 ? 2 : 1;
-  const Decoder<kM> decoder(reader.q.spec.element);
+  const HalfDecoder<kM> decoder(reader.q.spec.element);
   const int64_t block = reader.q.spec.block;
-  HWY_ALIGN uint8_t codes[kRunLength + 64];
-  HWY_ALIGN float values[kRunLength];
-  HWY_ALIGN float scales[16];
+  const int shift = log_block(block);
+  HWY_ALIGN uint8_t copy[kRun + 64];
+  HWY_ALIGN T values[kRun];
+  HWY_ALIGN float scales[kRun / 16];
   const VF outer = hn::Set(DF(), reader.outer);
-  const int64_t positions = std::min(reader.s.padded, round_up(x.columns, block));
-  for (int64_t pos = 0; pos < positions; pos += kRunLength) {
-    const int64_t count = std::min(kRunLength, positions - pos);
-    for (int64_t i = 0; i < count / kPerByte; i += 16)
-      reader.bytes16(line, pos / kPerByte + i, codes + i);
-    for (int64_t start = 0; start < count; start += block) {
-      const int64_t index = start / block % lanes();
-      if (index == 0)
-        hn::StoreU(hn::Mul(outer, reader.block_scales(line, (pos + start) / block)), DF(), scales);
-      const VF scale = hn::Set(DF(), scales[index]);
-      for (int64_t i = start; i < start + block; i += lanes())
-        hn::StoreU(hn::Mul(scale, decoder(load_codes<kM>(codes, i))), DF(), values + i);
+  for (int64_t pos = 0; pos < x.columns; pos += kRun) {
+    const int64_t count = std::min(kRun, reader.s.padded - pos);
+    const uint8_t* codes = reader.codes + line * reader.s.line_bytes + pos / kPerByte;
+    if (count < kRun || reader.q.layout.codes != Layout::linear) {
+      for (int64_t i = 0; i < count / kPerByte; i += 16)
+        reader.bytes16(line, pos / kPerByte + i, copy + i);
+      std::memset(copy + count / kPerByte, 0, 64);
+      codes = copy;
     }
-    store_row(x, b, line, pos, std::min(count, x.columns - pos), values);
+    const bool special = decoder.has_special(codes, count / kPerByte);
+    for (int64_t i = 0; i < count / block; i += lanes()) {
+      const VF scale = hn::Mul(outer, reader.block_scales(line, pos / block + i));
+      hn::StoreU(shorten_nan(scale), DF(), scales + i);
+    }
+    for (int64_t i = 0; i < count; i += kPair) {
+      const VH top = load_tops<kM>(codes + i / kPerByte);
+      const VF scale_a = hn::Set(DF(), scales[i >> shift]);
+      const VF scale_b = hn::Set(DF(), scales[(i + kPair / 2) >> shift]);
+      decode_pair(decoder, top, special, scale_a, scale_b, values + i);
+    }
+    copy_row(x, b, line, pos, std::min(count, x.columns - pos), stream, values);
   }
 }
 
-// Lines that are columns of x: 16 bytes of codes of a vector of lines become rows of a tile.
-template <int kM>
+// Lines that are columns of x: some codes of 2 * lanes() lines at a time become rows of a
+// tile. Lines may lie a power of two apart and share few cache sets, so each is read once.
+template <int kM, class T>
 HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_t b, int64_t line,
-                                   int64_t lines) {
-  constexpr int64_t kRows = kM == 1 ? 32 : 16;
-  const DF df;
-  const Decoder<kM> decoder(reader.q.spec.element);
+                                   int64_t lines, bool stream) {
+  constexpr int64_t kRows = LineBytes::kBytes * (kM == 1 ? 2 : 1);
+  const HalfDecoder<kM> decoder(reader.q.spec.element);
   const int64_t block = reader.q.spec.block;
-  HWY_ALIGN float tile[kRows * 64];
-  HWY_ALIGN float scales[32];
-  const VF outer = hn::Set(df, reader.outer);
+  const int64_t blocks = std::max<int64_t>(1, kRows / block);
+  const int shift = log_block(block);
+  HWY_ALIGN T tile[kRows * kTileColumns];
+  LineBytes bytes;
+  const VF outer = hn::Set(DF(), reader.outer);
   for (int64_t pos = 0; pos < x.rows; pos += kRows) {
-    for (int64_t c = 0; c < lines; c += lanes()) {
-      for (int64_t half = 0; half < kRows; half += 16) {
-        const VF scale = reader.line_scales(line + c, (pos + half) / block);
-        hn::StoreU(hn::Mul(outer, scale), df, scales + half);
+    const int64_t at = pos / kRows * LineBytes::kBytes;
+    for (int64_t c = 0; c < lines; c += kPair) {
+      bytes.load(reader, line + c, at);
+      const bool last = c + kPair >= lines;
+      prefetch_lines(reader, last ? line : line + c + kPair, last ? at + LineBytes::kBytes : at);
+      const bool special = decoder.has_special(bytes.bytes, sizeof bytes.bytes);
+      VF scale_a[16], scale_b[16];
+      for (int64_t i = 0; i < blocks; ++i) {
+        const VF a = reader.line_scales(line + c, pos / block + i);
+        const VF b = reader.line_scales(line + c + kPair / 2, pos / block + i);
+        scale_a[i] = shorten_nan(hn::Mul(outer, a));
+        scale_b[i] = shorten_nan(hn::Mul(outer, b));
       }
-      for_line_codes<kM>(reader, line + c, pos, [&](int i, VU code) HWY_ATTR {
-        const VF scale = hn::LoadU(df, scales + i / 16 * 16);
-        hn::StoreU(hn::Mul(scale, decoder(code)), df, tile + i * 64 + c);
-      });
+      for (int part = 0; part < LineBytes::kBytes / 16; ++part)
+        for_line_tops<kM>(bytes, part, [&](int i, VH top) HWY_ATTR {
+          decode_pair(decoder, top, special, scale_a[i >> shift], scale_b[i >> shift],
+                      tile + i * kTileColumns + c);
+        });
     }
     for (int64_t r = 0; r < std::min(kRows, x.rows - pos); ++r)
-      store_row(x, b, pos + r, line, lines, tile + r * 64);
+      copy_row(x, b, pos + r, line, lines, stream, tile + r * kTileColumns);
   }
+}
+
+template <class T>
+HWY_INLINE void dequantize_lines(const ConstQuantized& q, const Matrix& x, int64_t b, int64_t line,
+                                 bool stream) {
+  const int64_t lines = std::min(kTileColumns, x.columns - line);
+  const Reader reader(q, b);
+  with_mantissa_bits(q.spec.element, [&](auto m) HWY_ATTR {
+    if (q.axis == -1)
+      dequantize_line<m, T>(reader, x, b, line, stream);
+    else
+      dequantize_columns<m, T>(reader, x, b, line, lines, stream);
+  });
 }
 
 void dequantize_all(const ConstQuantized& q, const Matrix& x, const Executor& executor) {
   const bool along_rows = q.axis == -1;
-  const int64_t unit = along_rows ? 1 : 64;  // lines a task handles
+  const int64_t unit = along_rows ? 1 : kTileColumns;  // lines a task handles
   const int64_t per_matrix = ceil_div(along_rows ? x.rows : x.columns, unit);
+  const bool stream = x.batch * x.rows * x.columns * dtype_bytes(x.dtype) >= kStreamBytes;
   executor.parallel_for(q.batch * per_matrix, [&](int64_t begin, int64_t end) HWY_ATTR {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / per_matrix, line = i % per_matrix * unit;
-      const Reader reader(q, b);
-      with_mantissa_bits(q.spec.element, [&](auto m) HWY_ATTR {
-        if (along_rows)
-          dequantize_line<m>(reader, x, b, line);
-        else
-          dequantize_columns<m>(reader, x, b, line, std::min(unit, x.columns - line));
-      });
+      if (is_plain<uint16_t>(x))
+        dequantize_lines<uint16_t>(q, x, b, line, stream);
+      else
+        dequantize_lines<float>(q, x, b, line, stream);
     }
+    hwy::FlushStream();
   });
 }
 

@@ -3,12 +3,6 @@
 #include <cstring>
 
 namespace blockscale::cpu {
-namespace {
-
-// Outputs beyond this are not found in the caches by whoever reads them next.
-constexpr int64_t kStreamBytes = 16 << 20;
-
-}  // namespace
 
 Direction::Direction(const ConstMatrix& x, const Quantized& q, const QuantizeOptions& options,
                      const Executor& executor)
@@ -18,7 +12,7 @@ Direction::Direction(const ConstMatrix& x, const Quantized& q, const QuantizeOpt
   origin_line = rows ? options.origin_row : options.origin_column;
   origin_pos = rows ? options.origin_column : options.origin_row;
   rng = options.rng.value_or(Rng{});
-  stream = q.batch * shape.code_bytes > kStreamBytes;
+  stream = q.batch * shape.code_bytes >= kStreamBytes;
 
   // Layouts with padding hold a fixed fill there; passes write what is inside.
   const auto batch = static_cast<size_t>(q.batch);

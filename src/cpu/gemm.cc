@@ -2,10 +2,10 @@
 // Outer scales, alpha and bias are applied once, at the end.
 //
 // Where the processor has a BF16 dot product and the operands are exact in BF16, panels hold pairs
-// of BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and E8M0 scales, the codes alone
-// for FP32 scales, which multiply the sum of each block. Otherwise panels hold fl(scale * code) in
-// FP32. Either way every product is exact or rounded once, and the error bound of numerics section
-// 10 holds with c = 1 + 4/K.
+// of BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and E8M0 scales, the codes
+// alone for FP32 scales, which multiply the sum of each block. Otherwise panels hold fl(scale *
+// code) in FP32. Either way every product is exact or rounded once, and the error bound of numerics
+// section 10 holds with c = 1 + 4/K.
 #include "cpu/cpu.h"
 #include "cpu/dot_bf16.h"
 
@@ -91,9 +91,9 @@ HWY_INLINE void pack_scales(const Reader& reader, int64_t line, int64_t width, i
                  DF(), out + w);
 }
 
-// Whether scale * code (code alone for FP32 scales) is exact in BF16, with all products and sums far
-// from where FP32 ends. Only E8M0 scales reach that far: within 2^+-60 they do not; a block of zeros
-// may have any scale, and NaN is NaN.
+// Whether scale * code (code alone for FP32 scales) is exact in BF16, with all products and sums
+// far from where FP32 ends. Only E8M0 scales reach that far: within 2^+-60 they do not; a block of
+// zeros may have any scale, and NaN is NaN.
 HWY_INLINE bool fits_bf16(const Reader& reader) {
   if (reader.q.spec.scale != Format::e8m0) return true;
   const auto fits = [](uint32_t byte) { return byte - 67 <= 120u || byte == 255; };
@@ -184,7 +184,8 @@ struct Panels {
         words(width * block_depth / kPositions<kPairs>),
         rows(width * ceil_div(block_depth, scaled_depth(r.q.spec))),
         values(std::make_unique_for_overwrite<Word<kPairs>[]>(count * words + lanes())),
-        scales(kPairs ? std::make_unique_for_overwrite<float[]>(count * rows + lanes()) : nullptr) {}
+        scales(kPairs ? std::make_unique_for_overwrite<float[]>(count * rows + lanes()) : nullptr) {
+  }
 
   void pack(int64_t first_line, int64_t begin, int64_t end, int64_t k0, int64_t depth) {
     with_mantissa_bits(reader.q.spec.element, [&](auto m) HWY_ATTR {
@@ -213,11 +214,10 @@ HWY_INLINE void multiply(const Panels<kPairs>& a, int64_t pa, const Panels<kPair
     const float* a_scales = a.scales.get() + pa * a.rows;
     const float* b_scales = b.scales.get() + pb * b.rows;
     for (int64_t k = 0; k < depth; k += step) {
-      multiply_pairs(a_words + k / 2 * a.width, b_words + k / 2 * b.width,
-                     std::min(step, depth - k) / 2,
-                     a_scales + k / scaled_depth(a.reader.q.spec) * a.width,
-                     b_scales + k / scaled_depth(b.reader.q.spec) * b.width, accumulate || k > 0, c,
-                     c_stride);
+      multiply_pairs(
+          a_words + k / 2 * a.width, b_words + k / 2 * b.width, std::min(step, depth - k) / 2,
+          a_scales + k / scaled_depth(a.reader.q.spec) * a.width,
+          b_scales + k / scaled_depth(b.reader.q.spec) * b.width, accumulate || k > 0, c, c_stride);
     }
   } else {
     multiply_panels(a_words, b_words, depth, accumulate, c, c_stride);
@@ -237,9 +237,8 @@ void gemm_panels(const Reader& ra, const Reader& rb, const Matrix& d, const Epil
 
   for (int64_t k0 = 0; k0 == 0 || k0 < depth_all; k0 += kBlockK) {
     const int64_t depth = std::min(kBlockK, depth_all - k0);
-    executor.parallel_for(n_panels, [&](int64_t begin, int64_t end) HWY_ATTR {
-      b.pack(0, begin, end, k0, depth);
-    });
+    executor.parallel_for(
+        n_panels, [&](int64_t begin, int64_t end) HWY_ATTR { b.pack(0, begin, end, k0, depth); });
     executor.parallel_for(m_blocks * n_blocks, [&](int64_t begin, int64_t end) HWY_ATTR {
       Panels<kPairs> a(ra, kTileM, kBlockM / kTileM, block_depth);
       int64_t packed = -1;

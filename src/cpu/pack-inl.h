@@ -15,10 +15,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-using DB = hn::Repartition<uint8_t, DU>;   // as many bytes as DU's vectors hold
-using DH = hn::Repartition<uint16_t, DU>;
-using VB = hn::Vec<DB>;
-
 // A line is packed kPackRun elements at a time.
 inline constexpr int64_t kPackRun = 64;
 inline constexpr int64_t kPackWords = kPackRun / static_cast<int64_t>(hn::MaxLanes(DU()));
@@ -104,16 +100,20 @@ HWY_INLINE void pack_line(const Signs& signs, const VU* raw, const T* x, uint8_t
   }
 }
 
-// Copies a run of codes; count is a multiple of 8. `stream`: past the caches, for outputs that are
-// larger than they are, which saves reading the lines first.
-HWY_INLINE void copy_codes(const uint8_t* from, int64_t count, bool stream, uint8_t* to) {
-  const DB db;
-  const int64_t step = static_cast<int64_t>(hn::MaxLanes(db));
+// Copies a run. `stream`: whole cache lines go past the caches, for outputs that are larger than
+// they are, which saves reading the lines first.
+template <class T>
+HWY_INLINE void copy_run(const T* from, int64_t count, bool stream, T* to) {
+  const hn::Repartition<T, DU> d;
+  constexpr int64_t kStep = static_cast<int64_t>(hn::MaxLanes(d));
   int64_t i = 0;
-  if (stream && reinterpret_cast<uintptr_t>(to) % static_cast<uintptr_t>(step) == 0)
-    for (; i + step <= count; i += step) hn::Stream(hn::LoadU(db, from + i), db, to + i);
-  for (; i + step <= count; i += step) hn::StoreU(hn::LoadU(db, from + i), db, to + i);
-  for (; i < count; i += 8) std::memcpy(to + i, from + i, 8);
+  if (stream) {
+    const uintptr_t unaligned = (0 - reinterpret_cast<uintptr_t>(to)) % 64 / sizeof(T);
+    i = HWY_MIN(static_cast<int64_t>(unaligned), count);
+    if (HWY_UNLIKELY(i > 0)) std::memcpy(to, from, i * sizeof(T));
+    for (; i + kStep <= count; i += kStep) hn::Stream(hn::LoadU(d, from + i), d, to + i);
+  }
+  if (i < count) std::memcpy(to + i, from + i, (count - i) * sizeof(T));
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE

@@ -25,8 +25,8 @@ namespace blockscale::cpu::HWY_NAMESPACE {
 // The one buffer a thread needs. Arrays may be overrun by one vector.
 struct Scratch {
   static constexpr int64_t kSlack = 64;
-  alignas(64) float tile[kTileElements + kSlack];         // the copy of x, FP32 or BF16
-  alignas(64) float transformed[kTileElements + kSlack];  // after a Hadamard transform
+  alignas(64) float tile[kTileElements + kSlack];            // the copy of x, FP32 or BF16
+  alignas(64) uint16_t transformed[kTileElements + kSlack];  // after a Hadamard transform, BF16
   alignas(64) uint32_t work[kTileElements + kSlack];
   alignas(64) uint32_t amax[kTileElements / 16 + kSlack];
   alignas(64) uint32_t stored[kTileElements / 16 + kSlack];
@@ -34,6 +34,7 @@ struct Scratch {
   alignas(64) float lane_inv[kTileElements / 16 + kSlack];
   alignas(64) uint8_t random[kTileElements + kSlack];
   alignas(64) uint8_t codes[kTileElements + kSlack];
+  Ahead ahead;
 };
 
 // ---- storing ----
@@ -44,7 +45,7 @@ HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int
   const StoredShape& s = d.shape;
   uint8_t* base = d.out.codes + batch * s.code_bytes;
   if (d.out.layout.codes == Layout::linear) {
-    copy_codes(codes, count, d.stream, base + line * s.line_bytes + at);
+    copy_run(codes, count, d.stream, base + line * s.line_bytes + at);
     return;
   }
   // mfma_16x16 keeps 16 bytes of a line together.
@@ -53,22 +54,30 @@ HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int
                 codes + i, std::min<int64_t>(16, count - i));
 }
 
-// `count` scales of one row of the scale matrix from `block` on, `step` apart in `stored`.
+// `count` scales of one row of the scale matrix from `block` on; readable up to a multiple of 16.
 HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
-                             int64_t count, const uint32_t* stored, int64_t step) {
+                             int64_t count, const uint32_t* stored) {
   const StoredShape& s = d.shape;
   const bool wide = d.out.spec.scale == Format::fp32;
   uint8_t* base = d.out.scales + batch * s.scale_count * (wide ? 4 : 1);
-  const bool linear = d.out.layout.scales == Layout::linear;
-  const int64_t start = row * s.blocks + block;
+  if (d.out.layout.scales == Layout::linear) {
+    const int64_t start = row * s.blocks + block;
+    int64_t b = 0;
+    if (wide) {
+      for (; b < count; ++b) std::memcpy(base + 4 * (start + b), stored + b, 4);
+      return;
+    }
+    for (; b + static_cast<int64_t>(lanes()) <= count; b += lanes())
+      hn::StoreU(hn::TruncateTo(DU8(), hn::LoadU(DU(), stored + b)), DU8(), base + start + b);
+    for (; b < count; ++b) base[start + b] = static_cast<uint8_t>(stored[b]);
+    return;
+  }
   for (int64_t b = 0; b < count; ++b) {
-    const int64_t at = linear ? start + b
-                              : layout_offset(d.out.layout.scales, s.scale_rows, s.blocks, row,
-                                              block + b);
+    const int64_t at = layout_offset(d.out.layout.scales, s.scale_rows, s.blocks, row, block + b);
     if (wide)
-      std::memcpy(base + 4 * at, stored + b * step, 4);
+      std::memcpy(base + 4 * at, stored + b, 4);
     else
-      base[at] = static_cast<uint8_t>(stored[b * step]);
+      base[at] = static_cast<uint8_t>(stored[b]);
   }
 }
 
@@ -80,7 +89,9 @@ struct Encoded {
   int64_t group_step, block_step;
 };
 
-HWY_INLINE void store(const Direction& d, const Encoded& e, bool has_bad, Scratch& scratch) {
+// Stores lines [first, last) of the area.
+HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64_t last,
+                      bool has_bad, Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
   const StoredShape& s = d.shape;
   const int per_byte = codes_per_byte(spec.element);
@@ -89,7 +100,7 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, bool has_bad, Scratc
   const int64_t blocks = std::min(e.positions / spec.block, s.blocks - first_block);
   const int64_t block_bytes = spec.block / per_byte;
   const bool per_group = s.scale_rows != s.lines || !spec.square;
-  for (int64_t line = 0; line < e.lines; ++line) {
+  for (int64_t line = first; line < std::min(last, e.lines); ++line) {
     const int64_t group = line / group_lines;
     uint8_t* codes = scratch.codes + line * e.pitch;
     if (HWY_UNLIKELY(has_bad))
@@ -99,8 +110,13 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, bool has_bad, Scratc
     store_codes(d, e.batch, e.line + line, e.pos / per_byte, blocks * block_bytes, codes);
     if (per_group && line % group_lines != 0) continue;
     const int64_t row = per_group ? (e.line + line) / group_lines : e.line + line;
-    store_scales(d, e.batch, row, first_block, blocks, scratch.stored + group * e.group_step,
-                 e.block_step);
+    const uint32_t* stored = scratch.stored + group * e.group_step;
+    HWY_ALIGN uint32_t gathered[kTileSide / 16];
+    if (e.block_step != 1) {
+      for (int64_t b = 0; b < blocks; ++b) gathered[b] = stored[b * e.block_step];
+      stored = gathered;
+    }
+    store_scales(d, e.batch, row, first_block, blocks, stored);
   }
 }
 
@@ -125,18 +141,17 @@ HWY_INLINE void random_line(const Direction& d, uint32_t line, int64_t pos, int6
 template <int kM, bool kStochastic, class T>
 HWY_INLINE void encode_row(const Encoder<kM>& encoder, const Signs& signs, const T* x,
                            int64_t count, int block, const float* inv, const uint8_t* random,
-                           uint8_t* codes) {
+                           uint8_t* codes, Ahead& ahead) {
   constexpr int kPerByte = kM == 1 ? 2 : 1;
   constexpr int64_t kStep = static_cast<int64_t>(lanes());
-  const int log_block = block == 16 ? 4 : block == 32 ? 5 : 7;
+  const int shift = log_block(block);
   for (int64_t i = 0; i < count; i += kPackRun) {
     VU raw[kPackWords];
-    hwy::Prefetch(x + i + count);  // the next tile lies to the right
-    hwy::Prefetch(x + i + count + kPackRun / 2);
+    ahead.fetch(kPackRun * sizeof(T));
 #pragma GCC unroll 16
     for (int64_t w = 0; w < kPackWords; ++w) {
       const int64_t at = i + w * kStep;
-      const VF y = hn::Mul(load_values(x + at), hn::Set(DF(), inv[at >> log_block]));
+      const VF y = hn::Mul(load_values(x + at), hn::Set(DF(), inv[at >> shift]));
       if constexpr (kStochastic)
         raw[w] = encoder.stochastic(y, hn::PromoteTo(DU(), hn::LoadU(DU8(), random + at)));
       else
@@ -167,17 +182,22 @@ HWY_INLINE void row_pass(const Direction& d, const TileView<T>& x, const TileAre
         random_line(d, d.global_line(area.batch, area.row + r), area.column, x.columns,
                     scratch.random);
         encode_row<m, true>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
-                            scratch.random, codes);
+                            scratch.random, codes, scratch.ahead);
       } else {
-        encode_row<m, false>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv, nullptr,
-                             codes);
+        encode_row<m, false>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
+                             nullptr, codes, scratch.ahead);
       }
     }
   });
-  const Encoded e{.batch = area.batch, .line = area.row,       .lines = area.rows,
-                  .pos = area.column,  .positions = x.columns, .pitch = pitch,
-                  .group_step = blocks, .block_step = 1};
-  store(d, e, has_bad, scratch);
+  const Encoded e{.batch = area.batch,
+                  .line = area.row,
+                  .lines = area.rows,
+                  .pos = area.column,
+                  .positions = x.columns,
+                  .pitch = pitch,
+                  .group_step = blocks,
+                  .block_step = 1};
+  store(d, e, 0, area.rows, has_bad, scratch);
 }
 
 // ---- down columns ----
@@ -189,7 +209,7 @@ HWY_INLINE void encode_16_rows(const Encoder<kM>& encoder, const FormatTraits& t
   constexpr int kBits = kM == 1 ? 4 : 8;
   constexpr int kPerWord = 32 / kBits;
   const DU du;
-  const VU magnitude = hn::Set(du, t.magnitude_mask()), sign = hn::Set(du, t.sign_bit());
+  const VU sign = hn::Set(du, t.sign_bit()), all = hn::Set(du, 2 * t.sign_bit() - 1);
   const int sign_shift = 32 - t.bits();
 #pragma GCC unroll 4
   for (int w = 0; w < 16 / kPerWord; ++w) {
@@ -205,22 +225,23 @@ HWY_INLINE void encode_16_rows(const Encoder<kM>& encoder, const FormatTraits& t
       } else {
         raw = encoder.nearest(y);
       }
-      const VU code = hn::OrAnd(hn::And(raw, magnitude),
-                                hn::ShiftRightSame(hn::BitCast(du, y), sign_shift), sign);
-      word = hn::Or(hn::ShiftLeft<kBits>(word), code);
+      const VU top = hn::ShiftRightSame(hn::BitCast(du, y), sign_shift);
+      word = hn::OrAnd(hn::ShiftLeft<kBits>(word), hn::OrAnd(raw, top, sign), all);
     }
     if (t.special == Special::negative_zero) {  // whose code would be NaN
       const hn::Repartition<uint8_t, DU> bytes;
-      const auto codes = hn::BitCast(bytes, word);
-      word = hn::BitCast(du, hn::IfThenZeroElse(hn::Eq(codes, hn::Set(bytes, 0x80)), codes));
+      const auto v = hn::BitCast(bytes, word);
+      word = hn::BitCast(du, hn::IfThenZeroElse(hn::Eq(v, hn::Set(bytes, 0x80)), v));
     }
     words[w] = word;
   }
 }
 
-template <int kM, bool kStochastic, class T>
+// Calls done(column) after each vector of columns.
+template <int kM, bool kStochastic, class T, class Done>
 HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const TileArea& area,
-                               const float* inv, int64_t pitch, uint8_t* codes) {
+                               const float* inv, int64_t pitch, Scratch& scratch,
+                               const Done& done) {
   constexpr int kRowsPerStore = kM == 1 ? 32 : 16;  // four words: 16 bytes of codes a column
   const DU du;
   const int block = d.out.spec.block;
@@ -230,6 +251,7 @@ HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const T
     const VU line = hn::Iota(du, d.global_line(area.batch, area.column + c));
     for (int64_t r = 0; r < x.rows; r += kRowsPerStore) {
       VU words[4];
+      scratch.ahead.fetch(kRowsPerStore * lanes() * sizeof(T));
       for (int half = 0; half < kRowsPerStore / 16; ++half) {
         const int64_t row = r + 16 * half;
         const VF scale = hn::LoadU(DF(), inv + row / block * x.columns + c);
@@ -241,9 +263,10 @@ HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const T
       }
       HWY_ALIGN uint32_t bytes[4 * 16];
       hn::StoreInterleaved4(words[0], words[1], words[2], words[3], du, bytes);
-      uint8_t* out = codes + c * pitch + r * 16 / kRowsPerStore;
+      uint8_t* out = scratch.codes + c * pitch + r * 16 / kRowsPerStore;
       for (size_t i = 0; i < lanes(); ++i) std::memcpy(out + i * pitch, bytes + 4 * i, 16);
     }
+    done(c);
   }
 }
 
@@ -263,32 +286,39 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
                                     scratch.amax, groups * blocks, scratch.stored, scratch.inv);
   const float* inv = scratch.inv;
   if (spec.square) {
-    for (int64_t i = 0; i < blocks * x.columns; ++i)
-      scratch.lane_inv[i] = scratch.inv[i / lines];
+    for (int64_t i = 0; i < blocks * x.columns; ++i) scratch.lane_inv[i] = scratch.inv[i / lines];
     inv = scratch.lane_inv;
   }
   const int64_t pitch = x.rows / codes_per_byte(spec.element);
+  const Encoded e{.batch = area.batch,
+                  .line = area.column,
+                  .lines = area.columns,
+                  .pos = area.row,
+                  .positions = x.rows,
+                  .pitch = pitch,
+                  .group_step = 1,
+                  .block_step = groups};
+  // Stored as soon as they are there, so that memory takes them while the next ones are encoded.
+  const auto done = [&](int64_t line) HWY_ATTR {
+    store(d, e, line, line + static_cast<int64_t>(lanes()), has_bad, scratch);
+  };
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     if (spec.stochastic())
-      encode_columns<m, true>(d, x, area, inv, pitch, scratch.codes);
+      encode_columns<m, true>(d, x, area, inv, pitch, scratch, done);
     else
-      encode_columns<m, false>(d, x, area, inv, pitch, scratch.codes);
+      encode_columns<m, false>(d, x, area, inv, pitch, scratch, done);
   });
-  const Encoded e{.batch = area.batch, .line = area.column, .lines = area.columns,
-                  .pos = area.row,     .positions = x.rows, .pitch = pitch,
-                  .group_step = 1,     .block_step = groups};
-  store(d, e, has_bad, scratch);
 }
 
 // ---- tiles ----
 
 // Calls body with a view of the tile: x itself where whole rows of it will do, else a copy that is
-// zero-padded to whole blocks and transforms.
+// zero-padded to whole blocks.
 template <class Body>
 HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_only,
                           Scratch& scratch, const Body& body) {
   const bool in_place = rows_only && x.column_stride == 1 && area.columns % kTile == 0;
-  const int64_t at = area.batch * x.batch_stride + area.row * x.row_stride + area.column;
+  const int64_t at = origin(x, area);
   const int64_t rows = rows_only ? area.rows : round_up(area.rows, kTile);
   const int64_t columns = round_up(area.columns, kTile);
   if (x.dtype == DType::bf16) {
@@ -310,9 +340,11 @@ HWY_INLINE void with_transform(const Hadamard& h, bool along_rows, const TileVie
   if (h.dim == 0) return body(tile);
   if (along_rows)
     hadamard_rows(h, tile, scratch.transformed);
+  else if (h.dim == 16)
+    hadamard_columns<16>(h, tile, scratch.transformed);
   else
-    hadamard_columns(h, tile, scratch.transformed);
-  body(TileView<float>{scratch.transformed, tile.columns, tile.rows, tile.columns});
+    hadamard_columns<0>(h, tile, scratch.transformed);
+  body(TileView<uint16_t>{scratch.transformed, tile.columns, tile.rows, tile.columns});
 }
 
 // Cuts every matrix of the batch into tiles and calls body(area, scratch) on each, in parallel.
@@ -320,16 +352,19 @@ template <class Body>
 HWY_INLINE void for_tiles(const ConstMatrix& x, int64_t tile_rows, int64_t tile_columns,
                           const Executor& executor, const Body& body) {
   const int64_t down = ceil_div(x.rows, tile_rows), across = ceil_div(x.columns, tile_columns);
+  const auto area = [&](int64_t i) {
+    const int64_t row = i / across % down * tile_rows, column = i % across * tile_columns;
+    return TileArea{.batch = i / across / down,
+                    .row = row,
+                    .column = column,
+                    .rows = std::min(tile_rows, x.rows - row),
+                    .columns = std::min(tile_columns, x.columns - column)};
+  };
   executor.parallel_for(x.batch * down * across, [&](int64_t begin, int64_t end) HWY_ATTR {
     const auto scratch = std::make_unique<Scratch>();
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / across % down * tile_rows, column = i % across * tile_columns;
-      const TileArea area{.batch = i / across / down,
-                          .row = row,
-                          .column = column,
-                          .rows = std::min(tile_rows, x.rows - row),
-                          .columns = std::min(tile_columns, x.columns - column)};
-      body(area, *scratch);
+      scratch->ahead = i + 1 < end ? Ahead(x, area(i + 1)) : Ahead();
+      body(area(i), *scratch);
     }
     hwy::FlushStream();
   });
@@ -339,10 +374,12 @@ HWY_INLINE void for_tiles(const ConstMatrix& x, int64_t tile_rows, int64_t tile_
 // columns takes square tiles.
 HWY_INLINE void tile_extents(const ConstMatrix& x, bool rows_only, int lines, int64_t& rows,
                              int64_t& columns) {
-  rows = columns = kTile;
-  if (!rows_only) {  return;}
-  columns = std::min(kTileElements / std::max(lines, 4), round_up(std::max<int64_t>(x.columns, 1), kTile));
-  rows = lines > 1 ? lines : kTileElements / 4 / columns;
+  rows = columns = kTileSide;
+  if (!rows_only) return;
+  constexpr int64_t kElements = kTile * kTile;
+  columns =
+      std::min(kElements / std::max(lines, 4), round_up(std::max<int64_t>(x.columns, 1), kTile));
+  rows = lines > 1 ? lines : kElements / 4 / columns;
 }
 
 // `along`: the direction whose lines are the rows of x; `down`: whose lines are its columns.
@@ -367,8 +404,8 @@ template <class T>
 HWY_INLINE uint32_t tile_amax(const TileView<T>& tile, Scratch& scratch) {
   // One "block" a vector of columns over all rows.
   constexpr int kColumns = 32;
-  row_amaxes(tile, kColumns, static_cast<int>(tile.rows), reinterpret_cast<BitsOf<T>*>(scratch.work),
-             scratch.amax);
+  row_amaxes(tile, kColumns, static_cast<int>(tile.rows),
+             reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
   return *std::max_element(scratch.amax, scratch.amax + tile.columns / kColumns);
 }
 
@@ -380,9 +417,8 @@ void amax_tiles(const ConstMatrix& x, const QuantSpec& spec, bool along_rows,
   for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
     uint32_t largest = 0;
     with_tile(x, area, along_rows, scratch, [&](const auto& tile) HWY_ATTR {
-      with_transform(spec.hadamard, along_rows, tile, scratch, [&](const auto& t) HWY_ATTR {
-        largest = tile_amax(t, scratch);
-      });
+      with_transform(spec.hadamard, along_rows, tile, scratch,
+                     [&](const auto& t) HWY_ATTR { largest = tile_amax(t, scratch); });
     });
     std::atomic<uint32_t>& target = most[area.batch];
     for (uint32_t old = target; largest > old && !target.compare_exchange_weak(old, largest);) {

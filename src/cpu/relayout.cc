@@ -42,8 +42,8 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Executor& e
       const int64_t row = scale_row(t, line);
       if (t.scale_rows != t.lines && line % to.spec.block != 0) continue;  // once a grid row
       for (int64_t s = 0; s < t.blocks; ++s) {
-        const int64_t source = layout_offset(from.layout.scales, f.scale_rows, f.blocks,
-                                             scale_row(f, line), s);
+        const int64_t source =
+            layout_offset(from.layout.scales, f.scale_rows, f.blocks, scale_row(f, line), s);
         const int64_t target = layout_offset(to.layout.scales, t.scale_rows, t.blocks, row, s);
         std::memcpy(to.scales + bytes * (b * t.scale_count + target),
                     from.scales + bytes * (b * f.scale_count + source), static_cast<size_t>(bytes));

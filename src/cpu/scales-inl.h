@@ -28,7 +28,8 @@ HWY_INLINE BlockScales float_scales(const QuantSpec& spec, VF amax) {
     const VF inv = hn::Div(hn::Set(df, fmax), a);
     return {hn::BitCast(du, hn::Div(hn::Set(df, 1.0f), inv)), inv};
   }
-  // pow2_scale() in exponent fields: e = field(a) - field(FMAX) + 127, one more when FMAX * 2^e < a.
+  // pow2_scale() in exponent fields: e = field(a) - field(FMAX) + 127, one more when FMAX * 2^e <
+  // a.
   const uint32_t fmax_field = bit_cast<uint32_t>(fmax) >> 23;
   const VU e = hn::Add(hn::ShiftRight<23>(hn::BitCast(du, a)), hn::Set(du, 127 - fmax_field));
   const VF product = hn::Mul(hn::Set(df, fmax), hn::BitCast(df, hn::ShiftLeft<23>(e)));
@@ -83,41 +84,57 @@ HWY_INLINE VU encode_scales(const QuantSpec& spec, const Encoder<kM>& encoder,
   return hn::Add(code, hn::IfThenElseZero(below, hn::Set(du, 1)));
 }
 
-HWY_INLINE BlockScales two_level_scales(const QuantSpec& spec, VF amax, OuterScale outer) {
+struct TwoLevelScales {
+  TwoLevelScales(const QuantSpec& s, OuterScale outer)
+      : spec(s),
+        encoder(s.scale),
+        decoder(s.scale),
+        enc(hn::Set(DF(), outer.enc * (1.0f / 6.0f))),
+        dec(hn::Set(DF(), outer.dec)) {}
+  HWY_INLINE BlockScales operator()(VF amax) const {
+    const DF df;
+    const VU code = encode_scales(spec, encoder, decoder, hn::Mul(amax, enc));
+    const VF decoded = hn::Mul(decoder(code), dec);
+    return {code, hn::Min(hn::Div(hn::Set(df, 1.0f), decoded), hn::Set(df, kFloatMax))};
+  }
+  const QuantSpec& spec;
+  Encoder<3> encoder;
+  Decoder<3> decoder;
+  VF enc, dec;
+};
+
+// block_scales() with `rule`, amax -> BlockScales.
+template <class Rule>
+HWY_INLINE bool apply_rule(const Rule& rule, uint32_t nan_scale, bool tensor_finite,
+                           const uint32_t* amax_bits, size_t count, uint32_t* stored, float* inv) {
   const DF df;
-  const Encoder<3> encoder(spec.scale);
-  const Decoder<3> decoder(spec.scale);
-  const VF wanted = hn::Mul(amax, hn::Set(df, outer.enc * (1.0f / 6.0f)));
-  const VU code = encode_scales(spec, encoder, decoder, wanted);
-  const VF decoded = hn::Mul(decoder(code), hn::Set(df, outer.dec));
-  const VF enc = hn::Min(hn::Div(hn::Set(df, 1.0f), decoded), hn::Set(df, kFloatMax));
-  return {code, enc};
+  const DU du;
+  const VU nan = hn::Set(du, nan_scale);
+  const VU limit = hn::Set(du, tensor_finite ? kInfBits : 0);
+  VU most = hn::Zero(du);
+  for (size_t i = 0; i < count; i += lanes()) {
+    const VU bits = hn::LoadU(du, amax_bits + i);
+    const auto finite = hn::Lt(bits, limit);
+    const BlockScales s = rule(hn::BitCast(df, hn::IfThenElseZero(finite, bits)));
+    hn::StoreU(hn::IfThenElse(finite, s.stored, nan), du, stored + i);
+    hn::StoreU(hn::IfThenElseZero(hn::RebindMask(df, finite), s.inv), df, inv + i);
+    most = hn::Max(most, bits);
+  }
+  return !hn::AllTrue(du, hn::Lt(most, limit));
 }
 
 // Scales of `count` blocks from the bits of their amaxes. A non-finite block stores the NaN scale;
 // its inv is 0, and its codes have to be cleared by the caller. Returns whether there is one. The
 // arrays are readable and writable up to a multiple of 16.
 HWY_INLINE bool block_scales(const QuantSpec& spec, OuterScale outer, bool tensor_finite,
-                             const uint32_t* amax_bits, size_t count, uint32_t* stored,
-                             float* inv) {
-  const DF df;
-  const DU du;
-  const VU nan = hn::Set(
-      du, spec.scale == Format::fp32 ? kNanBits : traits(spec.scale).nan_code());
-  const VU limit = hn::Set(du, tensor_finite ? kInfBits : 0);
-  bool all_finite = true;
-  for (size_t i = 0; i < count; i += lanes()) {
-    const VU bits = hn::LoadU(du, amax_bits + i);
-    const auto finite = hn::Lt(bits, limit);
-    const VF amax = hn::BitCast(df, hn::IfThenElseZero(finite, bits));
-    const BlockScales s = spec.two_level()              ? two_level_scales(spec, amax, outer)
-                          : spec.scale == Format::e8m0 ? e8m0_scales(spec, amax)
-                                                        : float_scales(spec, amax);
-    hn::StoreU(hn::IfThenElse(finite, s.stored, nan), du, stored + i);
-    hn::StoreU(hn::IfThenElseZero(hn::RebindMask(df, finite), s.inv), df, inv + i);
-    all_finite = all_finite && hn::AllTrue(du, finite);
-  }
-  return !all_finite;
+                             const uint32_t* amax, size_t count, uint32_t* stored, float* inv) {
+  const uint32_t nan = spec.scale == Format::fp32 ? kNanBits : traits(spec.scale).nan_code();
+  const auto apply = [&](const auto& rule) HWY_ATTR {
+    return apply_rule(rule, nan, tensor_finite, amax, count, stored, inv);
+  };
+  if (spec.two_level()) return apply(TwoLevelScales(spec, outer));
+  if (spec.scale == Format::e8m0) return apply([&](VF a) HWY_ATTR { return e8m0_scales(spec, a); });
+  return apply([&](VF a) HWY_ATTR { return float_scales(spec, a); });
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE

@@ -1,6 +1,7 @@
 // The names of the instruction sets.
-#include "blockscale/ops.h"
 #include "hwy/targets.h"
+
+#include "blockscale/ops.h"
 
 namespace blockscale {
 

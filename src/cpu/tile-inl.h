@@ -19,7 +19,10 @@ namespace blockscale::cpu::HWY_NAMESPACE {
 
 // A multiple of every block and Hadamard size: tiles start on whole blocks in both directions.
 inline constexpr int64_t kTile = 128;
-inline constexpr int64_t kTileElements = kTile * kTile;
+// Tiles of both directions are square: the wider, the longer the runs of bytes that are read of a
+// row and written of a line, which lie in pages of their own. In the second-level cache.
+inline constexpr int64_t kTileSide = 2 * kTile;
+inline constexpr int64_t kTileElements = kTileSide * kTileSide;
 
 // rows x columns values; T is float, or uint16_t for BF16 read in place.
 template <class T>
@@ -33,6 +36,37 @@ struct TileView {
 // Where a tile lies in x and how much of it exists.
 struct TileArea {
   int64_t batch, row, column, rows, columns;
+};
+
+// Where the values of an area start in x.
+HWY_INLINE int64_t origin(const ConstMatrix& x, const TileArea& area) {
+  return area.batch * x.batch_stride + area.row * x.row_stride + area.column * x.column_stride;
+}
+
+// Fetches the tile that comes next, a few lines at a time while this one is worked on. Its rows are
+// too far apart for the hardware to foresee.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const ConstMatrix& x, const TileArea& area)
+      : row_(static_cast<const uint8_t*>(x.data) + origin(x, area) * dtype_bytes(x.dtype)),
+        stride_(x.row_stride * dtype_bytes(x.dtype)),
+        width_(area.columns * dtype_bytes(x.dtype)),
+        rows_(x.column_stride == 1 ? area.rows : 0) {}
+  HWY_INLINE void fetch(int64_t bytes) {
+    for (; bytes > 0 && rows_ > 0; bytes -= 64) {
+      hwy::Prefetch(row_ + at_ + 63);  // unaligned, the line before has just been read
+      at_ += 64;
+      if (at_ < width_) continue;
+      at_ = 0;
+      row_ += stride_;
+      --rows_;
+    }
+  }
+
+ private:
+  const uint8_t* row_ = nullptr;
+  int64_t stride_ = 0, width_ = 0, rows_ = 0, at_ = 0;
 };
 
 HWY_INLINE float load_scalar(const ConstMatrix& x, int64_t i) {
@@ -77,17 +111,10 @@ HWY_INLINE void load_line(const ConstMatrix& x, int64_t start, int64_t count, ui
 template <class T>
 HWY_INLINE TileView<T> load_tile(const ConstMatrix& x, const TileArea& area, int64_t rows,
                                  int64_t columns, T* out) {
-  const int64_t origin =
-      area.batch * x.batch_stride + area.row * x.row_stride + area.column * x.column_stride;
-  const auto* bytes = static_cast<const uint8_t*>(x.data);
-  const int64_t width = dtype_bytes(x.dtype);
+  const int64_t start = origin(x, area);
   for (int64_t r = 0; r < area.rows; ++r) {
     T* line = out + r * columns;
-    // Fetch the tile to the right, which comes next: rows are too far apart for the hardware.
-    const int64_t next = (origin + r * x.row_stride + area.columns) * width;
-    for (int64_t i = 0; i < area.columns * width; i += 64)
-      hwy::Prefetch(bytes + next + i);
-    load_line(x, origin + r * x.row_stride, area.columns, line);
+    load_line(x, start + r * x.row_stride, area.columns, line);
     std::memset(line + area.columns, 0, sizeof(T) * (columns - area.columns));
   }
   std::memset(out + area.rows * columns, 0, sizeof(T) * (rows - area.rows) * columns);
@@ -96,9 +123,10 @@ HWY_INLINE TileView<T> load_tile(const ConstMatrix& x, const TileArea& area, int
 
 // ---- Hadamard transform (numerics section 8) ----
 
-HWY_INLINE VF hadamard_finish(VF x, VF norm) {
-  return round_to_bf16(hn::Add(hn::Mul(x, norm), hn::Zero(DF())));
-}
+// Values whose NaNs are short, and so are those of the transform: what bf16_high() wants.
+HWY_INLINE VF load_short(const float* p) { return shorten_nan(load_values(p)); }
+HWY_INLINE VF load_short(const uint16_t* p) { return load_values(p); }
+HWY_INLINE VF hadamard_finish(VF x, VF norm) { return hn::Add(hn::Mul(x, norm), hn::Zero(DF())); }
 
 // One stage within a vector: lane i becomes a + b or, where bit `step` of i is set, a - b.
 struct LaneStage {
@@ -107,78 +135,90 @@ struct LaneStage {
     const VU lane = hn::Iota(du, 0);
     const VU bit = hn::Set(du, static_cast<uint32_t>(step));
     partner = hn::IndicesFromVec(DF(), hn::Xor(lane, bit));
-    sign = hn::IfThenElseZero(hn::Ne(hn::And(lane, bit), hn::Zero(du)), hn::Set(du, 0x80000000u));
+    const auto plus = hn::RebindMask(DF(), hn::Eq(hn::And(lane, bit), hn::Zero(du)));
+    factor = hn::IfThenElse(plus, hn::Set(DF(), 1.0f), hn::Set(DF(), -1.0f));
   }
+  // The product is exact.
   HWY_INLINE VF operator()(VF x) const {
-    const VF signed_x = hn::Xor(x, hn::BitCast(DF(), sign));
-    return hn::Add(hn::TableLookupLanes(x, partner), signed_x);
+    return hn::MulAdd(x, factor, hn::TableLookupLanes(x, partner));
   }
   decltype(hn::IndicesFromVec(DF(), VU())) partner;
-  VU sign;
+  VF factor;
 };
 
 // Along rows: every block of h.dim values of the tile, into `out`.
 template <class T>
-HWY_INLINE void hadamard_rows(const Hadamard& h, const TileView<T>& in, float* out) {
+HWY_INLINE void hadamard_rows(const Hadamard& h, const TileView<T>& in, uint16_t* out) {
   const DF df;
-  const DU du;
-  const int64_t step = static_cast<int64_t>(lanes());
+  constexpr int64_t kStep = static_cast<int64_t>(lanes());
   HWY_ALIGN uint32_t signs[128];
+  HWY_ALIGN float block[128];
   for (int i = 0; i < h.dim; ++i) signs[i] = h.negates(i) ? 0x80000000u : 0;
   const LaneStage stage1(1), stage2(2), stage4(4), stage8(8);
   const VF norm = hn::Set(df, hadamard_norm(h.dim));
-  const bool whole = h.dim == step;  // a block is one vector
+  const auto within_vector = [&](const T* p, int64_t i) HWY_ATTR {
+    const VF v = hn::Xor(load_short(p + i), hn::BitCast(df, hn::LoadU(DU(), signs + i % h.dim)));
+    const VF pairs = stage2(stage1(v));
+    const VF fours = kStep > 4 ? stage4(pairs) : pairs;
+    return kStep > 8 ? stage8(fours) : fours;
+  };
   for (int64_t r = 0; r < in.rows; ++r) {
     const T* source = in.data + r * in.stride;
-    float* x = out + r * in.columns;
-    for (int64_t i = 0; i < in.columns; i += step) {
-      const VU sign = hn::LoadU(du, signs + (i & (h.dim - 1)));
-      VF v = hn::Xor(load_values(source + i), hn::BitCast(df, sign));
-      v = stage2(stage1(v));
-      if (step > 4) v = stage4(v);
-      if (step > 8) v = stage8(v);
-      hn::StoreU(whole ? hadamard_finish(v, norm) : v, df, x + i);
+    uint16_t* x = out + r * in.columns;
+    if (h.dim == kStep) {  // a block is one vector
+      for (int64_t i = 0; i < in.columns; i += 2 * kStep)
+        store_pair(hadamard_finish(within_vector(source + i, 0), norm),
+                   hadamard_finish(within_vector(source + i + kStep, 0), norm), x + i);
+      continue;
     }
-    if (whole) continue;
-    for (int64_t half = step; half < h.dim; half *= 2) {
-      for (int64_t i = 0; i < in.columns; i += step) {
-        if (i & half) continue;
-        const VF a = hn::LoadU(df, x + i), b = hn::LoadU(df, x + i + half);
-        hn::StoreU(hn::Add(a, b), df, x + i);
-        hn::StoreU(hn::Sub(a, b), df, x + i + half);
+    for (int64_t start = 0; start < in.columns; start += h.dim) {
+      for (int64_t i = 0; i < h.dim; i += kStep)
+        hn::StoreU(within_vector(source + start, i), df, block + i);
+      for (int64_t half = kStep; half < h.dim; half *= 2) {
+        for (int64_t i = 0; i < h.dim; i += kStep) {
+          if (i & half) continue;
+          const VF a = hn::LoadU(df, block + i), b = hn::LoadU(df, block + i + half);
+          hn::StoreU(hn::Add(a, b), df, block + i);
+          hn::StoreU(hn::Sub(a, b), df, block + i + half);
+        }
       }
+      for (int64_t i = 0; i < h.dim; i += 2 * kStep)
+        store_pair(hadamard_finish(hn::LoadU(df, block + i), norm),
+                   hadamard_finish(hn::LoadU(df, block + i + kStep), norm), x + start + i);
     }
-    for (int64_t i = 0; i < in.columns; i += step)
-      hn::StoreU(hadamard_finish(hn::LoadU(df, x + i), norm), df, x + i);
   }
 }
 
-// Down columns, into `out`.
-template <class T>
-HWY_INLINE void hadamard_columns(const Hadamard& h, const TileView<T>& in, float* out) {
+// Down columns, into `out`. kDim: h.dim, or 0 for any; known, a block stays in registers.
+template <int kDim, class T>
+HWY_INLINE void hadamard_columns(const Hadamard& h, const TileView<T>& in, uint16_t* out) {
   const DF df;
   const DU du;
-  const int64_t step = static_cast<int64_t>(lanes());
-  const VF norm = hn::Set(df, hadamard_norm(h.dim));
-  for (int64_t block = 0; block < in.rows; block += h.dim) {
-    for (int64_t c = 0; c < in.columns; c += step) {
-      VF v[128];
+  constexpr int64_t kStep = static_cast<int64_t>(lanes());
+  const int dim = kDim ? kDim : h.dim;
+  const VF norm = hn::Set(df, hadamard_norm(dim));
+  uint32_t signs[128];
+  for (int i = 0; i < dim; ++i) signs[i] = h.negates(i) ? 0x80000000u : 0;
+  for (int64_t block = 0; block < in.rows; block += dim) {
+    for (int64_t c = 0; c < in.columns; c += kStep) {
+      VF v[kDim ? kDim : 128];
       const T* source = in.data + block * in.stride + c;
-      float* x = out + block * in.columns + c;
-      for (int i = 0; i < h.dim; ++i) {
-        const VU sign = hn::Set(du, h.negates(i) ? 0x80000000u : 0);
-        v[i] = hn::Xor(load_values(source + i * in.stride), hn::BitCast(df, sign));
-      }
-      for (int half = 1; half < h.dim; half *= 2) {
-        for (int i = 0; i < h.dim; ++i) {
+      uint16_t* x = out + block * in.columns + c;
+#pragma GCC unroll 16
+      for (int i = 0; i < dim; ++i)
+        v[i] = hn::Xor(load_short(source + i * in.stride), hn::BitCast(df, hn::Set(du, signs[i])));
+#pragma GCC unroll 4
+      for (int half = 1; half < dim; half *= 2) {
+#pragma GCC unroll 16
+        for (int i = 0; i < dim; ++i) {
           if (i & half) continue;
           const VF a = v[i], b = v[i + half];
           v[i] = hn::Add(a, b);
           v[i + half] = hn::Sub(a, b);
         }
       }
-      for (int i = 0; i < h.dim; ++i)
-        hn::StoreU(hadamard_finish(v[i], norm), df, x + i * in.columns);
+#pragma GCC unroll 16
+      for (int i = 0; i < dim; ++i) store_short(hadamard_finish(v[i], norm), x + i * in.columns);
     }
   }
 }

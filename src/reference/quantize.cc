@@ -96,9 +96,9 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
     OuterScale outer{1, 1};
     bool tensor_finite = true;
     if (spec.outer) {
-      const float a = options.amax
-                          ? options.amax[b]
-                          : amax_of(operand.value.data(), static_cast<int64_t>(operand.value.size()));
+      const float a =
+          options.amax ? options.amax[b]
+                       : amax_of(operand.value.data(), static_cast<int64_t>(operand.value.size()));
       tensor_finite = is_finite(a);
       if (tensor_finite) outer = outer_scale(spec.scale, a);
       out.outer[b] = tensor_finite ? outer.dec : bit_cast<float>(kNanBits);
@@ -114,8 +114,8 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
         for (int64_t line = line0; line < line0 + tile_lines; ++line)
           for (int64_t pos = pos0; pos < pos0 + spec.block; ++pos)
             tile.push_back(operand.at(line, pos));
-        const Block block = block_scale(spec, amax_of(tile.data(), static_cast<int64_t>(tile.size())),
-                                        outer, tensor_finite);
+        const Block block = block_scale(
+            spec, amax_of(tile.data(), static_cast<int64_t>(tile.size())), outer, tensor_finite);
 
         for (int64_t line = line0; line < std::min(line0 + tile_lines, s.lines); ++line) {
           const int64_t scale_at = scale_offset(as_const(out), s, b, line, pos0);
@@ -136,7 +136,8 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
             const uint32_t code = element_code(spec, operand.at(line, pos), block.inv, random);
             const int64_t at =
                 layout_offset(out.layout.codes, s.lines, s.line_bytes, line, pos / per_byte);
-            out.codes[b * s.code_bytes + at] |= static_cast<uint8_t>(code << (4 * (pos % per_byte)));
+            out.codes[b * s.code_bytes + at] |=
+                static_cast<uint8_t>(code << (4 * (pos % per_byte)));
           }
         }
       }

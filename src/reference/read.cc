@@ -31,7 +31,8 @@ void relayout(const ConstQuantized& from, const Quantized& to) {
     if (to.spec.outer) to.outer[b] = from.outer[b];
     for (int64_t line = 0; line < t.lines; ++line) {
       for (int64_t i = 0; i < t.line_bytes; ++i)
-        to.codes[b * t.code_bytes + layout_offset(to.layout.codes, t.lines, t.line_bytes, line, i)] =
+        to.codes[b * t.code_bytes +
+                 layout_offset(to.layout.codes, t.lines, t.line_bytes, line, i)] =
             from.codes[b * f.code_bytes +
                        layout_offset(from.layout.codes, f.lines, f.line_bytes, line, i)];
       for (int64_t block = 0; block < t.blocks; ++block) {
