@@ -27,6 +27,30 @@ struct BasicMatrix {
 using ConstMatrix = BasicMatrix<const void*>;
 using Matrix = BasicMatrix<void*>;
 
+// Element `i` (in elements, from data) as FP32, exactly; and back, rounded to nearest even.
+inline float load_element(const ConstMatrix& x, int64_t i) {
+  switch (x.dtype) {
+    case DType::bf16:
+      return from_bf16(static_cast<const uint16_t*>(x.data)[i]);
+    case DType::f16:
+      return from_fp16(static_cast<const uint16_t*>(x.data)[i]);
+    default:
+      return static_cast<const float*>(x.data)[i];
+  }
+}
+inline void store_element(const Matrix& x, int64_t i, float value) {
+  switch (x.dtype) {
+    case DType::bf16:
+      static_cast<uint16_t*>(x.data)[i] = to_bf16(value);
+      break;
+    case DType::f16:
+      static_cast<uint16_t*>(x.data)[i] = to_fp16(value);
+      break;
+    default:
+      static_cast<float*>(x.data)[i] = value;
+  }
+}
+
 // A quantized operand (numerics section 1) of a batch of logical matrices [rows, columns]. Each
 // matrix of the batch is its own: its own outer scale and its own scale tiling.
 template <class Byte, class Float>

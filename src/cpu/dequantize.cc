@@ -15,24 +15,11 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-HWY_INLINE void store_scalar(const Matrix& x, int64_t at, float value) {
-  switch (x.dtype) {
-    case DType::f32:
-      static_cast<float*>(x.data)[at] = value;
-      return;
-    case DType::bf16:
-      static_cast<uint16_t*>(x.data)[at] = to_bf16(value);
-      return;
-    default:
-      static_cast<uint16_t*>(x.data)[at] = to_fp16(value);
-  }
-}
-
 // Writes `count` values to x at (b, r, c...) going along the row.
 HWY_INLINE void store_row(const Matrix& x, int64_t b, int64_t r, int64_t c, int64_t count,
                           const float* values) {
   const int64_t at = b * x.batch_stride + r * x.row_stride + c * x.column_stride;
-  for (int64_t i = 0; i < count; ++i) store_scalar(x, at + i * x.column_stride, values[i]);
+  for (int64_t i = 0; i < count; ++i) store_element(x, at + i * x.column_stride, values[i]);
 }
 
 // Whether rows of x are arrays of T.

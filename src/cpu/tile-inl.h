@@ -69,17 +69,6 @@ class Ahead {
   int64_t stride_ = 0, width_ = 0, rows_ = 0, at_ = 0;
 };
 
-HWY_INLINE float load_scalar(const ConstMatrix& x, int64_t i) {
-  switch (x.dtype) {
-    case DType::bf16:
-      return from_bf16(static_cast<const uint16_t*>(x.data)[i]);
-    case DType::f16:
-      return from_fp16(static_cast<const uint16_t*>(x.data)[i]);
-    default:
-      return static_cast<const float*>(x.data)[i];
-  }
-}
-
 HWY_INLINE VF load_vector(const ConstMatrix& x, int64_t i) {
   switch (x.dtype) {
     case DType::bf16:
@@ -96,7 +85,7 @@ HWY_INLINE void load_line(const ConstMatrix& x, int64_t start, int64_t count, fl
   int64_t c = 0;
   if (x.column_stride == 1)
     for (; c + step <= count; c += step) hn::StoreU(load_vector(x, start + c), DF(), out + c);
-  for (; c < count; ++c) out[c] = load_scalar(x, start + c * x.column_stride);
+  for (; c < count; ++c) out[c] = load_element(x, start + c * x.column_stride);
 }
 HWY_INLINE void load_line(const ConstMatrix& x, int64_t start, int64_t count, uint16_t* out) {
   const auto* p = static_cast<const uint16_t*>(x.data) + start;

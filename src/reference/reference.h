@@ -12,29 +12,10 @@ inline int64_t offset_of(int64_t b, int64_t r, int64_t c, const auto& x) {
 }
 
 inline float load(const ConstMatrix& x, int64_t b, int64_t r, int64_t c) {
-  const int64_t i = offset_of(b, r, c, x);
-  switch (x.dtype) {
-    case DType::bf16:
-      return from_bf16(static_cast<const uint16_t*>(x.data)[i]);
-    case DType::f16:
-      return from_fp16(static_cast<const uint16_t*>(x.data)[i]);
-    default:
-      return static_cast<const float*>(x.data)[i];
-  }
+  return load_element(x, offset_of(b, r, c, x));
 }
-
 inline void store(const Matrix& x, int64_t b, int64_t r, int64_t c, float value) {
-  const int64_t i = offset_of(b, r, c, x);
-  switch (x.dtype) {
-    case DType::bf16:
-      static_cast<uint16_t*>(x.data)[i] = to_bf16(value);
-      break;
-    case DType::f16:
-      static_cast<uint16_t*>(x.data)[i] = to_fp16(value);
-      break;
-    default:
-      static_cast<float*>(x.data)[i] = value;
-  }
+  store_element(x, offset_of(b, r, c, x), value);
 }
 
 // One stored scale as the FP32 number it means; `s` is its offset in the scales buffer.
