@@ -376,10 +376,11 @@ HWY_INLINE void tile_extents(const ConstMatrix& x, bool rows_only, int lines, in
                              int64_t& columns) {
   rows = columns = kTileSide;
   if (!rows_only) return;
-  constexpr int64_t kElements = kTile * kTile;
-  columns =
-      std::min(kElements / std::max(lines, 4), round_up(std::max<int64_t>(x.columns, 1), kTile));
-  rows = lines > 1 ? lines : kElements / 4 / columns;
+  // Square blocks are read `lines` rows at a time: a wide tile, for long runs of each row. Single
+  // rows stay in the L1 cache between finding the amaxes and encoding.
+  const int64_t width = lines > 1 ? kTileElements / lines : kTileElements / 16;
+  columns = std::min(width, round_up(std::max<int64_t>(x.columns, 1), kTile));
+  rows = lines > 1 ? lines : kTileElements / 16 / columns;
 }
 
 // `along`: the direction whose lines are the rows of x; `down`: whose lines are its columns.

@@ -241,14 +241,16 @@ HWY_INLINE void shrink_blocks(D d, const TileView<T>& x, int64_t block, int64_t 
                               U mask, U* out) {
   const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
   const auto bits = hn::Set(d, mask);
-  for (int64_t c = 0; c < x.columns; c += HWY_MAX(block, step), out += step) {
-    auto most = hn::Zero(d);
-    for (int64_t r = first; r < last; ++r) {
-      const U* p = reinterpret_cast<const U*>(x.data + r * x.stride + c);
+  // Row by row, as memory likes to be read; the maxima so far stay in the L1 cache.
+  for (int64_t r = first; r < last; ++r) {
+    const U* p = reinterpret_cast<const U*>(x.data + r * x.stride);
+    U* to = out;
+    for (int64_t c = 0; c < x.columns; c += HWY_MAX(block, step), to += step) {
+      auto most = r == first ? hn::Zero(d) : hn::LoadU(d, to);
       for (int64_t i = 0; i < block; i += step)
-        most = hn::Max(most, hn::And(hn::LoadU(d, p + i), bits));
+        most = hn::Max(most, hn::And(hn::LoadU(d, p + c + i), bits));
+      hn::StoreU(most, d, to);
     }
-    hn::StoreU(most, d, out);
   }
 }
 
@@ -285,19 +287,12 @@ template <class T>
 HWY_INLINE void column_amaxes(const TileView<T>& x, int64_t block, uint32_t* amax) {
   using U = BitsOf<T>;
   const hn::CappedTag<U, 32> d;
-  constexpr int64_t kStep = static_cast<int64_t>(hn::MaxLanes(d));
-  const auto mask = hn::Set(d, abs_mask(T()));
+  const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
+  HWY_ALIGN U most[kTileSide];
   for (int64_t g = 0; g < x.rows / block; ++g) {
-    for (int64_t c = 0; c < x.columns; c += kStep) {
-      auto most = hn::Zero(d);
-      for (int64_t r = g * block; r < (g + 1) * block; ++r) {
-        const U* p = reinterpret_cast<const U*>(x.data + r * x.stride + c);
-        most = hn::Max(most, hn::And(hn::LoadU(d, p), mask));
-      }
-      HWY_ALIGN U bits[kStep];
-      hn::StoreU(most, d, bits);
-      for (int64_t i = 0; i < kStep; ++i) amax[g * x.columns + c + i] = widen_bits(bits[i]);
-    }
+    // Blocks of one vector: every column keeps its own maximum.
+    shrink_blocks(d, x, step, g * block, (g + 1) * block, abs_mask(T()), most);
+    for (int64_t c = 0; c < x.columns; ++c) amax[g * x.columns + c] = widen_bits(most[c]);
   }
 }
 
