@@ -81,7 +81,7 @@ const char* to_string(ScaleRule rule);
 const char* to_string(ScaleRounding rounding);
 const char* to_string(Rounding rounding);
 
-// What the contraction axis is zero-extended to a multiple of before it is cut into blocks.
+// For n >= 0: n rounded up to a multiple, and n / d rounded up.
 BLOCKSCALE_HD constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }

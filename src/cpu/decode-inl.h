@@ -199,7 +199,7 @@ HWY_INLINE void for_line_codes(const Reader& reader, int64_t line, int64_t pos, 
     body(i, hn::And(hn::ShiftRightSame(words[i * kBits / 32], i * kBits % 32), mask));
 }
 
-// 128 bytes of codes of each of 2 * lanes() lines: two cache lines, which DRAM gives together.
+// 64 bytes of codes, one cache line, of each of 2 * lanes() lines.
 struct LineBytes {
   static constexpr int64_t kBytes = 64;
   static constexpr int64_t kLines = 2 * static_cast<int64_t>(lanes());
