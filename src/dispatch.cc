@@ -4,6 +4,7 @@
 
 #include "blockscale/ops.h"
 #include "cpu/cpu.h"
+#include "gpu/gpu.h"
 #include "text.h"
 
 namespace blockscale {
@@ -41,16 +42,25 @@ std::string extents(int64_t rows, int64_t columns) {
   return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
 }
 
+// Where the data of a call lies. What a device pointer leads to is not looked at: that would wait
+// for the device.
+enum class Memory { host, device };
+
 // Messages are built only when a check fails: these run on every call.
 void check_matrix(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
-                  const void* data) {
+                  const void* data, Memory memory) {
+  const int64_t limit = int64_t{1} << 31;
+  if (memory == Memory::device && (rows >= limit || columns >= limit))
+    fail(op, name, extents(rows, columns), "extents below 2^31 on a GPU",
+         "quantize parts of it, each with its origin");
   if (rows < 0 || columns < 0 || batch < 0)
     fail(op, name, extents(rows, columns), "extents of at least 0");
   if (!data && rows * columns * batch != 0) fail(op, name, "null", "a pointer to data");
 }
 
 template <class Byte, class Float>
-void check_quantized(const char* op, const char* name, const BasicQuantized<Byte, Float>& q) {
+void check_quantized(const char* op, const char* name, const BasicQuantized<Byte, Float>& q,
+                     Memory memory) {
   validate(q.spec);
   validate(q.spec, q.layout);
   if (q.axis != -1 && q.axis != -2)
@@ -64,13 +74,16 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
     fail(op, name, "null scales", "a pointer to scales");
   if (!q.outer && q.spec.outer && q.batch != 0)
     fail(op, name, "null outer", "a pointer to one FP32 a matrix: the spec has an outer scale");
+  if (memory == Memory::device && reinterpret_cast<uintptr_t>(q.codes) % 16 != 0)
+    fail(op, name, "codes off a multiple of 16 bytes", "codes at a multiple of 16 on a GPU");
 }
 
-void check_amax(const Quantized& out, const QuantizeOptions& options) {
+void check_amax(const Quantized& out, const QuantizeOptions& options, Memory memory) {
   if (!options.amax) return;
   if (!out.spec.outer)
     fail("quantize", "amax", "given", "none: " + to_string(out.spec) + " has no outer scale",
          "leave amax out");
+  if (memory == Memory::device) return;
   for (int64_t b = 0; b < out.batch; ++b)
     if (options.amax[b] < 0)
       fail("quantize", "amax", options.amax[b], "a value of at least 0",
@@ -97,16 +110,23 @@ void check_origin(const ConstMatrix& x, const Quantized& out, const QuantizeOpti
     fail("quantize", "origin", where(), "global coordinates below 2^32 for stochastic rounding");
 }
 
-void check_quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options) {
-  check_matrix("quantize", "x", x.rows, x.columns, x.batch, x.data);
-  check_quantized("quantize", "out", out);
+void check_quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
+                    Memory memory) {
+  check_matrix("quantize", "x", x.rows, x.columns, x.batch, x.data, memory);
+  check_quantized("quantize", "out", out, memory);
   if (out.rows != x.rows || out.columns != x.columns || out.batch != x.batch)
     fail("quantize", "out", extents(out.rows, out.columns),
          "the extents of x, " + extents(x.rows, x.columns));
-  if (out.spec.stochastic() && !options.rng)
+  const bool on_device = options.device_seed || options.device_offset;
+  if (on_device && (memory == Memory::host || !options.device_seed || !options.device_offset))
+    fail("quantize", "device_seed, device_offset",
+         memory == Memory::host ? "given" : "one without the other",
+         memory == Memory::host ? "none: x is in host memory" : "both or neither",
+         "pass rng for a key by value");
+  if (out.spec.stochastic() && !options.rng && !on_device)
     fail("quantize", "rng", "none", "a seed and an offset: the spec rounds stochastically",
          "pass rng, or use rounding = nearest");
-  check_amax(out, options);
+  check_amax(out, options, memory);
   check_origin(x, out, options);
 }
 
@@ -115,62 +135,106 @@ std::string describe(const ConstQuantized& q) {
          std::to_string(q.axis);
 }
 
+void check_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
+                const QuantizeOptions& row_options, const QuantizeOptions& column_options,
+                Memory memory) {
+  if (row_out.axis != -1 || column_out.axis != -2)
+    fail("quantize_dual", "axis",
+         std::to_string(row_out.axis) + " and " + std::to_string(column_out.axis),
+         "-1 for the row operand and -2 for the column operand");
+  check_quantize(x, row_out, row_options, memory);
+  check_quantize(x, column_out, column_options, memory);
+}
+
+void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, Memory memory) {
+  validate(spec);
+  if (axis != -1 && axis != -2) fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
+  check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data, memory);
+}
+
+void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
+  check_quantized("dequantize", "q", q, memory);
+  check_matrix("dequantize", "x", x.rows, x.columns, x.batch, x.data, memory);
+  if (x.rows != q.rows || x.columns != q.columns || x.batch != q.batch)
+    fail("dequantize", "x", extents(x.rows, x.columns),
+         "the extents of q, " + extents(q.rows, q.columns));
+}
+
+void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memory) {
+  check_quantized("relayout", "from", from, memory);
+  check_quantized("relayout", "to", to, memory);
+  if (from.spec != to.spec || from.axis != to.axis || from.rows != to.rows ||
+      from.columns != to.columns || from.batch != to.batch)
+    fail("relayout", "to", describe(as_const(to)), "the operand of from, " + describe(from),
+         "relayout changes the layout only");
+}
+
 }  // namespace
 
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
               const Executor& executor) {
-  check_quantize(x, out, options);
+  check_quantize(x, out, options, Memory::host);
   const StrictExecutor strict(executor);
   if (out.axis == -1)
     cpu::quantize(x, &out, options, nullptr, {}, strict);
   else
     cpu::quantize(x, nullptr, {}, &out, options, strict);
 }
+void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
+              const Stream& stream) {
+  check_quantize(x, out, options, Memory::device);
+  if (out.axis == -1)
+    gpu::quantize(x, &out, options, nullptr, {}, stream);
+  else
+    gpu::quantize(x, nullptr, {}, &out, options, stream);
+}
 
 void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
                    const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                    const Executor& executor) {
-  if (row_out.axis != -1 || column_out.axis != -2)
-    fail("quantize_dual", "axis",
-         std::to_string(row_out.axis) + " and " + std::to_string(column_out.axis),
-         "-1 for the row operand and -2 for the column operand");
-  check_quantize(x, row_out, row_options);
-  check_quantize(x, column_out, column_options);
+  check_dual(x, row_out, column_out, row_options, column_options, Memory::host);
   cpu::quantize(x, &row_out, row_options, &column_out, column_options, StrictExecutor(executor));
+}
+void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
+                   const QuantizeOptions& row_options, const QuantizeOptions& column_options,
+                   const Stream& stream) {
+  check_dual(x, row_out, column_out, row_options, column_options, Memory::device);
+  gpu::quantize(x, &row_out, row_options, &column_out, column_options, stream);
 }
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
           const Executor& executor) {
-  validate(spec);
-  if (axis != -1 && axis != -2) fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
-  check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data);
+  check_amax_of(x, spec, axis, Memory::host);
   cpu::amax(x, spec, axis, out, StrictExecutor(executor));
+}
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream) {
+  check_amax_of(x, spec, axis, Memory::device);
+  gpu::amax(x, spec, axis, out, stream);
 }
 
 void dequantize(const ConstQuantized& q, const Matrix& x, const Executor& executor) {
-  check_quantized("dequantize", "q", q);
-  check_matrix("dequantize", "x", x.rows, x.columns, x.batch, x.data);
-  if (x.rows != q.rows || x.columns != q.columns || x.batch != q.batch)
-    fail("dequantize", "x", extents(x.rows, x.columns),
-         "the extents of q, " + extents(q.rows, q.columns));
+  check_dequantize(q, x, Memory::host);
   cpu::dequantize(q, x, StrictExecutor(executor));
+}
+void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) {
+  check_dequantize(q, x, Memory::device);
+  gpu::dequantize(q, x, stream);
 }
 
 void relayout(const ConstQuantized& from, const Quantized& to, const Executor& executor) {
-  check_quantized("relayout", "from", from);
-  check_quantized("relayout", "to", to);
-  if (from.spec != to.spec || from.axis != to.axis || from.rows != to.rows ||
-      from.columns != to.columns || from.batch != to.batch)
-    fail("relayout", "to", describe(as_const(to)), "the operand of from, " + describe(from),
-         "relayout changes the layout only");
+  check_relayout(from, to, Memory::host);
   cpu::relayout(from, to, executor);
+}
+void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream) {
+  check_relayout(from, to, Memory::device);
+  gpu::relayout(from, to, stream);
 }
 
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Executor& executor) {
-  check_quantized("gemm", "a", a);
-  check_quantized("gemm", "b", b);
-  check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data);
+  check_quantized("gemm", "a", a, Memory::host);
+  check_quantized("gemm", "b", b, Memory::host);
+  check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, Memory::host);
   const StoredShape sa = a.shape(), sb = b.shape();
   if (a.batch != 1 || b.batch != 1 || d.batch != 1)
     fail("gemm", "batch", a.batch, "one matrix each");
@@ -209,8 +273,8 @@ std::string explain(std::string_view spec, std::string_view layout, std::string_
 }
 
 std::vector<Backend> backends() {
-  return {{"cpu", true, ""},
-          {"cuda", false, "this build has no CUDA kernels; every spec runs on the CPU"}};
+  const std::string reason = gpu::unavailable();
+  return {{"cpu", true, ""}, {"cuda", reason.empty(), reason}};
 }
 
 }  // namespace blockscale

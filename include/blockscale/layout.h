@@ -51,24 +51,26 @@ BLOCKSCALE_HD constexpr int64_t layout_size(Layout l, int64_t rows, int64_t colu
   return padded_rows(l, rows) * padded_columns(l, columns);
 }
 
-// Offset of element (r, s) of a rows x columns matrix, in elements.
+// Offset of element (r, s) of a rows x columns matrix, in elements. Every case names its layout, so
+// that its multiples are constants where `l` is not.
 BLOCKSCALE_HD constexpr int64_t layout_offset(Layout l, int64_t rows, int64_t columns, int64_t r,
                                               int64_t s) {
-  const int64_t width = padded_columns(l, columns);
   switch (l) {
     case Layout::mn_major:
-      return s * padded_rows(l, rows) + r;
+      return s * padded_rows(Layout::mn_major, rows) + r;
     case Layout::nv_128x4:
-      return (r / 128 * (width / 4) + s / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + s % 4;
+      return (r / 128 * (padded_columns(Layout::nv_128x4, columns) / 4) + s / 4) * 512 +
+             r % 32 * 16 + r % 128 / 32 * 4 + s % 4;
     case Layout::aiter_scale:
-      return r / 32 * 32 * width + s / 8 * 256 + s % 4 * 64 + r % 16 * 4 + s / 4 % 2 * 2 +
-             r / 16 % 2;
+      return r / 32 * 32 * padded_columns(Layout::aiter_scale, columns) + s / 8 * 256 + s % 4 * 64 +
+             r % 16 * 4 + s / 4 % 2 * 2 + r / 16 % 2;
     case Layout::mfma_16x16:
-      return r / 16 * 16 * width + s / 16 * 256 + r % 16 * 16 + s % 16;
+      return r / 16 * 16 * padded_columns(Layout::mfma_16x16, columns) + s / 16 * 256 +
+             r % 16 * 16 + s % 16;
     case Layout::linear:
       break;
   }
-  return r * width + s;
+  return r * columns + s;
 }
 
 // The byte that padding holds: 1.0 for E8M0 in AITER's layout, 0 elsewhere.

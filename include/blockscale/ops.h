@@ -25,37 +25,61 @@ const Executor& serial_executor();
 // As many threads as the machine has cores, started on first use; not for the child of a fork.
 const Executor& default_executor();
 
+// Where the operators below run on a GPU: the overloads that take a Stream read and write device
+// memory, launch their kernels in stream order and return without waiting. Everything a pointer
+// leads to (data, amax, keys, outputs) is memory of the stream's device.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
+  // Device memory that lives until the work launched so far is done. Its size depends on shapes
+  // alone: one FP32 a matrix for an amax that is not given, and a BF16 copy of x for a Hadamard
+  // transform wider than 16.
+  virtual void* workspace(int64_t bytes) const = 0;
+};
+
 struct QuantizeOptions {
   const float* amax = nullptr;  // per matrix of the batch; only for specs with an outer scale;
                                 // computed when null
   std::optional<Rng> rng;       // needed by stochastic specs
-  int64_t origin_row = 0;       // of x in the unsharded tensor; whole blocks along the contraction
-  int64_t origin_column = 0;    // axis (and across it for square blocks)
+  // On a GPU instead of `rng`: seed and offset in device memory, read when the kernel runs.
+  const int64_t* device_seed = nullptr;
+  const int64_t* device_offset = nullptr;
+  int64_t origin_row = 0;     // of x in the unsharded tensor; whole blocks along the contraction
+  int64_t origin_column = 0;  // axis (and across it for square blocks)
 };
 
 // x [rows, columns] -> out. Reads x once, and once more when an outer scale's amax is not given.
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options = {},
               const Executor& executor = default_executor());
+void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
+              const Stream& stream);
 
 // Rows (axis -1) and columns (axis -2) of x in one pass; the specs may differ.
 void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
                    const QuantizeOptions& row_options = {},
                    const QuantizeOptions& column_options = {},
                    const Executor& executor = default_executor());
+void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
+                   const QuantizeOptions& row_options, const QuantizeOptions& column_options,
+                   const Stream& stream);
 
 // max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch: NaN when any
 // value is NaN, else Inf when any is infinite, 0 for an empty matrix.
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
           const Executor& executor = default_executor());
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream);
 
 // x^ = fl(fl(outer * scale) * code), then rounded (RN) to x.dtype. A Hadamard transform is not
 // undone: x^ is the transformed operand, extended like the codes, cut to x's extents.
 void dequantize(const ConstQuantized& q, const Matrix& x,
                 const Executor& executor = default_executor());
+void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 
 // The same operand in another storage layout.
 void relayout(const ConstQuantized& from, const Quantized& to,
               const Executor& executor = default_executor());
+void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
 // D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each
 // operand's contraction axis is the one it was quantized along, its lines are the rows of A or B.

@@ -54,10 +54,10 @@ BLOCKSCALE_HD constexpr FloatScale pow2_scale(float amax, float fmax) {
   return {exp2i(e + up), exp2i(-(e + up))};
 }
 
-// E8M0 rules: the biased byte of a finite block amax, in [0, 254].
-BLOCKSCALE_HD constexpr uint8_t e8m0_byte(ScaleRule rule, Format element, float amax) {
-  const FormatTraits t = traits(element);
-  const float fmax = max_value(element);
+// E8M0 rules: the biased byte of a finite block amax, in [0, 254]; `t` and `fmax` are the traits
+// and the largest value of the element.
+BLOCKSCALE_HD constexpr uint8_t e8m0_byte(ScaleRule rule, const FormatTraits& t, float fmax,
+                                          float amax) {
   const int p = static_cast<int>(bit_cast<uint32_t>(fmax) >> 23) - 127;
   uint32_t bits = bit_cast<uint32_t>(amax);
   int byte = 0;
@@ -72,6 +72,10 @@ BLOCKSCALE_HD constexpr uint8_t e8m0_byte(ScaleRule rule, Format element, float 
     if (rule == ScaleRule::ceil) byte += (bits & 0x7FFFFF) != 0;
   }
   return static_cast<uint8_t>(byte < 0 ? 0 : byte > 254 ? 254 : byte);
+}
+
+BLOCKSCALE_HD constexpr uint8_t e8m0_byte(ScaleRule rule, Format element, float amax) {
+  return e8m0_byte(rule, traits(element), max_value(element), amax);
 }
 
 // The exact multiplier 2^(127 - byte) of an E8M0 block.

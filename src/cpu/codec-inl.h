@@ -28,6 +28,7 @@ using VU = hn::Vec<DU>;
 using VB = hn::Vec<DB>;
 using VH = hn::Vec<DH>;
 HWY_INLINE constexpr size_t lanes() { return hn::MaxLanes(DF()); }
+inline constexpr int64_t kPair = 2 * static_cast<int64_t>(lanes());  // BF16 values of a vector
 HWY_INLINE constexpr int log_block(int64_t block) { return block == 16 ? 4 : block == 32 ? 5 : 7; }
 
 // ---- high-precision elements ----

@@ -10,8 +10,8 @@
 #include <cstring>
 
 #include "blockscale/tensor.h"
+#include "cpu/ahead.h"
 #include "cpu/codec-inl.h"
-#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
@@ -227,11 +227,11 @@ struct LineBytes {
   HWY_ALIGN uint8_t bytes[kLines * kBytes];
 };
 
-// Starts to fetch what LineBytes::load() will read.
-HWY_INLINE void prefetch_lines(const Reader& reader, int64_t line, int64_t at) {
-  for (int64_t i = 0; i < LineBytes::kLines; ++i)
-    for (int64_t j = 0; j < LineBytes::kBytes; j += 64)
-      hwy::Prefetch(reader.codes + (line + i) * reader.s.line_bytes + at + j + 63);
+// What fetches `width` bytes of each of `lines` lines.
+inline Ahead ahead_of(const Reader& reader, int64_t line, int64_t lines, int64_t at,
+                      int64_t width) {
+  if (reader.q.layout.codes != Layout::linear || at >= reader.s.line_bytes) return {};
+  return {reader.codes + line * reader.s.line_bytes + at, reader.s.line_bytes, width, lines};
 }
 
 // Calls body(position, its codes as HalfDecoder wants them) for 16 of the bytes.

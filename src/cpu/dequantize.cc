@@ -39,8 +39,8 @@ HWY_INLINE void copy_row(const Matrix& x, int64_t b, int64_t r, int64_t c, int64
 }
 
 inline constexpr int64_t kTileColumns = 256;
-inline constexpr int64_t kRun = 1024;  // positions of a line decoded at a time
-inline constexpr int64_t kPair = 2 * static_cast<int64_t>(lanes());
+inline constexpr int64_t kAhead = 256;  // bytes of a line fetched together
+inline constexpr int64_t kRun = 1024;   // positions of a line decoded at a time
 
 // Values of 2 * lanes() codes times their scales.
 template <int kM, class T>
@@ -102,13 +102,13 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
   const int shift = log_block(block);
   HWY_ALIGN T tile[kRows * kTileColumns];
   LineBytes bytes;
+  Ahead ahead;
   const VF outer = hn::Set(DF(), reader.outer);
   for (int64_t pos = 0; pos < x.rows; pos += kRows) {
     const int64_t at = pos / kRows * LineBytes::kBytes;
+    if (at % kAhead == 0) ahead = ahead_of(reader, line, lines, at + kAhead, kAhead);
     for (int64_t c = 0; c < lines; c += kPair) {
       bytes.load(reader, line + c, at);
-      const bool last = c + kPair >= lines;
-      prefetch_lines(reader, last ? line : line + c + kPair, last ? at + LineBytes::kBytes : at);
       const bool special = decoder.has_special(bytes.bytes, sizeof bytes.bytes);
       VF scale_a[16], scale_b[16];
       for (int64_t i = 0; i < blocks; ++i) {
@@ -117,11 +117,13 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
         scale_a[i] = shorten_nan(hn::Mul(outer, a));
         scale_b[i] = shorten_nan(hn::Mul(outer, b));
       }
-      for (int part = 0; part < LineBytes::kBytes / 16; ++part)
+      for (int part = 0; part < LineBytes::kBytes / 16; ++part) {
+        ahead.fetch(16 * kPair);
         for_line_tops<kM>(bytes, part, [&](int i, VH top) HWY_ATTR {
           decode_pair(decoder, top, special, scale_a[i >> shift], scale_b[i >> shift],
                       tile + i * kTileColumns + c);
         });
+      }
     }
     for (int64_t r = 0; r < std::min(kRows, x.rows - pos); ++r)
       copy_row(x, b, pos + r, line, lines, stream, tile + r * kTileColumns);

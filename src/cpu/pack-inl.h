@@ -15,6 +15,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
+// ---- along a line ----
+
 // A line is packed kPackRun elements at a time.
 inline constexpr int64_t kPackRun = 64;
 inline constexpr int64_t kPackWords = kPackRun / static_cast<int64_t>(hn::MaxLanes(DU()));
@@ -99,6 +101,73 @@ HWY_INLINE void pack_line(const Signs& signs, const VU* raw, const T* x, uint8_t
     }
   }
 }
+
+// ---- down columns ----
+
+// One vector each for the even and the odd of kPair columns.
+struct Columns {
+  VF even, odd;
+};
+HWY_INLINE Columns load_columns(const uint16_t* x) {
+  const DU du;
+  const VU both = hn::BitCast(du, hn::LoadU(DH(), x));
+  return {hn::BitCast(DF(), hn::ShiftLeft<16>(both)),
+          hn::BitCast(DF(), hn::And(both, hn::Set(du, 0xFFFF0000u)))};
+}
+HWY_INLINE Columns load_columns(const float* x) {
+  const DF df;
+  Columns v;
+  hn::LoadInterleaved2(df, x, v.even, v.odd);
+  return v;
+}
+
+// Packs the codes of consecutive rows of one vector of columns into 32-bit words, the last row
+// first.
+template <int kM, bool kStochastic>
+struct ColumnEncoder {
+  static constexpr int kBits = kM == 1 ? 4 : 8;
+
+  explicit ColumnEncoder(Format element)
+      : encoder(element),
+        sign(hn::Set(DU(), traits(element).sign_bit())),
+        mask(hn::Set(DU(), 2 * traits(element).sign_bit() - 1)),
+        sign_shift(32 - traits(element).bits()),
+        negative_zero_is_nan(traits(element).special == Special::negative_zero) {}
+
+  // `word` moved up, with the code of x * scale in its low bits. `random`: a byte in the low 8
+  // bits.
+  HWY_INLINE VU append(VU word, VF x, VF scale, VU random) const {
+    const VF y = hn::Mul(x, scale);
+    VU raw;
+    if constexpr (kStochastic)
+      raw = encoder.stochastic(y, random);
+    else
+      raw = encoder.nearest(y);
+    const VU top = hn::ShiftRightSame(hn::BitCast(DU(), y), sign_shift);
+    return hn::OrAnd(hn::ShiftLeft<kBits>(word), hn::OrAnd(raw, top, sign), mask);
+  }
+  // A full word as it is stored.
+  HWY_INLINE VU finish(VU word) const {
+    if (!negative_zero_is_nan) return word;
+    const DB db;
+    const VB v = hn::BitCast(db, word);
+    return hn::BitCast(DU(), hn::IfThenZeroElse(hn::Eq(v, hn::Set(db, 0x80)), v));
+  }
+
+  Encoder<kM> encoder;
+  VU sign, mask;
+  int sign_shift;
+  bool negative_zero_is_nan;
+};
+
+// Four words of each of lanes() columns, to every other line of codes.
+HWY_INLINE void store_words(const VU* words, int64_t pitch, uint8_t* out) {
+  HWY_ALIGN uint32_t bytes[4 * 16];
+  hn::StoreInterleaved4(words[0], words[1], words[2], words[3], DU(), bytes);
+  for (size_t i = 0; i < lanes(); ++i) std::memcpy(out + 2 * i * pitch, bytes + 4 * i, 16);
+}
+
+// ---- either way ----
 
 // Copies a run. `stream`: whole cache lines go past the caches, for outputs that are larger than
 // they are, which saves reading the lines first.

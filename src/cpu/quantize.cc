@@ -32,8 +32,9 @@ struct Scratch {
   alignas(64) uint32_t stored[kTileElements / 16 + kSlack];
   alignas(64) float inv[kTileElements / 16 + kSlack];
   alignas(64) float lane_inv[kTileElements / 16 + kSlack];
-  alignas(64) uint8_t random[kTileElements + kSlack];
-  alignas(64) uint8_t codes[kTileElements + kSlack];
+  alignas(64) uint8_t random[kTileElements / 16 + kSlack];  // of one row
+  // Of one row, or of kPair columns.
+  alignas(64) uint8_t codes[HWY_MAX(kTileElements / 16, kPair* kTileSide) + kSlack];
   Ahead ahead;
 };
 
@@ -81,15 +82,16 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
   }
 }
 
-// What a pass leaves in scratch: codes[line * pitch], and the scale of (line group, block) at
-// stored[group * group_step + block * block_step].
+// What a pass leaves in scratch: the codes of a few lines, `pitch` bytes each, and the scale of
+// (line group, block) at stored[group * group_step + block * block_step].
 struct Encoded {
   int64_t batch, line, lines, pos, positions;  // the area in lines and positions
   int64_t pitch;                               // bytes of codes per line
   int64_t group_step, block_step;
 };
 
-// Stores lines [first, last) of the area.
+// Stores lines [first, last) of the area, whose codes are in scratch; at once, so that these stay
+// in the L1 cache.
 HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64_t last,
                       bool has_bad, Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
@@ -102,7 +104,7 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64
   const bool per_group = s.scale_rows != s.lines || !spec.square;
   for (int64_t line = first; line < std::min(last, e.lines); ++line) {
     const int64_t group = line / group_lines;
-    uint8_t* codes = scratch.codes + line * e.pitch;
+    uint8_t* codes = scratch.codes + (line - first) * e.pitch;
     if (HWY_UNLIKELY(has_bad))
       for (int64_t b = 0; b < blocks; ++b)
         if (scratch.inv[group * e.group_step + b * e.block_step] == 0.0f)
@@ -171,100 +173,91 @@ HWY_INLINE void row_pass(const Direction& d, const TileView<T>& x, const TileAre
   row_amaxes(x, spec.block, lines, reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
   const bool has_bad = block_scales(spec, d.tensor_scale(area.batch), d.tensor_finite(area.batch),
                                     scratch.amax, groups * blocks, scratch.stored, scratch.inv);
-  const int64_t pitch = x.columns / codes_per_byte(spec.element);
-  with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
-    const Encoder<m> encoder(spec.element);
-    const Signs signs(spec.element);
-    for (int64_t r = 0; r < area.rows; ++r) {
-      const float* inv = scratch.inv + r / lines * blocks;
-      uint8_t* codes = scratch.codes + r * pitch;
-      if (spec.stochastic()) {
-        random_line(d, d.global_line(area.batch, area.row + r), area.column, x.columns,
-                    scratch.random);
-        encode_row<m, true>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
-                            scratch.random, codes, scratch.ahead);
-      } else {
-        encode_row<m, false>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
-                             nullptr, codes, scratch.ahead);
-      }
-    }
-  });
   const Encoded e{.batch = area.batch,
                   .line = area.row,
                   .lines = area.rows,
                   .pos = area.column,
                   .positions = x.columns,
-                  .pitch = pitch,
+                  .pitch = x.columns / codes_per_byte(spec.element),
                   .group_step = blocks,
                   .block_step = 1};
-  store(d, e, 0, area.rows, has_bad, scratch);
+  with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
+    const Encoder<m> encoder(spec.element);
+    const Signs signs(spec.element);
+    for (int64_t r = 0; r < area.rows; ++r) {
+      const float* inv = scratch.inv + r / lines * blocks;
+      if (spec.stochastic()) {
+        random_line(d, d.global_line(area.batch, area.row + r), area.column, x.columns,
+                    scratch.random);
+        encode_row<m, true>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
+                            scratch.random, scratch.codes, scratch.ahead);
+      } else {
+        encode_row<m, false>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
+                             nullptr, scratch.codes, scratch.ahead);
+      }
+      store(d, e, r, r + 1, has_bad, scratch);
+    }
+  });
 }
 
 // ---- down columns ----
 
-// 16 rows of one vector of columns: four codes of a byte, or eight of a nibble, fill a word.
+// 16 rows of kPair columns: four codes of a byte, or eight of a nibble, fill a word.
 template <int kM, bool kStochastic, class T>
-HWY_INLINE void encode_16_rows(const Encoder<kM>& encoder, const FormatTraits& t, const T* x,
-                               int64_t stride, VF scale, const RandomWords& random, VU* words) {
-  constexpr int kBits = kM == 1 ? 4 : 8;
-  constexpr int kPerWord = 32 / kBits;
+HWY_INLINE void encode_16_rows(const ColumnEncoder<kM, kStochastic>& encoder, const T* x,
+                               int64_t stride, const Columns& scale, const RandomWords& even_random,
+                               const RandomWords& odd_random, VU* even, VU* odd, Ahead& ahead) {
+  constexpr int kPerWord = 32 / ColumnEncoder<kM, kStochastic>::kBits;
   const DU du;
-  const VU sign = hn::Set(du, t.sign_bit()), all = hn::Set(du, 2 * t.sign_bit() - 1);
-  const int sign_shift = 32 - t.bits();
 #pragma GCC unroll 4
   for (int w = 0; w < 16 / kPerWord; ++w) {
-    VU word = hn::Zero(du);
+    even[w] = odd[w] = hn::Zero(du);
+    ahead.fetch(kPerWord * kPair * sizeof(T));
 #pragma GCC unroll 8
     for (int i = kPerWord - 1; i >= 0; --i) {
       const int row = w * kPerWord + i;
-      const VF y = hn::Mul(load_values(x + row * stride), scale);
-      VU raw;
-      if constexpr (kStochastic) {
-        const VU bits = hn::ShiftRightSame(random.word[row / 4], 8 * (row % 4));
-        raw = encoder.stochastic(y, hn::And(bits, hn::Set(du, 0xFF)));
-      } else {
-        raw = encoder.nearest(y);
-      }
-      const VU top = hn::ShiftRightSame(hn::BitCast(du, y), sign_shift);
-      word = hn::OrAnd(hn::ShiftLeft<kBits>(word), hn::OrAnd(raw, top, sign), all);
+      const auto byte = [&](const RandomWords& random) HWY_ATTR {
+        return hn::And(hn::ShiftRightSame(random.word[row / 4], 8 * (row % 4)), hn::Set(du, 0xFF));
+      };
+      const Columns v = load_columns(x + row * stride);
+      even[w] = encoder.append(even[w], v.even, scale.even, byte(even_random));
+      odd[w] = encoder.append(odd[w], v.odd, scale.odd, byte(odd_random));
     }
-    if (t.special == Special::negative_zero) {  // whose code would be NaN
-      const hn::Repartition<uint8_t, DU> bytes;
-      const auto v = hn::BitCast(bytes, word);
-      word = hn::BitCast(du, hn::IfThenZeroElse(hn::Eq(v, hn::Set(bytes, 0x80)), v));
-    }
-    words[w] = word;
+    even[w] = encoder.finish(even[w]);
+    odd[w] = encoder.finish(odd[w]);
   }
 }
 
-// Calls done(column) after each vector of columns.
+// Calls done(column) after each kPair columns, whose codes are then in scratch.
 template <int kM, bool kStochastic, class T, class Done>
 HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const TileArea& area,
                                const float* inv, int64_t pitch, Scratch& scratch,
                                const Done& done) {
   constexpr int kRowsPerStore = kM == 1 ? 32 : 16;  // four words: 16 bytes of codes a column
   const DU du;
-  const int block = d.out.spec.block;
-  const Encoder<kM> encoder(d.out.spec.element);
-  const FormatTraits t = traits(d.out.spec.element);
-  for (int64_t c = 0; c < x.columns; c += lanes()) {
-    const VU line = hn::Iota(du, d.global_line(area.batch, area.column + c));
+  const int shift = log_block(d.out.spec.block);
+  const ColumnEncoder<kM, kStochastic> encoder(d.out.spec.element);
+  for (int64_t c = 0; c < x.columns; c += kPair) {
+    const uint32_t first = d.global_line(area.batch, area.column + c);
+    const VU even_line = hn::Add(hn::Set(du, first), hn::ShiftLeft<1>(hn::Iota(du, 0)));
+    const VU odd_line = hn::Add(even_line, hn::Set(du, 1));
     for (int64_t r = 0; r < x.rows; r += kRowsPerStore) {
-      VU words[4];
-      scratch.ahead.fetch(kRowsPerStore * lanes() * sizeof(T));
+      VU even[4], odd[4];
       for (int half = 0; half < kRowsPerStore / 16; ++half) {
         const int64_t row = r + 16 * half;
-        const VF scale = hn::LoadU(DF(), inv + row / block * x.columns + c);
-        RandomWords random{{hn::Zero(du), hn::Zero(du), hn::Zero(du), hn::Zero(du)}};
-        if constexpr (kStochastic)
-          random = random_words(d.rng, d.plane, line, hn::Set(du, d.global_block(area.row + row)));
-        encode_16_rows<kM, kStochastic>(encoder, t, x.data + row * x.stride + c, x.stride, scale,
-                                        random, words + 2 * half);
+        const Columns scale = load_columns(inv + (row >> shift) * x.columns + c);
+        RandomWords even_random{}, odd_random{};
+        if constexpr (kStochastic) {
+          const VU block = hn::Set(du, d.global_block(area.row + row));
+          even_random = random_words(d.rng, d.plane, even_line, block);
+          odd_random = random_words(d.rng, d.plane, odd_line, block);
+        }
+        encode_16_rows(encoder, x.data + row * x.stride + c, x.stride, scale, even_random,
+                       odd_random, even + 2 * half, odd + 2 * half, scratch.ahead);
       }
-      HWY_ALIGN uint32_t bytes[4 * 16];
-      hn::StoreInterleaved4(words[0], words[1], words[2], words[3], du, bytes);
-      uint8_t* out = scratch.codes + c * pitch + r * 16 / kRowsPerStore;
-      for (size_t i = 0; i < lanes(); ++i) std::memcpy(out + i * pitch, bytes + 4 * i, 16);
+      uint8_t* out = scratch.codes + r * 16 / kRowsPerStore;
+      store_words(even, pitch, out);
+      store_words(odd, pitch, out + pitch);
     }
     done(c);
   }
@@ -286,7 +279,8 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
                                     scratch.amax, groups * blocks, scratch.stored, scratch.inv);
   const float* inv = scratch.inv;
   if (spec.square) {
-    for (int64_t i = 0; i < blocks * x.columns; ++i) scratch.lane_inv[i] = scratch.inv[i / lines];
+    for (int64_t i = 0; i < groups * blocks; ++i)
+      std::fill_n(scratch.lane_inv + i * lines, lines, scratch.inv[i]);
     inv = scratch.lane_inv;
   }
   const int64_t pitch = x.rows / codes_per_byte(spec.element);
@@ -298,10 +292,8 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
                   .pitch = pitch,
                   .group_step = 1,
                   .block_step = groups};
-  // Stored as soon as they are there, so that memory takes them while the next ones are encoded.
-  const auto done = [&](int64_t line) HWY_ATTR {
-    store(d, e, line, line + static_cast<int64_t>(lanes()), has_bad, scratch);
-  };
+  const auto done = [&](int64_t line)
+                        HWY_ATTR { store(d, e, line, line + kPair, has_bad, scratch); };
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     if (spec.stochastic())
       encode_columns<m, true>(d, x, area, inv, pitch, scratch, done);
@@ -361,9 +353,9 @@ HWY_INLINE void for_tiles(const ConstMatrix& x, int64_t tile_rows, int64_t tile_
                     .columns = std::min(tile_columns, x.columns - column)};
   };
   executor.parallel_for(x.batch * down * across, [&](int64_t begin, int64_t end) HWY_ATTR {
-    const auto scratch = std::make_unique<Scratch>();
+    const auto scratch = std::make_unique_for_overwrite<Scratch>();
     for (int64_t i = begin; i < end; ++i) {
-      scratch->ahead = i + 1 < end ? Ahead(x, area(i + 1)) : Ahead();
+      scratch->ahead = i + 1 < end ? ahead_of(x, area(i + 1)) : Ahead();
       body(area(i), *scratch);
     }
     hwy::FlushStream();

@@ -63,12 +63,9 @@ HWY_INLINE BlockScales e8m0_scales(const QuantSpec& spec, VF amax) {
       byte = hn::Add(byte, one_if(hn::Gt(hn::And(bits, fraction_mask), hn::Zero(du))));
     byte = hn::Sub(byte, hn::Set(du, static_cast<uint32_t>(p)));
   }
-  const auto clamped = hn::Min(hn::Max(hn::BitCast(di, byte), hn::Zero(di)), hn::Set(di, 254));
-  byte = hn::BitCast(du, clamped);
-  // 2^(127 - byte): exponent field 254 - byte; byte 254 is the subnormal 2^-127.
-  const VU field = hn::ShiftLeft<23>(hn::Sub(hn::Set(du, 254), byte));
-  const VU inv = hn::IfThenElse(hn::Eq(field, hn::Zero(du)), hn::Set(du, 1u << 22), field);
-  return {byte, hn::BitCast(df, inv)};
+  // At most 255 - p, and p is 2 or more: 2^(127 - byte), exponent field 254 - byte, is normal.
+  byte = hn::BitCast(du, hn::Max(hn::BitCast(di, byte), hn::Zero(di)));
+  return {byte, hn::BitCast(df, hn::ShiftLeft<23>(hn::Sub(hn::Set(du, 254), byte)))};
 }
 
 // encode_scale(): nearest even or up; amax >= 0, saturating.

@@ -11,8 +11,8 @@
 #include <cstring>
 
 #include "blockscale/tensor.h"
+#include "cpu/ahead.h"
 #include "cpu/codec-inl.h"
-#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
@@ -43,31 +43,13 @@ HWY_INLINE int64_t origin(const ConstMatrix& x, const TileArea& area) {
   return area.batch * x.batch_stride + area.row * x.row_stride + area.column * x.column_stride;
 }
 
-// Fetches the tile that comes next, a few lines at a time while this one is worked on. Its rows are
-// too far apart for the hardware to foresee.
-class Ahead {
- public:
-  Ahead() = default;
-  Ahead(const ConstMatrix& x, const TileArea& area)
-      : row_(static_cast<const uint8_t*>(x.data) + origin(x, area) * dtype_bytes(x.dtype)),
-        stride_(x.row_stride * dtype_bytes(x.dtype)),
-        width_(area.columns * dtype_bytes(x.dtype)),
-        rows_(x.column_stride == 1 ? area.rows : 0) {}
-  HWY_INLINE void fetch(int64_t bytes) {
-    for (; bytes > 0 && rows_ > 0; bytes -= 64) {
-      hwy::Prefetch(row_ + at_ + 63);  // unaligned, the line before has just been read
-      at_ += 64;
-      if (at_ < width_) continue;
-      at_ = 0;
-      row_ += stride_;
-      --rows_;
-    }
-  }
-
- private:
-  const uint8_t* row_ = nullptr;
-  int64_t stride_ = 0, width_ = 0, rows_ = 0, at_ = 0;
-};
+// What fetches an area of x, if its rows are arrays.
+inline Ahead ahead_of(const ConstMatrix& x, const TileArea& area) {
+  if (x.column_stride != 1) return {};
+  const int64_t bytes = dtype_bytes(x.dtype);
+  return {static_cast<const uint8_t*>(x.data) + origin(x, area) * bytes, x.row_stride * bytes,
+          area.columns * bytes, area.rows};
+}
 
 HWY_INLINE VF load_vector(const ConstMatrix& x, int64_t i) {
   switch (x.dtype) {

@@ -100,6 +100,7 @@ class Input {
     return view_.dtype == DType::bf16 ? from_bf16(half) : from_fp16(half);
   }
   bool untouched() const { return storage_ == before_; }
+  const std::vector<uint8_t>& storage() const { return storage_; }
 
  private:
   void put(int64_t i, float value) {
@@ -126,6 +127,10 @@ class Guarded {
   uint8_t* data() { return bytes_.data() + kGuard; }
   const uint8_t* data() const { return bytes_.data() + kGuard; }
   int64_t size() const { return static_cast<int64_t>(bytes_.size()) - 2 * kGuard; }
+  // With the guards.
+  uint8_t* all() { return bytes_.data(); }
+  const uint8_t* all() const { return bytes_.data(); }
+  int64_t all_size() const { return static_cast<int64_t>(bytes_.size()); }
   bool guards_whole() const {
     for (int64_t i = 0; i < kGuard; ++i)
       if (bytes_[i] != kGuardByte || bytes_[bytes_.size() - 1 - i] != kGuardByte) return false;
@@ -144,8 +149,9 @@ class Guarded {
            std::to_string(other.data()[first]);
   }
 
- private:
   static constexpr int64_t kGuard = 64;
+
+ private:
   static constexpr uint8_t kGuardByte = 0xA5;
   std::vector<uint8_t> bytes_;
 };

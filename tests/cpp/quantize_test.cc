@@ -1,10 +1,11 @@
-// The SIMD backend against the scalar oracle, bit for bit, over random specs, shapes, strides,
-// values and layouts; and what must not depend on tiling, threads, batches or shards.
+// Every backend against the scalar oracle, bit for bit, over random specs, shapes, strides, values
+// and layouts; and what must not depend on tiling, threads, batches or shards.
 #include <gtest/gtest.h>
 
 #include <cstdio>
 
 #include "cases.h"
+#include "runner.h"
 
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -21,11 +22,22 @@ namespace {
 
 constexpr int kCases = kSweepStep > 1 ? 40 : 300;
 
-class QuantizeTest : public ::testing::TestWithParam<uint64_t> {
+class QuantizeTest : public ::testing::TestWithParam<std::tuple<std::string, uint64_t>> {
  protected:
-  void SetUp() override { std::printf("seed %llu\n", static_cast<unsigned long long>(GetParam())); }
+  void SetUp() override {
+    runner = make_runner(std::get<0>(GetParam()));
+    if (const std::string reason = runner->unavailable(); !reason.empty()) GTEST_SKIP() << reason;
+    std::printf("seed %llu\n", static_cast<unsigned long long>(seed()));
+  }
+  static uint64_t seed() { return std::get<1>(GetParam()); }
+  std::unique_ptr<Runner> runner;
 };
-INSTANTIATE_TEST_SUITE_P(Seeds, QuantizeTest, ::testing::ValuesIn(test_seeds()));
+INSTANTIATE_TEST_SUITE_P(Backends, QuantizeTest,
+                         ::testing::Combine(::testing::Values("cpu", "cuda"),
+                                            ::testing::ValuesIn(test_seeds())),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) + std::to_string(info.index);
+                         });
 
 // One random matrix and what it shall become.
 struct Case {
@@ -61,18 +73,15 @@ struct Case {
 
 TEST_P(QuantizeTest, IsTheReferenceOnAnyThreads) {
   for (int i = 0; i < kCases; ++i) {
-    const Case c(GetParam(), i);
+    const Case c(seed(), i);
     SCOPED_TRACE(c.text);
-    Output want = c.output(), serial = c.output(), odd = c.output();
+    Output want = c.output();
     reference::quantize(c.x.view(), want.view, c.options());
-    quantize(c.x.view(), serial.view, c.options(), serial_executor());
-    ASSERT_TRUE(same_operand(serial, want)) << "in one thread";
-    quantize(c.x.view(), odd.view, c.options(), OddExecutor(GetParam() + i));
-    ASSERT_TRUE(same_operand(odd, want)) << "ranges split at odd places";
-    if (i % 8 == 0) {
-      Output pooled = c.output();
-      quantize(c.x.view(), pooled.view, c.options());
-      ASSERT_TRUE(same_operand(pooled, want)) << "in the default pool";
+    for (const uint64_t variant : {8 * i, 8 * i + 1, 8 * i + 5}) {
+      if (variant % 8 == 0 && i % 8 != 0) continue;
+      Output got = c.output();
+      runner->quantize(c.x, got, c.options(), variant);
+      ASSERT_TRUE(same_operand(got, want)) << "variant " << variant;
     }
     ASSERT_TRUE(c.x.untouched());
   }
@@ -80,8 +89,8 @@ TEST_P(QuantizeTest, IsTheReferenceOnAnyThreads) {
 
 TEST_P(QuantizeTest, BothAxesInOnePassAreTheTwoPasses) {
   for (int i = 0; i < kCases; ++i) {
-    const Case c(GetParam(), 1000000 + i);
-    Random random(GetParam() + i);
+    const Case c(seed(), 1000000 + i);
+    Random random(seed() + i);
     const QuantSpec row_spec = random.pick(valid_specs()), column_spec = random.pick(valid_specs());
     const StorageLayout row_layout = random.pick(layouts_for(row_spec)),
                         column_layout = random.pick(layouts_for(column_spec));
@@ -94,8 +103,7 @@ TEST_P(QuantizeTest, BothAxesInOnePassAreTheTwoPasses) {
     Output got_column(column_spec, column_layout, -2, c.rows, c.columns, c.batch);
     reference::quantize(c.x.view(), want_row.view, row.options);
     reference::quantize(c.x.view(), want_column.view, column.options);
-    quantize_dual(c.x.view(), got_row.view, got_column.view, row.options, column.options,
-                  OddExecutor(GetParam() + i));
+    runner->quantize_dual(c.x, got_row, got_column, row.options, column.options, seed() + i);
     ASSERT_TRUE(same_operand(got_row, want_row)) << "rows";
     ASSERT_TRUE(same_operand(got_column, want_column)) << "columns";
     ASSERT_TRUE(c.x.untouched());
@@ -104,20 +112,20 @@ TEST_P(QuantizeTest, BothAxesInOnePassAreTheTwoPasses) {
 
 TEST_P(QuantizeTest, AmaxIsTheReference) {
   for (int i = 0; i < kCases; ++i) {
-    const Case c(GetParam(), 2000000 + i);
+    const Case c(seed(), 2000000 + i);
     SCOPED_TRACE(c.text);
     std::vector<float> want(static_cast<size_t>(c.batch), -1), got = want;
     reference::amax(c.x.view(), c.spec, c.axis, want.data());
-    amax(c.x.view(), c.spec, c.axis, got.data(), OddExecutor(GetParam() + i));
+    runner->amax(c.x, c.spec, c.axis, got.data(), seed() + i);
     for (int64_t b = 0; b < c.batch; ++b) ASSERT_EQ(bits_of(got[b]), bits_of(want[b])) << b;
     if (!c.spec.outer) continue;
     // An amax computed before is the one computed within.
     Output within = c.output(), given = c.output();
     QuantizeOptions options = c.options();
     options.amax = nullptr;
-    quantize(c.x.view(), within.view, options, serial_executor());
+    runner->quantize(c.x, within, options);
     options.amax = got.data();
-    quantize(c.x.view(), given.view, options, serial_executor());
+    runner->quantize(c.x, given, options);
     ASSERT_TRUE(same_operand(within, given));
   }
 }
@@ -125,11 +133,11 @@ TEST_P(QuantizeTest, AmaxIsTheReference) {
 // Writes into every stride; what lies between the elements keeps its poison.
 TEST_P(QuantizeTest, DequantizeIsTheReferenceInAnyStrides) {
   for (int i = 0; i < kCases; ++i) {
-    const Case c(GetParam(), 3000000 + i);
+    const Case c(seed(), 3000000 + i);
     SCOPED_TRACE(c.text);
     Output q = c.output();
     reference::quantize(c.x.view(), q.view, c.options());
-    Random random(GetParam() + i);
+    Random random(seed() + i);
     Strides kind = random.pick(kStrides);
     if (kind == Strides::same_row || kind == Strides::same_column || kind == Strides::same_matrix)
       kind = Strides::negative_columns;  // an output has one place for each element
@@ -150,27 +158,27 @@ TEST_P(QuantizeTest, DequantizeIsTheReferenceInAnyStrides) {
                     f.batch_stride};
     };
     reference::dequantize(as_const(q.view), matrix(want));
-    dequantize(as_const(q.view), matrix(got), OddExecutor(GetParam() + i));
+    runner->dequantize(q, matrix(got), got, seed() + i);
     ASSERT_EQ(got.difference(want), "");
   }
 }
 
 TEST_P(QuantizeTest, RelayoutIsQuantizingIntoThatLayoutAndComesBack) {
   for (int i = 0; i < kCases; ++i) {
-    const Case c(GetParam(), 4000000 + i);
+    const Case c(seed(), 4000000 + i);
     SCOPED_TRACE(c.text);
     Output from = c.output(), back = c.output();
-    quantize(c.x.view(), from.view, c.options(), serial_executor());
+    runner->quantize(c.x, from, c.options());
     for (const StorageLayout& layout : layouts_for(c.spec)) {
       Output want(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
       Output got(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
       Output oracle(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
-      quantize(c.x.view(), want.view, c.options(), serial_executor());
-      relayout(as_const(from.view), got.view, OddExecutor(GetParam() + i));
+      runner->quantize(c.x, want, c.options());
+      runner->relayout(from, got, seed() + i);
       reference::relayout(as_const(from.view), oracle.view);
       ASSERT_TRUE(same_operand(got, want)) << to_string(layout);
       ASSERT_TRUE(same_operand(oracle, want)) << to_string(layout);
-      relayout(as_const(got.view), back.view, serial_executor());
+      runner->relayout(got, back, 1);
       ASSERT_TRUE(same_operand(back, from)) << "back from " << to_string(layout);
     }
   }
@@ -179,7 +187,7 @@ TEST_P(QuantizeTest, RelayoutIsQuantizingIntoThatLayoutAndComesBack) {
 // A shard of rows, of columns, or of both: cut at whole blocks, quantized with its origin.
 TEST_P(QuantizeTest, AShardWithItsOriginIsTheSliceOfTheWhole) {
   for (int i = 0; i < kCases; ++i) {
-    Random random(GetParam() * 1000003 + 5000000 + i);
+    Random random(seed() * 1000003 + 5000000 + i);
     const QuantSpec& spec = random.pick(valid_specs());
     const int axis = random.one_in(2) ? -1 : -2;
     const int64_t rows = random_extent(random), columns = random_extent(random);
@@ -191,7 +199,7 @@ TEST_P(QuantizeTest, AShardWithItsOriginIsTheSliceOfTheWhole) {
     if (spec.outer) options.amax = &amax;
     options.rng = Rng{random.next(), random.next()};
     Output all(spec, {}, axis, rows, columns);
-    quantize(whole.view(), all.view, options, serial_executor());
+    runner->quantize(whole, all, options);
 
     const int64_t along = std::max<int64_t>(spec.block, spec.hadamard.dim);
     const int64_t row_step = axis == -1 ? spec.block_lines() : along;
@@ -210,12 +218,12 @@ TEST_P(QuantizeTest, AShardWithItsOriginIsTheSliceOfTheWhole) {
         [&](int64_t b, int64_t r, int64_t c) { return values(b, row0 + r, column0 + c); });
     options.origin_row = row0, options.origin_column = column0;
     Output part(spec, {}, axis, shard_rows, shard_columns);
-    quantize(shard.view(), part.view, options, serial_executor());
+    runner->quantize(shard, part, options);
 
     SCOPED_TRACE(to_string(spec) + " axis " + std::to_string(axis) + " rows " +
                  std::to_string(row0) + "+" + std::to_string(shard_rows) + " columns " +
                  std::to_string(column0) + "+" + std::to_string(shard_columns) + ", seed " +
-                 std::to_string(GetParam()) + " case " + std::to_string(i));
+                 std::to_string(seed()) + " case " + std::to_string(i));
     const int64_t line0 = axis == -1 ? row0 : column0, at0 = axis == -1 ? column0 : row0;
     for (int64_t line = 0; line < part.shape.lines; ++line) {
       for (int64_t b = 0; b < part.shape.blocks; ++b)
@@ -229,11 +237,11 @@ TEST_P(QuantizeTest, AShardWithItsOriginIsTheSliceOfTheWhole) {
 // Lines are counted through a batch: slice e draws what it would draw e * lines further on.
 TEST_P(QuantizeTest, ASliceOfABatchIsItsOwnMatrixWithLinesCountedThrough) {
   for (int i = 0; i < kCases / 4; ++i) {
-    const Case c(GetParam(), 6000000 + i);
+    const Case c(seed(), 6000000 + i);
     SCOPED_TRACE(c.text);
     Output batch = c.output();
     QuantizeOptions options = c.options();
-    quantize(c.x.view(), batch.view, options, serial_executor());
+    runner->quantize(c.x, batch, options);
     for (int64_t b = 0; b < c.batch; ++b) {
       ConstMatrix slice = c.x.view();
       slice.data = static_cast<const uint8_t*>(slice.data) +
@@ -246,7 +254,7 @@ TEST_P(QuantizeTest, ASliceOfABatchIsItsOwnMatrixWithLinesCountedThrough) {
       const int64_t further = b * one.shape.lines;
       if (c.spec.square && further % c.spec.block != 0) continue;  // no such origin
       line += further;
-      quantize(slice, one.view, options, serial_executor());
+      runner->quantize(c.x, slice, one, options, 1);
       ASSERT_EQ(std::memcmp(one.codes.data(), batch.codes.data() + b * one.codes.size(),
                             static_cast<size_t>(one.codes.size())),
                 0);

@@ -1,0 +1,24 @@
+// What stands for the GPU backend in a build without a GPU compiler.
+#include "blockscale/status.h"
+#include "gpu/gpu.h"
+
+namespace blockscale::gpu {
+namespace {
+
+[[noreturn]] void refuse(const char* op) { fail(op, "device", "cuda", "cpu", unavailable()); }
+
+}  // namespace
+
+std::string unavailable() {
+  return "this build has no CUDA kernels: nvcc was not found; every spec runs on the CPU";
+}
+
+void quantize(const ConstMatrix&, const Quantized*, const QuantizeOptions&, const Quantized*,
+              const QuantizeOptions&, const Stream&) {
+  refuse("quantize");
+}
+void amax(const ConstMatrix&, const QuantSpec&, int, float*, const Stream&) { refuse("amax"); }
+void dequantize(const ConstQuantized&, const Matrix&, const Stream&) { refuse("dequantize"); }
+void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
+
+}  // namespace blockscale::gpu

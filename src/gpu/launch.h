@@ -1,0 +1,112 @@
+// Host side of the GPU backend: streams, launches, and what the operators share.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "blockscale/status.h"
+#include "gpu/gpu.h"
+#include "gpu/quantize.h"
+
+namespace blockscale::gpu {
+
+inline NativeStream native(const Stream& stream) {
+  return static_cast<NativeStream>(stream.handle());
+}
+
+inline void check_launch(const char* op) {
+  const Error_t e = last_error();
+  if (e != kSuccess)
+    fail(op, "device", error_text(e), "a GPU that this build has kernels for",
+         "see `blockscale doctor`");
+}
+
+// Shared memory of a multiprocessor that kernels plan with, less what each block takes for itself.
+inline constexpr int kSharedBytes = 225 * 1024;
+
+// Allows a kernel its shared memory; returns the number of multiprocessors of the current device.
+// Both once a device: the answers do not change.
+template <auto kKernel>
+int prepare(int shared_bytes) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  const int device = current_device();
+  if (device < kDevices && known[device] != 0) return known[device];
+  allow_shared(reinterpret_cast<const void*>(kKernel), shared_bytes);
+  const int count = multiprocessors(device);
+  if (device < kDevices) known[device] = count;
+  return count;
+}
+
+inline Source source_of(const ConstMatrix& x) {
+  return {{},
+          x.data,
+          x.row_stride,
+          x.column_stride,
+          x.batch_stride,
+          static_cast<int>(x.rows),
+          static_cast<int>(x.columns),
+          x.dtype};
+}
+
+// BF16 with contiguous columns, and moreover with rows that start at multiples of 16 bytes.
+inline bool is_bf16_rows(const ConstMatrix& x) {
+  return x.dtype == DType::bf16 && x.column_stride == 1;
+}
+inline bool is_aligned(const ConstMatrix& x) {
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.row_stride % 8 == 0 &&
+         x.batch_stride % 8 == 0;
+}
+inline ConstMatrix as_const(const Matrix& x) {
+  return {x.data,       x.dtype,         x.rows,  x.columns,
+          x.row_stride, x.column_stride, x.batch, x.batch_stride};
+}
+
+// Blocks of threads for `count` small pieces of work: a thread takes more than one where there
+// are very many.
+inline unsigned grid_for(int64_t count) {
+  return static_cast<unsigned>(std::min<int64_t>(ceil_div(count, 256), 1 << 16));
+}
+
+// The input of a kernel that walks over tiles.
+inline void set_input(QuantizeParams& p, const ConstMatrix& x) {
+  p.x = source_of(x);
+  p.copies =
+      is_bf16_rows(x) && x.rows > 0 && x.columns > 0 &&
+      describe(p.x.map, x.data, x.rows, x.columns, x.batch, x.row_stride, x.batch_stride, kTile);
+  p.tiles_down = static_cast<int>(ceil_div(x.rows, kTile));
+  p.tiles_across = static_cast<int>(ceil_div(x.columns, kTile));
+  p.tiles = x.batch * p.tiles_down * p.tiles_across;
+}
+// Its grid of at most `most` blocks of threads, and how far apart a block's tiles lie.
+inline unsigned set_grid(QuantizeParams& p, bool down, int most) {
+  const int64_t blocks = std::min<int64_t>(p.tiles, most);
+  const int64_t firsts = down ? p.tiles_down : p.tiles_across;
+  const int64_t seconds = down ? p.tiles_across : p.tiles_down;
+  p.step_first = static_cast<int>(blocks % firsts);
+  p.step_second = static_cast<int>(blocks / firsts % seconds);
+  p.step_batch = blocks / firsts / seconds;
+  return static_cast<unsigned>(blocks);
+}
+
+// y = the Hadamard transform of x along `axis`, BF16, extended to y's extents.
+void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatrix& y,
+              const Stream& stream);
+// x after a Hadamard transform wider than a run, as BF16 in the workspace.
+inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis,
+                               const Stream& stream) {
+  ConstMatrix y = x;
+  int64_t& length = axis == -1 ? y.columns : y.rows;
+  length = round_up(length, h.dim);
+  y.dtype = DType::bf16;
+  y.row_stride = round_up(y.columns, 8);
+  y.column_stride = 1;
+  y.batch_stride = y.rows * y.row_stride;
+  y.data = stream.workspace(y.batch * y.batch_stride * 2);
+  hadamard(x, h, axis, y, stream);
+  return y;
+}
+// Writes the padding of a storage layout and nothing else.
+void fill_padding(const Quantized& out, const Stream& stream);
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,289 @@
+// The vendor's half of the GPU backend: CUDA or HIP. The only file here that knows which.
+#pragma once
+
+#if defined(__HIPCC__)
+#include <hip/hip_runtime.h>
+#else
+#include <cuda.h>
+#include <cuda_runtime.h>
+#endif
+
+#include <cstdint>
+#include <string>
+
+#include "blockscale/formats.h"
+
+namespace blockscale::gpu {
+
+#define BLOCKSCALE_DEVICE __device__ __forceinline__
+
+// ---- the copy engine of sm_90 (TMA)
+// -------------------------------------------------------------- Brings boxes of a matrix into
+// shared memory on its own.
+#if defined(__HIPCC__)
+inline constexpr bool kCopyEngine = false;
+struct CopyMap {};
+struct CopyBarrier {};
+BLOCKSCALE_DEVICE void init(CopyBarrier&, int) {}
+BLOCKSCALE_DEVICE void arrive(CopyBarrier&) {}
+BLOCKSCALE_DEVICE void copy_tile(void*, int, const CopyMap&, int, int, int, CopyBarrier&) {}
+BLOCKSCALE_DEVICE void wait(CopyBarrier&, uint32_t) {}
+#else
+inline constexpr bool kCopyEngine = true;
+using CopyMap = CUtensorMap;
+struct CopyBarrier {
+  uint64_t state;
+};
+BLOCKSCALE_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// A phase of the barrier is over after `arrivals` of them, and the bytes that were announced.
+BLOCKSCALE_DEVICE void init(CopyBarrier& b, int arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&b)), "r"(arrivals)
+               : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+BLOCKSCALE_DEVICE void arrive(CopyBarrier& b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
+#endif
+}
+// The box at (column, row) of matrix `batch`, `bytes` in all, to `to`; `done` completes with it.
+BLOCKSCALE_DEVICE void copy_tile(void* to, int bytes, const CopyMap& map, int column, int row,
+                                 int batch, CopyBarrier& done) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&done)),
+      "r"(bytes)
+      : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&done))
+      : "memory");
+#endif
+}
+BLOCKSCALE_DEVICE void wait(CopyBarrier& b, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(&b)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+#endif
+
+#if defined(__HIPCC__)
+using Error_t = hipError_t;
+using NativeStream = hipStream_t;
+inline Error_t last_error() { return hipGetLastError(); }
+inline const char* error_text(Error_t e) { return hipGetErrorString(e); }
+inline Error_t clear_async(void* p, size_t bytes, NativeStream s) {
+  return hipMemsetAsync(p, 0, bytes, s);
+}
+inline Error_t copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
+  return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, s);
+}
+inline constexpr Error_t kSuccess = hipSuccess;
+inline int current_device() {
+  int device = 0;
+  hipGetDevice(&device);
+  return device;
+}
+inline int multiprocessors(int device) {
+  int count = 1;
+  hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
+  return count;
+}
+inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
+  return false;
+}
+inline void allow_shared(const void* kernel, int bytes) {
+  hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+inline Error_t device_count(int* count) { return hipGetDeviceCount(count); }
+inline bool has_kernel(void (*kernel)()) {
+  hipFuncAttributes attributes;
+  return hipFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == hipSuccess;
+}
+inline std::string device_text() {
+  hipDeviceProp_t p;
+  int device = 0;
+  if (hipGetDevice(&device) != hipSuccess || hipGetDeviceProperties(&p, device) != hipSuccess)
+    return "GPU";
+  return p.gcnArchName;
+}
+#else
+using Error_t = cudaError_t;
+using NativeStream = cudaStream_t;
+inline Error_t last_error() { return cudaGetLastError(); }
+inline const char* error_text(Error_t e) { return cudaGetErrorString(e); }
+inline Error_t clear_async(void* p, size_t bytes, NativeStream s) {
+  return cudaMemsetAsync(p, 0, bytes, s);
+}
+inline Error_t copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, s);
+}
+inline constexpr Error_t kSuccess = cudaSuccess;
+inline int current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
+inline int multiprocessors(int device) {
+  int count = 1;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+// Describes a batch of BF16 matrices with contiguous columns, in boxes of `box` x `box`; false
+// where the copy engine cannot read it: rows have to start at multiples of 16 bytes.
+inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,
+                     int64_t row_stride, int64_t batch_stride, int box) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &result) != cudaSuccess)
+      found = nullptr;
+    return reinterpret_cast<Encode>(found);
+  }();
+  if (batch == 1) batch_stride = row_stride * rows;  // of no account, but it is looked at
+  if (!encode || reinterpret_cast<uintptr_t>(data) % 16 != 0 || row_stride % 8 != 0 ||
+      batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
+    return false;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                              static_cast<cuuint64_t>(batch)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_stride * 2),
+                                static_cast<cuuint64_t>(batch_stride * 2)};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box), static_cast<cuuint32_t>(box), 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
+                boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+inline void allow_shared(const void* kernel, int bytes) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+inline Error_t device_count(int* count) { return cudaGetDeviceCount(count); }
+inline bool has_kernel(void (*kernel)()) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
+}
+inline std::string device_text() {
+  cudaDeviceProp p;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&p, device) != cudaSuccess)
+    return "GPU";
+  return "sm_" + std::to_string(10 * p.major + p.minor);
+}
+#endif
+
+// The value of the lane whose number differs in the bits of `mask`. Masks stay below 32, so that
+// wavefronts of 64 behave like two warps.
+BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
+#if defined(__HIPCC__)
+  return static_cast<uint32_t>(__shfl_xor(static_cast<int>(value), mask, 32));
+#else
+  return __shfl_xor_sync(~0u, value, mask);
+#endif
+}
+
+BLOCKSCALE_DEVICE void sync_warp() {
+#if !defined(__HIPCC__)
+  __syncwarp();
+#endif
+}
+
+// The largest value of the 32 lanes of a warp.
+BLOCKSCALE_DEVICE uint32_t warp_max(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, value);
+#else
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t other = shuffle_xor(value, step);
+    value = value > other ? value : other;
+  }
+  return value;
+#endif
+}
+
+// (high : low) << n and >> n: the high and the low word of the result. 0 < n < 32.
+BLOCKSCALE_DEVICE uint32_t shift_left_in(uint32_t high, uint32_t low, int n) {
+#if defined(__HIPCC__)
+  return high << n | low >> (32 - n);
+#else
+  return __funnelshift_l(low, high, static_cast<uint32_t>(n));
+#endif
+}
+BLOCKSCALE_DEVICE uint32_t shift_right_in(uint32_t high, uint32_t low, int n) {
+#if defined(__HIPCC__)
+  return high << (32 - n) | low >> n;
+#else
+  return __funnelshift_r(low, high, static_cast<uint32_t>(n));
+#endif
+}
+
+// max(|a|, |b|) of two BF16 pairs at once, with signs that mean nothing; NaN wins.
+BLOCKSCALE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t d;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+#else
+  const uint32_t x = a & 0x7FFF7FFF, y = b & 0x7FFF7FFF;
+  const uint32_t high = (x >> 16) > (y >> 16) ? x : y;
+  const uint32_t low = (x & 0xFFFF) > (y & 0xFFFF) ? x : y;
+  return (high & 0xFFFF0000) | (low & 0xFFFF);
+#endif
+}
+
+// Two FP32 to a BF16 pair, round to nearest even.
+BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high);
+
+// Four FP32 to four FP8 codes, round to nearest even, saturating.
+inline constexpr bool kHardwareFp8 =
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    true;
+#else
+    false;
+#endif
+template <bool kE5m2>
+BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t low, high;
+  if constexpr (kE5m2) {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  } else {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  }
+  return static_cast<uint32_t>(high) << 16 | low;
+#else
+  constexpr Format kFormat = kE5m2 ? Format::e5m2 : Format::e4m3fn;
+  return encode(kFormat, a) | encode(kFormat, b) << 8 | encode(kFormat, c) << 16 |
+         static_cast<uint32_t>(encode(kFormat, d)) << 24;
+#endif
+}
+
+BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+#else
+  auto one = [](float x) -> uint32_t {
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    return (bits & kAbsMask) > kInfBits ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  };
+  return one(high) << 16 | one(low);
+#endif
+}
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,172 @@
+#include <span>
+
+#include "gpu/launch.h"
+#include "gpu/quantize.h"
+
+namespace blockscale::gpu {
+namespace {
+
+template <class Row, class Column, class Loader>
+void launch(QuantizeParams& p, NativeStream stream) {
+  constexpr int kBytes = sizeof(Shared<Row::kPass, Column::kPass, Loader>);
+  static_assert(kBytes * Loader::kBlocks <= kSharedBytes);
+  constexpr auto kKernel = quantize_kernel<Row, Column, Loader>;
+  const unsigned blocks =
+      set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
+  kKernel<<<blocks, kThreads, kBytes, stream>>>(p);
+}
+using Launcher = void (*)(QuantizeParams&, NativeStream);
+
+using None = PassType<Encoder::none>;
+using Any = PassType<Encoder::any>;
+template <Format kScale>
+using Fp8 = PassType<Encoder::fp8, kScale>;
+template <Format kScale>
+using Fp8Square = PassType<Encoder::fp8, kScale, true>;
+template <Format kScale>
+using Fp4 = PassType<Encoder::fp4_nearest, kScale>;
+template <Format kScale>
+using Fp4Square = PassType<Encoder::fp4_nearest, kScale, true>;
+template <Format kScale>
+using Fp4Hadamard = PassType<Encoder::fp4_nearest, kScale, false, true>;
+template <Format kScale>
+using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
+template <Format kScale>
+using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
+
+// The kernels of BF16 inputs: what recipes ask for, along rows, along columns, and both at once.
+// Whatever is not here runs as `any`.
+struct Entry {
+  Pass row, column;
+  Launcher copied, unaligned;
+};
+template <class Row, class Column>
+constexpr Entry kEntry{Row::kPass, Column::kPass, launch<Row, Column, CopyLoader>,
+                       launch<Row, Column, UnalignedLoader>};
+template <class P>
+constexpr Entry kRows = kEntry<P, None>;
+template <class P>
+constexpr Entry kColumns = kEntry<None, P>;
+
+template <Format kScale>
+constexpr Entry kFp8Entries[] = {
+    kRows<Fp8<kScale>>,
+    kColumns<Fp8<kScale>>,
+    kEntry<Fp8<kScale>, Fp8<kScale>>,
+    kRows<Fp8Square<kScale>>,
+    kColumns<Fp8Square<kScale>>,
+    kEntry<Fp8Square<kScale>, Fp8Square<kScale>>,
+};
+template <Format kScale>
+constexpr Entry kFp4Entries[] = {
+    kRows<Fp4<kScale>>,
+    kRows<Fp4Square<kScale>>,
+    kRows<Fp4Hadamard<kScale>>,
+    kRows<Stochastic<kScale>>,
+    kRows<StochasticHadamard<kScale>>,
+    kColumns<Fp4<kScale>>,
+    kColumns<Fp4Square<kScale>>,
+    kColumns<Fp4Hadamard<kScale>>,
+    kColumns<Stochastic<kScale>>,
+    kColumns<StochasticHadamard<kScale>>,
+    kEntry<Fp4<kScale>, Fp4<kScale>>,
+    kEntry<Fp4Square<kScale>, Fp4Square<kScale>>,
+    kEntry<Fp4<kScale>, Fp4Hadamard<kScale>>,
+    kEntry<Stochastic<kScale>, Fp4Hadamard<kScale>>,
+    kEntry<Stochastic<kScale>, StochasticHadamard<kScale>>,
+};
+
+const Entry* find(const Pass& row, const Pass& column) {
+  for (const auto& table : {std::span<const Entry>(kFp8Entries<Format::fp32>),
+                            std::span<const Entry>(kFp8Entries<Format::e8m0>),
+                            std::span<const Entry>(kFp4Entries<Format::e8m0>),
+                            std::span<const Entry>(kFp4Entries<Format::e4m3>),
+                            std::span<const Entry>(kFp4Entries<Format::ue5m3>)})
+    for (const Entry& e : table)
+      if (e.row == row && e.column == column) return &e;
+  return nullptr;
+}
+
+Pass pass_of(const QuantSpec& spec) {
+  const bool fp4 = spec.element == Format::e2m1;
+  const bool fp8 = spec.element == Format::e4m3fn || spec.element == Format::e5m2;
+  if (!fp4 && (!fp8 || spec.stochastic())) return Any::kPass;
+  return {!fp4                ? Encoder::fp8
+          : spec.stochastic() ? Encoder::fp4_stochastic
+                              : Encoder::fp4_nearest,
+          spec.scale, spec.square, spec.hadamard.dim != 0};
+}
+
+void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+  if (p.x.dtype == DType::bf16 && p.x.column_stride == 1)
+    if (const Entry* e = find(row, column))
+      return p.copies ? e->copied(p, stream) : e->unaligned(p, stream);
+  if (!column.present()) return launch<Any, None, AnyLoader>(p, stream);
+  if (!row.present()) return launch<None, Any, AnyLoader>(p, stream);
+  launch<Any, Any, AnyLoader>(p, stream);
+}
+
+Side side_of(const Quantized& out, const QuantizeOptions& o) {
+  Side s{};
+  s.out = out;
+  s.shape = out.shape();
+  s.element = {traits(out.spec.element), max_value(out.spec.element),
+               codes_per_byte(out.spec.element) == 2};
+  s.amax = o.amax;
+  s.seed = o.device_seed;
+  s.offset = o.device_offset;
+  s.rng = o.rng.value_or(Rng{});
+  const bool rows = out.axis == -1;
+  s.origin_line = rows ? o.origin_row : o.origin_column;
+  s.origin_pos = rows ? o.origin_column : o.origin_row;
+  return s;
+}
+
+// The amax of specs with an outer scale, where the caller has not given it.
+void find_amax(const ConstMatrix& x, Side& s, const Stream& stream) {
+  if (!s.out.spec.outer || s.amax) return;
+  float* found =
+      static_cast<float*>(stream.workspace(x.batch * static_cast<int64_t>(sizeof(float))));
+  gpu::amax(x, s.out.spec, s.out.axis, found, stream);
+  s.amax = found;
+}
+
+}  // namespace
+
+void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
+              const Quantized* column_out, const QuantizeOptions& column_options,
+              const Stream& stream) {
+  if (x.batch == 0) return;
+  const bool wide = (row_out && row_out->spec.hadamard.dim > kRun) ||
+                    (column_out && column_out->spec.hadamard.dim > kRun);
+  if (wide && row_out && column_out) {  // two different inputs then
+    gpu::quantize(x, row_out, row_options, nullptr, {}, stream);
+    gpu::quantize(x, nullptr, {}, column_out, column_options, stream);
+    return;
+  }
+  QuantizeParams p{};
+  ConstMatrix y = x;
+  Pass row, column;
+  auto prepare = [&](const Quantized* out, const QuantizeOptions& o, Side& side, Pass& pass) {
+    if (!out) return;
+    side = side_of(*out, o);
+    find_amax(x, side, stream);
+    fill_padding(*out, stream);
+    if (wide) {
+      y = transformed(x, side.out.spec.hadamard, out->axis, stream);
+      side.out.spec.hadamard = {};
+    }
+    pass = pass_of(side.out.spec);
+  };
+  prepare(row_out, row_options, p.row, row);
+  prepare(column_out, column_options, p.column, column);
+  set_input(p, y);
+  if (p.tiles == 0) {  // no element, but an outer scale for every matrix
+    p.tiles_down = p.tiles_across = 1;
+    p.tiles = x.batch;
+  }
+  launch(p, row, column, native(stream));
+  check_launch("quantize");
+}
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,158 @@
+// Block amax -> stored scale and the multiplier of the block's elements (numerics section 4).
+#pragma once
+
+#include "gpu/encode.h"
+
+namespace blockscale::gpu {
+
+// One output: where it goes and everything about it that a kernel asks for.
+struct Side {
+  Quantized out;
+  StoredShape shape;
+  ElementFacts element;
+  const float* amax;  // of every matrix of the batch; for specs with an outer scale
+  const int64_t* seed;
+  const int64_t* offset;  // device memory, or null: then `rng`
+  Rng rng;
+  int64_t origin_line, origin_pos;
+};
+
+// The outer scale of one matrix, in the form its blocks need.
+struct Outer {
+  float sixth = 1.0f / 6.0f;  // fl(S_enc * fl(1/6))
+  float dec = 1;
+  bool finite = true;
+};
+BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
+  if (!s.out.spec.outer) return {};
+  const float a = s.amax[batch];
+  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), false};
+  const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
+                                                            : outer_scale(Format::ue5m3, a);
+  return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, true};
+}
+
+struct Block {
+  float inv;
+  uint32_t stored;
+};
+
+// As two_level_scale(). Rounds to the scale format the way fp4_nearest_of_8() rounds to E2M1: with
+// P the power of two at or below the value, or the smallest normal, v + P 2^(23-m) has the
+// format's spacing as its last place.
+template <Format kScale>
+BLOCKSCALE_DEVICE Block two_level_block(ScaleRounding rounding, float amax, const Outer& outer) {
+  constexpr FormatTraits t = traits(kScale);
+  constexpr float kLargest = max_value(kScale), kNormal = exp2i(t.min_exponent());
+  constexpr float kUnit = exp2i(23 - t.mantissa_bits), kStep = exp2i(-t.mantissa_bits);
+  const float v = fminf(__fmul_rn(amax, outer.sixth), kLargest);
+  const float p = bit_cast<float>(bit_cast<uint32_t>(fmaxf(v, kNormal)) & 0x7F800000);
+  const float w = __fmaf_rn(p, kUnit, v);
+  uint32_t units = bit_cast<uint32_t>(w) & 0x7FFFFF;
+  float value = __fmaf_rn(p, -kUnit, w);
+  if (rounding == ScaleRounding::up && value < v) {
+    ++units;
+    value = __fmaf_rn(p, kStep, value);
+  }
+  const uint32_t binade = (bit_cast<uint32_t>(p) >> 23) - (127 + t.min_exponent());
+  const float decoded = __fmul_rn(value, outer.dec);
+  return {fminf(__frcp_rn(decoded), kFloatMax), units + (binade << t.mantissa_bits)};
+}
+
+BLOCKSCALE_DEVICE Block e8m0_block(ScaleRule rule, const ElementFacts& e, float amax) {
+  const uint32_t byte = e8m0_byte(rule, e.traits, e.largest, amax);
+  // 2^(127 - byte), a normal number: the byte of a finite block is at most 255 - p, and p >= 2.
+  return {bit_cast<float>((254 - byte) << 23), byte};
+}
+
+template <Format kScale>
+BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t amax_bits) {
+  const QuantSpec& spec = s.out.spec;
+  const float amax = bit_cast<float>(amax_bits);
+  Block b;
+  uint32_t nan = kNanBits;
+  if constexpr (kScale == Format::fp32) {
+    const FloatScale f = spec.rule == ScaleRule::pow2 ? pow2_scale(amax, s.element.largest)
+                                                      : amax_scale(amax, s.element.largest);
+    b = {f.inv, bit_cast<uint32_t>(f.scale)};
+  } else {
+    nan = traits(kScale).nan_code();
+    if constexpr (kScale == Format::e8m0)
+      b = e8m0_block(spec.rule, s.element, amax);
+    else
+      b = two_level_block<kScale>(spec.scale_rounding, amax, outer);
+  }
+  // inv = 0 stands for a block that is not finite: its codes are 0. No finite block has it.
+  return amax_bits < kInfBits && outer.finite ? b : Block{0.0f, nan};
+}
+
+template <Pass kPass>
+BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t amax_bits) {
+  if constexpr (!kPass.any()) return block_with<kPass.scale>(s, outer, amax_bits);
+  switch (s.out.spec.scale) {
+    case Format::e8m0:
+      return block_with<Format::e8m0>(s, outer, amax_bits);
+    case Format::e4m3:
+      return block_with<Format::e4m3>(s, outer, amax_bits);
+    case Format::ue5m3:
+      return block_with<Format::ue5m3>(s, outer, amax_bits);
+    default:
+      return block_with<Format::fp32>(s, outer, amax_bits);
+  }
+}
+
+template <Pass kPass>
+BLOCKSCALE_DEVICE int block_length(const Side& s) {
+  return kPass.any() ? s.out.spec.block : kPass.block();
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool is_square(const Side& s) {
+  return kPass.any() ? s.out.spec.square : kPass.square;
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool is_fp4(const Side& s) {
+  return kPass.any() ? s.element.four_bits : kPass.fp4();
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool transforms(const Side& s) {
+  return kPass.any() ? s.out.spec.hadamard.dim != 0 : kPass.hadamard;
+}
+
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
+  return kPass.any() ? s.out.spec.scale == Format::fp32 : kPass.scale == Format::fp32;
+}
+
+// Scale of (line, block) of a matrix.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void store_scale(const Side& s, int64_t batch, int line, int block,
+                                   uint32_t stored) {
+  const StoredShape& shape = s.shape;
+  int row = line;
+  if (is_square<kPass>(s) && shape.scale_rows != shape.lines) {
+    // The grid of square blocks: one row for a block of lines.
+    if (line % block_length<kPass>(s) != 0) return;
+    row = line / block_length<kPass>(s);
+  }
+  int64_t at = batch * shape.scale_count;
+  if (s.out.layout.scales == Layout::linear)
+    at += row * shape.blocks + block;
+  else
+    at += layout_offset(s.out.layout.scales, shape.scale_rows, shape.blocks, row, block);
+  if (has_wide_scales<kPass>(s))
+    reinterpret_cast<uint32_t*>(s.out.scales)[at] = stored;
+  else
+    s.out.scales[at] = static_cast<uint8_t>(stored);
+}
+
+// Where the codes of `line` from `pos` on lie.
+template <Pass kPass>
+BLOCKSCALE_DEVICE uint8_t* codes_at(const Side& s, int64_t batch, int line, int pos) {
+  const StoredShape& shape = s.shape;
+  const int byte = is_fp4<kPass>(s) ? pos / 2 : pos;
+  uint8_t* base = s.out.codes + batch * shape.code_bytes;
+  if (s.out.layout.codes == Layout::linear) return base + line * shape.line_bytes + byte;
+  return base + layout_offset(s.out.layout.codes, shape.lines, shape.line_bytes, line, byte);
+}
+
+}  // namespace blockscale::gpu

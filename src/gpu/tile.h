@@ -1,0 +1,283 @@
+// A tile of the input in shared memory, and how 16 consecutive elements along an axis, a run, come
+// out of it. A run is the unit of work of a thread: one Philox call, one Hadamard transform of 16,
+// one block of the two-level formats.
+#pragma once
+
+#include "blockscale/tensor.h"
+#include "gpu/port.h"
+
+namespace blockscale::gpu {
+
+inline constexpr int kRun = 16;
+inline constexpr int kTile = 128;  // rows and columns of a tile
+inline constexpr int kThreads = 512;
+inline constexpr int kRunsPerLine = kTile / kRun;
+
+struct Source {
+  CopyMap map;  // of CopyLoader
+  const void* data;
+  int64_t row_stride, column_stride, batch_stride;
+  int rows, columns;
+  DType dtype;
+};
+
+// Where a tile lies.
+struct TileAt {
+  int64_t batch;
+  int row, column;
+};
+
+// ---- BF16 tiles
+// ----------------------------------------------------------------------------------
+
+// A run as BF16 pairs, element 2i in the low half of pair[i].
+struct PairRun {
+  uint32_t pair[kRun / 2];
+
+  BLOCKSCALE_DEVICE uint32_t amax_bits() const {
+    uint32_t m = max_magnitude_bf16x2(pair[0], pair[1]);
+#pragma unroll
+    for (int i = 2; i < kRun / 2; ++i) m = max_magnitude_bf16x2(m, pair[i]);
+    return max(m << 16 & 0x7FFF0000, m & 0x7FFF0000);
+  }
+  // Flips the signs that are set in `mask`, bit i for element i.
+  BLOCKSCALE_DEVICE void flip(uint32_t mask) {
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i)
+      pair[i] ^= (mask << (15 - 2 * i) & 0x8000) | (mask << (30 - 2 * i) & 0x80000000);
+  }
+  BLOCKSCALE_DEVICE void unpack(float* v) const {
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) {
+      v[2 * i] = bit_cast<float>(pair[i] << 16);
+      v[2 * i + 1] = bit_cast<float>(pair[i] & 0xFFFF0000);
+    }
+  }
+};
+
+// Two neighbouring columns down 16 rows: row i's two elements in pair[i].
+struct PairColumns {
+  uint32_t pair[kRun];
+
+  BLOCKSCALE_DEVICE void amax_bits(uint32_t* largest) const {
+    uint32_t m = max_magnitude_bf16x2(pair[0], pair[1]);
+#pragma unroll
+    for (int i = 2; i < kRun; ++i) m = max_magnitude_bf16x2(m, pair[i]);
+    largest[0] = m << 16 & 0x7FFF0000;
+    largest[1] = m & 0x7FFF0000;
+  }
+  BLOCKSCALE_DEVICE void flip(uint32_t mask) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) pair[i] ^= (mask >> i & 1) * 0x80008000u;
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE void unpack(float* v) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      v[i] = bit_cast<float>(kWhich == 0 ? pair[i] << 16 : pair[i] & 0xFFFF0000);
+  }
+};
+
+// Rows of 256 bytes in 16 chunks of 16, one after another.
+struct Bf16Tile {
+  using Run = PairRun;
+  using Columns = PairColumns;
+  static constexpr bool kExactQuarter = true;
+  static constexpr int kChunk = 8, kChunks = kTile / kChunk;
+  uint4 chunk[kTile * kChunks];
+
+  BLOCKSCALE_DEVICE Run row(int r, int c) const {
+    const uint4* p = &chunk[r * kChunks + c / kChunk];
+    const uint4 a = p[0], b = p[1];
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+  }
+  BLOCKSCALE_DEVICE Columns columns(int r, int c) const {
+    const uint32_t* p = reinterpret_cast<const uint32_t*>(chunk) + (r * kTile + c) / 2;
+    Columns both;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) both.pair[i] = p[i * kTile / 2];
+    return both;
+  }
+};
+
+// A loader brings tiles into a few stages of shared memory by turns: begin() starts one on its way;
+// after finish() the calling thread may read it; release() says that its warp has.
+//
+// Rows at multiples of 16 bytes, by the copy engine: one thread asks, and what lies outside of the
+// matrix comes as zero. No warp waits for another but the one that asks.
+struct CopyLoader {
+  using Tile = Bf16Tile;
+  static constexpr int kBlocks = 2;  // of threads, on one multiprocessor
+  static constexpr int kStages = 3;  // tiles in shared memory at most
+  struct Shared {
+    CopyBarrier full[kStages], empty[kStages];
+  };
+  Shared& shared;
+  uint32_t full_parity = 0,
+           empty_parity = ~0u;  // of the next wait, bit by stage; new ones are empty
+
+  BLOCKSCALE_DEVICE explicit CopyLoader(Shared& s) : shared(s) {
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        init(shared.full[stage], 1);
+        init(shared.empty[stage], kThreads / 32);
+      }
+    }
+    __syncthreads();
+  }
+  BLOCKSCALE_DEVICE void begin(const Source& x, const TileAt& at, Tile& to, int stage) {
+    if (threadIdx.x == 0) {
+      wait(shared.empty[stage], empty_parity >> stage & 1);
+      copy_tile(&to, sizeof(Tile), x.map, at.column, at.row, static_cast<int>(at.batch),
+                shared.full[stage]);
+    }
+    empty_parity ^= 1u << stage;
+  }
+  BLOCKSCALE_DEVICE void finish(Tile&, int stage) {
+    wait(shared.full[stage], full_parity >> stage & 1);
+    full_parity ^= 1u << stage;
+  }
+  BLOCKSCALE_DEVICE void release(int stage) {
+    sync_warp();
+    if (threadIdx.x % 32 == 0) arrive(shared.empty[stage]);
+  }
+};
+
+// BF16 rows anywhere: aligned words, joined in registers.
+struct UnalignedLoader {
+  using Tile = Bf16Tile;
+  static constexpr int kBlocks = 2, kStages = 2;
+  static constexpr int kSteps = kTile * Tile::kChunks / kThreads;
+  struct Shared {};
+  uint4 held[kSteps];
+
+  BLOCKSCALE_DEVICE explicit UnalignedLoader(Shared&) {}
+
+  BLOCKSCALE_DEVICE static uint4 load(const uint16_t* p, int count) {
+    uint32_t word[4] = {};
+    if (count < Tile::kChunk) {
+#pragma unroll
+      for (int i = 0; i < Tile::kChunk; ++i)
+        if (i < count) word[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
+    } else if (reinterpret_cast<uintptr_t>(p) % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const uint32_t*>(p)[i];
+    } else {
+      const uint32_t* inner = reinterpret_cast<const uint32_t*>(p + 1);
+      const uint32_t a = inner[0], b = inner[1], c = inner[2];
+      word[0] = a << 16 | p[0];
+      word[1] = shift_right_in(b, a, 16);
+      word[2] = shift_right_in(c, b, 16);
+      word[3] = static_cast<uint32_t>(p[7]) << 16 | c >> 16;
+    }
+    return {word[0], word[1], word[2], word[3]};
+  }
+  BLOCKSCALE_DEVICE void begin(const Source& x, const TileAt& at, Tile&, int) {
+    const auto* base = static_cast<const uint16_t*>(x.data) + at.batch * x.batch_stride;
+    const int column = at.column + static_cast<int>(threadIdx.x) % Tile::kChunks * Tile::kChunk;
+    const int count = min(max(x.columns - column, 0), Tile::kChunk);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int row = at.row + (static_cast<int>(threadIdx.x) + i * kThreads) / Tile::kChunks;
+      held[i] = load(base + row * x.row_stride + column, row < x.rows ? count : 0);
+    }
+  }
+  BLOCKSCALE_DEVICE void finish(Tile& tile, int) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      tile.chunk[static_cast<int>(threadIdx.x) + i * kThreads] = held[i];
+    }
+    __syncthreads();
+  }
+  BLOCKSCALE_DEVICE void release(int) {}
+};
+
+// ---- any dtype, any strides
+// ----------------------------------------------------------------------
+
+struct FloatRun {
+  float value[kRun];
+
+  BLOCKSCALE_DEVICE uint32_t amax_bits() const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) largest = max(largest, bit_cast<uint32_t>(value[i]) & kAbsMask);
+    return largest;
+  }
+  BLOCKSCALE_DEVICE void flip(uint32_t mask) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      value[i] = bit_cast<float>(bit_cast<uint32_t>(value[i]) ^ (mask << (31 - i) & 0x80000000));
+  }
+  BLOCKSCALE_DEVICE void unpack(float* v) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) v[i] = value[i];
+  }
+};
+struct FloatColumns {
+  FloatRun run[2];
+
+  BLOCKSCALE_DEVICE void amax_bits(uint32_t* largest) const {
+    largest[0] = run[0].amax_bits();
+    largest[1] = run[1].amax_bits();
+  }
+  BLOCKSCALE_DEVICE void flip(uint32_t mask) { run[0].flip(mask), run[1].flip(mask); }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE void unpack(float* v) const {
+    run[kWhich].unpack(v);
+  }
+};
+
+struct FloatTile {
+  using Run = FloatRun;
+  using Columns = FloatColumns;
+  static constexpr bool kExactQuarter = false;
+  static constexpr int kPitch = kTile + 1;
+  float value[kTile * kPitch];
+
+  BLOCKSCALE_DEVICE Run row(int r, int c) const {
+    Run run;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) run.value[i] = value[r * kPitch + c + i];
+    return run;
+  }
+  BLOCKSCALE_DEVICE Columns columns(int r, int c) const {
+    Columns both;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      both.run[0].value[i] = value[(r + i) * kPitch + c];
+      both.run[1].value[i] = value[(r + i) * kPitch + c + 1];
+    }
+    return both;
+  }
+};
+
+struct AnyLoader {
+  using Tile = FloatTile;
+  static constexpr int kBlocks = 1, kStages = 2;
+  struct Shared {};
+
+  BLOCKSCALE_DEVICE explicit AnyLoader(Shared&) {}
+  BLOCKSCALE_DEVICE static float load(const Source& x, int64_t batch, int r, int c) {
+    if (r >= x.rows || c >= x.columns) return 0.0f;
+    const int64_t at = batch * x.batch_stride + r * x.row_stride + c * x.column_stride;
+    if (x.dtype == DType::f32) return static_cast<const float*>(x.data)[at];
+    const uint16_t half = static_cast<const uint16_t*>(x.data)[at];
+    return x.dtype == DType::bf16 ? from_bf16(half) : from_fp16(half);
+  }
+  BLOCKSCALE_DEVICE void begin(const Source& x, const TileAt& at, Tile& tile, int) {
+    // Neighbouring threads read neighbouring addresses, whichever extent is contiguous.
+    const bool down = x.row_stride == 1;
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < kTile * kTile; i += kThreads) {
+      const int r = down ? i % kTile : i / kTile, c = down ? i / kTile : i % kTile;
+      tile.value[r * Tile::kPitch + c] = load(x, at.batch, at.row + r, at.column + c);
+    }
+  }
+  // The barrier is for the readers of both tiles: of this one, and of the one before, which the
+  // next begin() overwrites.
+  BLOCKSCALE_DEVICE void finish(Tile&, int) { __syncthreads(); }
+  BLOCKSCALE_DEVICE void release(int) {}
+};
+
+}  // namespace blockscale::gpu
