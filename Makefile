@@ -66,7 +66,7 @@ format: $(venv)/.requirements  ## rewrite the sources the way lint wants them
 
 asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan
 	@test -f build-asan/build.ninja || cmake -S . -B build-asan -G Ninja -DBLOCKSCALE_TESTS=ON \
-	    -DBLOCKSCALE_SANITIZE=address,undefined
+	    -DBLOCKSCALE_GPU=OFF -DBLOCKSCALE_SANITIZE=address,undefined
 	@cmake --build build-asan -j $(JOBS)
 	@UBSAN_OPTIONS=print_stacktrace=1 $(python) tools/test.py --gtest build-asan/blockscale_tests
 

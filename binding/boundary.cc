@@ -85,9 +85,10 @@ Sizes sizes_of(const QuantSpec& spec, const StorageLayout& layout, int axis, int
 }
 
 // Contiguous, and exactly of this dtype and shape.
-Tensor checked(const char* op, const std::string& name, const Tensor& t, ScalarType dtype,
+Tensor checked(const Place& at, const std::string& name, const Tensor& t, ScalarType dtype,
                const std::vector<int64_t>& sizes, const QuantSpec& spec) {
-  check_device(op, name.c_str(), t);
+  const char* op = at.op();
+  at.check(name.c_str(), t);
   if (t.scalar_type() != dtype)
     fail(op, name + ".dtype", dtype_text(t.scalar_type()),
          dtype_text(dtype) + " for " + to_string(spec));
@@ -98,12 +99,12 @@ Tensor checked(const char* op, const std::string& name, const Tensor& t, ScalarT
   return torch::stable::contiguous(t);
 }
 
-int64_t scalar_int64(const char* op, const char* name, const Tensor& t) {
-  check_device(op, name, t);
+const int64_t* key(const Place& at, const char* name, const Tensor& t) {
+  at.check(name, t);
   if (t.scalar_type() != ScalarType::Long)
-    fail(op, std::string(name) + ".dtype", dtype_text(t.scalar_type()), "int64");
-  if (t.numel() != 1) fail(op, name, shape_text(t), "one element");
-  return *static_cast<const int64_t*>(t.const_data_ptr());
+    fail(at.op(), std::string(name) + ".dtype", dtype_text(t.scalar_type()), "int64");
+  if (t.numel() != 1) fail(at.op(), name, shape_text(t), "one element");
+  return static_cast<const int64_t*>(t.const_data_ptr());
 }
 
 // A row stride that walks all leading dimensions, if there is one. Dimensions of extent 1 have no
@@ -137,15 +138,6 @@ const StorageLayout& layout_of(const Text& text) {
   return cache.emplace(text.value, parse_layout(text.value)).first->second;
 }
 
-void check_device(const char* op, const char* argument, const Tensor& tensor) {
-  if (tensor.is_cpu()) return;
-  const char* device = tensor.is_cuda() ? "cuda" : "another device";
-  std::string reason = "move it with .cpu()";
-  for (const Backend& backend : backends())
-    if (backend.name == device && !backend.reason.empty()) reason += ": " + backend.reason;
-  fail(op, std::string(argument) + ".device", device, "cpu", reason);
-}
-
 int checked_axis(const char* op, int64_t axis) {
   require(axis == -1 || axis == -2, op, "axis", axis, "-1 or -2",
           "-1: blocks run along a row; -2: down a column");
@@ -166,8 +158,8 @@ DType dtype_of(const char* op, const char* argument, ScalarType type) {
   }
 }
 
-Input input(const char* op, const Tensor& x, int axis, int64_t batch_dims) {
-  check_device(op, "x", x);
+Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
+  const char* op = at.op();
   const DType dtype = dtype_of(op, "x.dtype", x.scalar_type());
   require(batch_dims == 0 || batch_dims == 1, op, "batch_dims", batch_dims, "0 or 1");
   const int64_t rank = x.dim();
@@ -197,11 +189,11 @@ Input input(const char* op, const Tensor& x, int axis, int64_t batch_dims) {
   return result;
 }
 
-Output allocate(const Tensor& like, const QuantSpec& spec, const StorageLayout& layout, int axis,
+Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
                 int64_t rows, int64_t columns, std::optional<int64_t> batch) {
   const Sizes sizes = sizes_of(spec, layout, axis, rows, columns, batch);
   const auto make = [&](const std::vector<int64_t>& size, ScalarType dtype) {
-    return torch::stable::empty(size, dtype, std::nullopt, like.device());
+    return torch::stable::empty(size, dtype, std::nullopt, at.device());
   };
   Output out{make(sizes.codes, torch_dtype(spec.element)),
              make(sizes.scales, torch_dtype(spec.scale)),
@@ -219,17 +211,20 @@ Output allocate(const Tensor& like, const QuantSpec& spec, const StorageLayout& 
   return out;
 }
 
-Operand operand(const char* op, const std::string& prefix, const Tensor& codes,
+Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
                 const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
                 std::optional<int64_t> batch) {
   validate(spec, layout);
   const Sizes sizes = sizes_of(spec, layout, axis, rows, columns, batch);
   Operand result{
-      checked(op, prefix + "codes", codes, torch_dtype(spec.element), sizes.codes, spec),
-      checked(op, prefix + "scales", scales, torch_dtype(spec.scale), sizes.scales, spec),
-      checked(op, prefix + "outer", outer, ScalarType::Float, sizes.outer, spec),
+      checked(at, prefix + "codes", codes, torch_dtype(spec.element), sizes.codes, spec),
+      checked(at, prefix + "scales", scales, torch_dtype(spec.scale), sizes.scales, spec),
+      checked(at, prefix + "outer", outer, ScalarType::Float, sizes.outer, spec),
       {}};
+  // A part of a larger tensor may begin anywhere, and GPU kernels read codes 16 bytes at a time.
+  if (at.cuda() && reinterpret_cast<uintptr_t>(result.codes.const_data_ptr()) % 16 != 0)
+    result.codes = torch::stable::clone(result.codes);
   result.view = {static_cast<const uint8_t*>(result.codes.const_data_ptr()),
                  static_cast<const uint8_t*>(result.scales.const_data_ptr()),
                  static_cast<const float*>(result.outer.const_data_ptr()),
@@ -251,12 +246,13 @@ Extents extents(const char* op, const std::vector<int64_t>& shape) {
   return {shape[at], shape[at + 1], at ? std::optional<int64_t>(shape[0]) : std::nullopt};
 }
 
-Options options(const char* op, const QuantSpec& spec, const std::optional<Tensor>& amax,
+Options options(const Place& at, const QuantSpec& spec, const std::optional<Tensor>& amax,
                 const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
                 const std::vector<int64_t>& origin, int64_t batch) {
+  const char* op = at.op();
   Options result;
   if (amax) {
-    check_device(op, "amax", *amax);
+    at.check("amax", *amax);
     if (!spec.outer)
       fail(op, "amax", "given", "none: " + to_string(spec) + " has no outer scale", "drop amax");
     if (amax->scalar_type() != ScalarType::Float)
@@ -267,15 +263,21 @@ Options options(const char* op, const QuantSpec& spec, const std::optional<Tenso
     result.amax_tensor = torch::stable::contiguous(*amax);
     result.options.amax = static_cast<const float*>(result.amax_tensor->const_data_ptr());
     // NaN and Inf are data (the whole result becomes NaN); a negative maximum is a mistake.
-    for (int64_t e = 0; e < batch; ++e)
+    for (int64_t e = 0; !at.cuda() && e < batch; ++e)
       require(!(result.options.amax[e] < 0), op, "amax", result.options.amax[e], "0 or more",
               "amax is the largest |x|; bs.amax computes it");
   }
   require(seed.has_value() == offset.has_value(), op, "seed, offset",
           seed ? "a seed without an offset" : "an offset without a seed", "both or neither");
-  if (seed)
-    result.options.rng = Rng{static_cast<uint64_t>(scalar_int64(op, "seed", *seed)),
-                             static_cast<uint64_t>(scalar_int64(op, "offset", *offset))};
+  if (seed) {
+    const int64_t *seed_at = key(at, "seed", *seed), *offset_at = key(at, "offset", *offset);
+    if (at.cuda()) {
+      result.options.device_seed = seed_at;
+      result.options.device_offset = offset_at;
+    } else {
+      result.options.rng = Rng{static_cast<uint64_t>(*seed_at), static_cast<uint64_t>(*offset_at)};
+    }
+  }
   require(!spec.stochastic() || seed, op, "rng", "none",
           "a seed and an offset: the spec rounds stochastically", "pass rng=bs.Rng(seed, offset)");
   if (!origin.empty()) {

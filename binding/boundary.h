@@ -3,31 +3,18 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "blockscale/ops.h"
+#include "device.h"
 
 namespace blockscale::binding {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // A `str` argument. TORCH_BOX can pass std::string too, but its conversion leaks the string.
 struct Text {
   std::string value;
-};
-
-// PyTorch's own threads.
-class TorchExecutor final : public Executor {
- public:
-  void parallel_for(int64_t count, const Body& body) const override {
-    torch::stable::parallel_for(0, count, 1, body);
-  }
 };
 
 // The parsed form of a spec or layout text. Parsed once per thread: an operator that is called
@@ -42,15 +29,15 @@ struct Input {
 };
 // batch_dims 0: all leading dimensions are rows; 1: [E, R, C] is a batch of E matrices. Any
 // strides; only leading dimensions that no single row stride describes are copied.
-Input input(const char* op, const Tensor& x, int axis, int64_t batch_dims);
+Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims);
 
 // A quantized operand in fresh tensors.
 struct Output {
   Tensor codes, scales, outer;
   Quantized view;
 };
-// `batch` is none for a single matrix; `like` gives the device.
-Output allocate(const Tensor& like, const QuantSpec& spec, const StorageLayout& layout, int axis,
+// `batch` is none for a single matrix.
+Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
                 int64_t rows, int64_t columns, std::optional<int64_t> batch);
 
 // A quantized operand that came from a caller: its tensors must be what `allocate` would make.
@@ -59,13 +46,11 @@ struct Operand {
   ConstQuantized view;
 };
 // `prefix` names the operand in errors, e.g. "a_".
-Operand operand(const char* op, const std::string& prefix, const Tensor& codes,
+Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
                 const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
                 std::optional<int64_t> batch);
 
-// Every tensor of a call lies on one device that this build has a backend for.
-void check_device(const char* op, const char* argument, const Tensor& tensor);
 int checked_axis(const char* op, int64_t axis);
 DType dtype_of(const char* op, const char* argument, ScalarType type);
 
@@ -77,11 +62,12 @@ struct Extents {
 Extents extents(const char* op, const std::vector<int64_t>& shape);
 
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`.
+// On a GPU amax, seed and offset stay there: reading them here would wait for the device.
 struct Options {
   std::optional<Tensor> amax_tensor;
   QuantizeOptions options;
 };
-Options options(const char* op, const QuantSpec& spec, const std::optional<Tensor>& amax,
+Options options(const Place& at, const QuantSpec& spec, const std::optional<Tensor>& amax,
                 const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
                 const std::vector<int64_t>& origin, int64_t batch);
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "blockscale/ops.h"
+#include "matmul.h"
 
 namespace blockscale {
 namespace {
@@ -93,14 +94,17 @@ std::string describe_json() {
       << ", \"scales\": " << list(scales, [](Format f) { return quote(traits(f).name); })
       << ", \"layouts\": " << list(kLayouts, layout_json)
       << ", \"hadamard_sizes\": " << list(kHadamardSizes, [](int d) { return std::to_string(d); })
-      << ", \"backends\": "
-      << list(backends(),
-              [](const Backend& b) {
-                return "{\"name\": " + quote(b.name) + ", \"available\": " + boolean(b.available) +
-                       ", \"reason\": " + quote(b.reason) + "}";
-              })
       << "}";
   return out.str();
+}
+
+// Apart from the rest: to ask a GPU what it is wakes its driver, and a process that has done so
+// cannot use the GPU in its forked children. Importing a package must not do that.
+std::string backends_json() {
+  return list(backends(), [](const Backend& b) {
+    return "{\"name\": " + quote(b.name) + ", \"available\": " + boolean(b.available) +
+           ", \"reason\": " + quote(b.reason) + "}";
+  });
 }
 
 long write(const std::string& text, bool ok, char* out, long n) {
@@ -131,6 +135,10 @@ BLOCKSCALE_EXPORT long bs_describe(char* out, long n) {
   return blockscale::answer(blockscale::describe_json, out, n);
 }
 
+BLOCKSCALE_EXPORT long bs_backends(char* out, long n) {
+  return blockscale::answer(blockscale::backends_json, out, n);
+}
+
 BLOCKSCALE_EXPORT long bs_spec(const char* text, char* out, long n) {
   using namespace blockscale;
   return answer([&] { return spec_json(parse_spec(text)); }, out, n);
@@ -145,4 +153,10 @@ BLOCKSCALE_EXPORT long bs_explain(const char* spec, const char* layout, const ch
                                   char* out, long n) {
   using namespace blockscale;
   return answer([&] { return explain(spec, layout, device); }, out, n);
+}
+
+// What a GEMM of such operands still needs there; empty when it can run.
+BLOCKSCALE_EXPORT long bs_matmul_needs(const char* spec, const char* device, char* out, long n) {
+  using namespace blockscale;
+  return answer([&] { return binding::matmul_needs(parse_spec(spec), device); }, out, n);
 }

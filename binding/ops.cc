@@ -1,7 +1,8 @@
-// The operators under torch.ops.blockscale. One kernel serves every device: the boundary refuses a
-// device without a backend by name, where the dispatcher would only say that nothing is registered.
-// Autograd and fake kernels are Python, over these.
+// The operators under torch.ops.blockscale. One function serves every device and picks the backend
+// by where its tensors lie; a device without one is refused by name, where the dispatcher would
+// only say that nothing is registered. Autograd and fake kernels are Python, over these.
 #include "boundary.h"
+#include "matmul.h"
 
 namespace blockscale::binding {
 namespace {
@@ -9,14 +10,6 @@ namespace {
 using Ints = std::vector<int64_t>;
 using OptionalTensor = std::optional<Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
-
-const TorchExecutor kExecutor;
-
-// Below this many elements, waking other threads costs more than it saves (torch's own grain).
-constexpr int64_t kSerialElements = 32768;
-const Executor& executor_for(int64_t elements) {
-  return elements < kSerialElements ? serial_executor() : kExecutor;
-}
 
 std::optional<int64_t> batch_of(const Input& in, int64_t batch_dims) {
   return batch_dims ? std::optional<int64_t>(in.view.batch) : std::nullopt;
@@ -30,11 +23,12 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
   const QuantSpec& spec = spec_of(spec_text);
   const StorageLayout& layout = layout_of(layout_text);
   validate(spec, layout);
-  const Input in = input(kOp, x, axis, batch_dims);
-  const Options o = options(kOp, spec, amax, seed, offset, origin, in.view.batch);
+  const Place at(kOp, "x", x);
+  const Input in = input(at, x, axis, batch_dims);
+  const Options o = options(at, spec, amax, seed, offset, origin, in.view.batch);
   Output out =
-      allocate(x, spec, layout, axis, in.view.rows, in.view.columns, batch_of(in, batch_dims));
-  quantize(in.view, out.view, o.options, executor_for(x.numel()));
+      allocate(at, spec, layout, axis, in.view.rows, in.view.columns, batch_of(in, batch_dims));
+  run(at, x.numel(), [&](const auto& on) { quantize(in.view, out.view, o.options, on); });
   return {out.codes, out.scales, out.outer};
 }
 
@@ -49,16 +43,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
   const StorageLayout& column_layout = layout_of(column_layout_text);
   validate(row_spec, row_layout);
   validate(column_spec, column_layout);
-  const Input in = input(kOp, x, -2, batch_dims);
+  const Place at(kOp, "x", x);
+  const Input in = input(at, x, -2, batch_dims);
   const int64_t rows = in.view.rows, columns = in.view.columns;
-  const Options row_o = options(kOp, row_spec, row_amax, seed, offset, origin, in.view.batch);
+  const Options row_o = options(at, row_spec, row_amax, seed, offset, origin, in.view.batch);
   const Options column_o =
-      options(kOp, column_spec, column_amax, seed, offset, origin, in.view.batch);
+      options(at, column_spec, column_amax, seed, offset, origin, in.view.batch);
   const auto batch = batch_of(in, batch_dims);
-  Output row = allocate(x, row_spec, row_layout, -1, rows, columns, batch);
-  Output column = allocate(x, column_spec, column_layout, -2, rows, columns, batch);
-  quantize_dual(in.view, row.view, column.view, row_o.options, column_o.options,
-                executor_for(x.numel()));
+  Output row = allocate(at, row_spec, row_layout, -1, rows, columns, batch);
+  Output column = allocate(at, column_spec, column_layout, -2, rows, columns, batch);
+  run(at, x.numel(), [&](const auto& on) {
+    quantize_dual(in.view, row.view, column.view, row_o.options, column_o.options, on);
+  });
   return {row.codes, row.scales, row.outer, column.codes, column.scales, column.outer};
 }
 
@@ -66,10 +62,12 @@ Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims)
   constexpr const char* kOp = "amax";
   const int axis = checked_axis(kOp, axis_value);
   const QuantSpec& spec = spec_of(spec_text);
-  const Input in = input(kOp, x, axis, batch_dims);
+  const Place at(kOp, "x", x);
+  const Input in = input(at, x, axis, batch_dims);
   const Ints sizes = batch_dims ? Ints{in.view.batch} : Ints{};
-  Tensor out = torch::stable::empty(sizes, ScalarType::Float, std::nullopt, x.device());
-  amax(in.view, spec, axis, static_cast<float*>(out.mutable_data_ptr()), executor_for(x.numel()));
+  Tensor out = torch::stable::empty(sizes, ScalarType::Float, std::nullopt, at.device());
+  float* const found = static_cast<float*>(out.mutable_data_ptr());
+  run(at, x.numel(), [&](const auto& on) { amax(in.view, spec, axis, found, on); });
   return out;
 }
 
@@ -78,14 +76,15 @@ Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, 
   constexpr const char* kOp = "dequantize";
   const int axis = checked_axis(kOp, axis_value);
   const Extents e = extents(kOp, shape);
-  const Operand q = operand(kOp, "", codes, scales, outer, spec_of(spec_text),
+  const Place at(kOp, "codes", codes);
+  const Operand q = operand(at, "", codes, scales, outer, spec_of(spec_text),
                             layout_of(layout_text), axis, e.rows, e.columns, e.batch);
   const DType type = dtype_of(kOp, "dtype", dtype);
-  Tensor out = torch::stable::empty(shape, dtype, std::nullopt, codes.device());
+  Tensor out = torch::stable::empty(shape, dtype, std::nullopt, at.device());
   const Matrix view{
       out.mutable_data_ptr(), type, e.rows, e.columns, e.columns, 1, e.batch.value_or(1),
       e.rows * e.columns};
-  dequantize(q.view, view, executor_for(out.numel()));
+  run(at, out.numel(), [&](const auto& on) { dequantize(q.view, view, on); });
   return out;
 }
 
@@ -100,12 +99,12 @@ std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_te
   const Extents e = extents(kOp, shape);
   const StorageLayout& to = layout_of(to_text);
   validate(spec, to);
-  const Tensor none =
-      torch::stable::empty(Ints{0}, ScalarType::Float, std::nullopt, codes.device());
-  const Operand from = operand(kOp, "", codes, scales, none, spec, layout_of(from_text), axis,
+  const Place at(kOp, "codes", codes);
+  const Tensor none = torch::stable::empty(Ints{0}, ScalarType::Float, std::nullopt, at.device());
+  const Operand from = operand(at, "", codes, scales, none, spec, layout_of(from_text), axis,
                                e.rows, e.columns, e.batch);
-  Output out = allocate(codes, spec, to, axis, e.rows, e.columns, e.batch);
-  relayout(from.view, out.view, executor_for(codes.numel()));
+  Output out = allocate(at, spec, to, axis, e.rows, e.columns, e.batch);
+  run(at, codes.numel(), [&](const auto& on) { relayout(from.view, out.view, on); });
   return {out.codes, out.scales};
 }
 
@@ -120,33 +119,20 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
           torch::headeronly::toString(out_dtype), "float32 or bfloat16",
           "convert the result with .to()");
   // Stored operands look the same along either axis: lines of contraction-contiguous codes.
-  const Operand a = operand(kOp, "a_", a_codes, a_scales, a_outer, spec_of(a_spec),
+  const Place at(kOp, "a_codes", a_codes);
+  const Operand a = operand(at, "a_", a_codes, a_scales, a_outer, spec_of(a_spec),
                             layout_of(a_layout), -1, a_rows, k, std::nullopt);
-  const Operand b = operand(kOp, "b_", b_codes, b_scales, b_outer, spec_of(b_spec),
+  const Operand b = operand(at, "b_", b_codes, b_scales, b_outer, spec_of(b_spec),
                             layout_of(b_layout), -1, b_rows, k, std::nullopt);
-  GemmOptions gemm_options;
-  OptionalTensor fp32_bias;  // keeps the memory of gemm_options.bias
   if (bias) {
-    check_device(kOp, "bias", *bias);
+    at.check("bias", *bias);
     dtype_of(kOp, "bias.dtype", bias->scalar_type());
     if (bias->dim() != 1 || bias->numel() != b_rows)
       fail(kOp, "bias.numel()", bias->numel(),
            "one dimension of " + std::to_string(b_rows) + ", the rows of b");
-    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
-    gemm_options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
   }
-  Tensor out =
-      torch::stable::empty(Ints{a_rows, b_rows}, out_dtype, std::nullopt, a_codes.device());
-  const DType type = dtype_of(kOp, "out_dtype", out_dtype);
-  const Matrix d{out.mutable_data_ptr(), type, a_rows, b_rows, b_rows, 1, 1, a_rows * b_rows};
-  try {
-    // A multiply-add costs about 1/16 of quantizing an element.
-    gemm(a.view, b.view, d, gemm_options, executor_for(a_rows * b_rows / 16 * k));
-  } catch (const Error& error) {  // the core's name of this operator is gemm
-    const std::string text = error.what();
-    throw Error(text.starts_with("gemm:") ? kOp + text.substr(4) : text);
-  }
-  return out;
+  return at.cuda() ? matmul_on_gpu(at, a, b, bias, out_dtype)
+                   : matmul_on_cpu(at, a, b, bias, out_dtype);
 }
 
 // A copy that a compiler keeps as it is. A plain clone would be recomputed in the backward pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockscale import nn
-from blockscale._core import describe, explain
+from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
 from blockscale.functional import linear
 from blockscale.ops import amax, dequantize, matmul, quantize, quantize_dual, relayout
@@ -11,7 +11,8 @@ from blockscale.recipe import Recipe, Spec, recipe, recipe_names, spec, spec_nam
 from blockscale.rng import Rng
 from blockscale.tensor import QuantizedTensor
 
-__version__: str = describe()["version"]
+__version__: str = facts()["version"]
+del facts
 
 __all__ = [
     "QuantizedTensor",

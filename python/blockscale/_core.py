@@ -10,6 +10,15 @@ from typing import Any, Final
 
 import torch
 
+# The C functions, and how many texts each is asked with.
+_FUNCTIONS: Final = {
+    "bs_describe": 0,
+    "bs_backends": 0,
+    "bs_spec": 1,
+    "bs_spec_with": 2,
+    "bs_explain": 3,
+    "bs_matmul_needs": 2,
+}
 _LIBRARY = Path(__file__).parent / "lib" / "libblockscale_torch.so"
 
 
@@ -27,7 +36,7 @@ def _load() -> ctypes.CDLL:
         )
     torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
     library = ctypes.CDLL(str(_LIBRARY))
-    for name, texts in {"bs_describe": 0, "bs_spec": 1, "bs_spec_with": 2, "bs_explain": 3}.items():
+    for name, texts in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype = ctypes.c_long
         function.argtypes = [ctypes.c_char_p] * (texts + 1) + [ctypes.c_long]
@@ -53,22 +62,27 @@ def _ask(name: str, *texts: str) -> str:
 
 
 @functools.cache
-def _describe() -> str:
+def _facts() -> str:
     return _ask("bs_describe")
 
 
+def facts() -> dict[str, Any]:
+    """What this build holds, wherever it runs: `describe` without the backends. Wakes no GPU."""
+    answer: dict[str, Any] = json.loads(_facts())
+    return answer
+
+
 def describe() -> dict[str, Any]:
-    """What this build holds.
+    """What this build holds, and what of it this machine can run.
 
     Keys: version, instruction_set, instruction_sets, specs, elements (name, bits, max), scales,
     layouts, hadamard_sizes, backends (name, available, reason).
     """
-    facts: dict[str, Any] = json.loads(_describe())
-    return facts
+    return {**facts(), "backends": json.loads(_ask("bs_backends"))}
 
 
 # Facts of every layout by its name.
-LAYOUTS: Final[dict[str, dict[str, Any]]] = {fact["name"]: fact for fact in describe()["layouts"]}
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {fact["name"]: fact for fact in facts()["layouts"]}
 
 
 @functools.cache
@@ -91,3 +105,9 @@ def explain(spec: object, layout: str = "linear", device: str | torch.device = "
     Never raises for a bad name: the refusal is the answer.
     """
     return _ask("bs_explain", str(spec), layout, str(device).split(":")[0])
+
+
+@functools.cache
+def matmul_needs(spec: str, device: str) -> str:
+    """What `matmul` still needs for operands of `spec` on a kind of device; "" when it can run."""
+    return _ask("bs_matmul_needs", spec, device)

@@ -90,6 +90,7 @@ def convert(
             why or "it has no parameters",
         )
     _check_not_inside_another(model)
+    _check_devices(plan)
 
     state = root_state(model) or RngState(seed)
     state.seed = seed
@@ -215,6 +216,16 @@ def _check_not_inside_another(model: torch.nn.Module) -> None:
                 "the outermost module",
                 "convert that with rules=, or bs.revert this part first",
             )
+
+
+def _check_devices(plan: list[_Step]) -> None:
+    """Layers on a GPU get recipes that run there; of one that moves later, `linear` says so."""
+    for step in plan:
+        what, parameters = step.what, step.module.parameters(recurse=False)
+        if isinstance(what, Recipe) and what.cuda_needs and any(p.is_cuda for p in parameters):
+            got = f"{what} for {step.name or '(root)'!r} on cuda"
+            remedy = "use a recipe without FP32 scales, such as mxfp8, or keep the layer on the CPU"
+            fail("convert", "recipe", got, what.cuda_needs, remedy)
 
 
 def _restore(module: torch.nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from blockscale._errors import fail, fail_type
 from blockscale.recipe import Recipe, Spec
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import Rng
+from blockscale.rng import Rng, as_tensor
 
 _ops = torch.ops.blockscale
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,8 +30,8 @@ class Keys(NamedTuple):
 
     @staticmethod
     def of(rng: Rng, device: torch.device) -> Keys:
-        x, w, dy = (rng.role(role).tensors(device)[0] for role in ("x", "w", "dy"))
-        return Keys(x, w, dy, rng.tensors(device)[1])
+        x, w, dy = (as_tensor(rng.role(role).seed, device) for role in ("x", "w", "dy"))
+        return Keys(x, w, dy, as_tensor(rng.offset, device))
 
 
 def linear(
@@ -82,6 +82,9 @@ def linear_with_keys(
     if recipe.high_precision:
         return torch.nn.functional.linear(x, w, bias)
     _check(x, w, bias)
+    if x.is_cuda and recipe.cuda_needs:
+        remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
+        fail("linear", "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
     grad = torch.is_grad_enabled()
     needs = _Needs(
         dx=grad and x.requires_grad,

@@ -37,7 +37,8 @@ def quantize(
         axis: the contraction axis of the GEMM that will read the result: -1 (blocks run along a
             row) or -2 (down a column; the codes are stored transposed).
         amax: for specs with an outer scale: the largest |x| to use instead of computing it, a
-            number or a float32 tensor of one element ([E] with batch_dims=1).
+            number or a float32 tensor of one element ([E] with batch_dims=1) on x's device. On a
+            GPU nothing waits for it, so that a negative one is not noticed.
         rng: the key of the random bits; needed by stochastic specs, unused by others.
         layout: how codes and scales are stored.
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices.
@@ -160,6 +161,11 @@ def matmul(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along.
+
+    On a GPU both operands are decoded to BF16 without their outer scales, which is exact (but for
+    values below 2^-126, which are rounded to multiples of 2^-133), PyTorch multiplies them with
+    FP32 sums, and outer scales and bias are applied to those. Specs with FP32 block scales
+    (`fp8_1x128`, `fp8_128x128`) do not fit in BF16 and are refused there.
 
     Args:
         a, b: operands; the extents of their axes must be equal. The other extent of each (leading

@@ -118,7 +118,7 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
 
 def spec_names() -> tuple[str, ...]:
     """The named specs."""
-    return tuple(_core.describe()["specs"])
+    return tuple(_core.facts()["specs"])
 
 
 # The operands of the three GEMMs of y = x·Wᵀ; each GEMM multiplies its two.
@@ -134,7 +134,8 @@ OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
 class Recipe:
     """A spec for each operand of the three GEMMs of a linear layer; None is high precision.
 
-    `name` is only a label: recipes are equal when their operands are.
+    `name` is only a label: recipes are equal when their operands are. `cuda_needs` says what its
+    GEMMs still need on a GPU; it is empty for a recipe that runs there.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -144,10 +145,16 @@ class Recipe:
     dgrad_w: Spec | None = None
     wgrad_dy: Spec | None = None
     wgrad_x: Spec | None = None
+    # Found once: a layer looks at it in every forward.
+    cuda_needs: str = dataclasses.field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for gemm, (a, b) in _GEMMS.items():
             self._check_pair(gemm, a, b)
+            specs = (getattr(self, a), getattr(self, b))
+            if None not in specs and not self.cuda_needs:
+                needs = (_core.matmul_needs(str(s), "cuda") for s in specs)
+                object.__setattr__(self, "cuda_needs", next(filter(None, needs), ""))
 
     def _check_pair(self, gemm: str, a: str, b: str) -> None:
         """Refuse two operands that no GEMM can multiply."""
@@ -192,7 +199,7 @@ class Recipe:
         specs = {k: None if v is None else spec(v) for k, v in operands.items()}
         changed = ",".join(f"{k}={'none' if v is None else v}" for k, v in specs.items())
         label = f"{self.name}[{changed}]" if changed else self.name
-        return dataclasses.replace(self, name=str(name or label), **specs)
+        return dataclasses.replace(self, name=str(name or label), **specs)  # type: ignore[arg-type]
 
     @property
     def high_precision(self) -> bool:

@@ -42,7 +42,8 @@ class Rng:
 
     Attributes:
         seed: which operand; an int (its low 64 bits count), or an int64 tensor of one element on
-            the CPU or on the operand's device.
+            the operand's device. A GPU reads it when the operation runs: nothing waits for it, and
+            a captured graph sees it change.
         offset: which draw of that operand; likewise. Bit 63 is ignored.
 
     Raises:
@@ -70,10 +71,11 @@ class Rng:
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset as the operators take them."""
-        return _as_tensor(self.seed, device), _as_tensor(self.offset, device)
+        return as_tensor(self.seed, device), as_tensor(self.offset, device)
 
 
-def _as_tensor(value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+def as_tensor(value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A seed or an offset as an int64 tensor; one that is a tensor already stays where it is."""
     if isinstance(value, torch.Tensor):
         return value
     return torch.full((), _signed(value), dtype=torch.int64, device=device)

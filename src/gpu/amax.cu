@@ -26,19 +26,21 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   Loader loader(shared.loader);
   constexpr int kAhead = Loader::kStages - 1;
   Walk<false> walk(p), ahead(p);
-  int64_t left = p.tiles - blockIdx.x;
+  const int grid = static_cast<int>(gridDim.x);
+  int left = p.tiles - static_cast<int>(blockIdx.x);
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
-    if (left > i * static_cast<int64_t>(gridDim.x)) loader.begin(p.x, ahead.at(), tile[i], i);
+    if (left > i * grid) loader.begin(p.x, ahead.at(), tile[i], i);
   uint32_t largest = 0;
   Turn<kAhead + 1> turn;
 #pragma unroll 1
-  for (; left > 0; left -= gridDim.x, turn.advance(), ahead.advance(p)) {
+  for (; left > 0; left -= grid, turn.advance()) {
     const TileAt at = walk.at();
     walk.advance(p);
     loader.finish(tile[turn.stage], turn.stage);
-    if (left > kAhead * static_cast<int64_t>(gridDim.x)) {
+    if (loader.asks()) {
       const int stage = turn.stage == 0 ? kAhead : turn.stage - 1;
-      loader.begin(p.x, ahead.at(), tile[stage], stage);
+      if (left > kAhead * grid) loader.begin(p.x, ahead.at(), tile[stage], stage);
+      ahead.advance(p);
     }
     if constexpr (kAxis == -1) {
 #pragma unroll
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       largest = max(largest, max(values.amax[0], values.amax[1]));
     }
     loader.release(turn.stage);
-    if (left <= gridDim.x || walk.batch != at.batch) {
+    if (left <= grid || walk.batch != at.batch) {
       largest = warp_max(largest > kInfBits ? kNanBits : largest);
       if (thread % 32 == 0 && largest != 0)
         atomicMax(reinterpret_cast<unsigned int*>(out + at.batch), largest);

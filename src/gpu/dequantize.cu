@@ -5,8 +5,6 @@
 namespace blockscale::gpu {
 namespace {
 
-constexpr int kBlock = 256;  // threads
-
 // How codes of a format become FP32: the magnitude bits, moved to the top of the fraction, are the
 // value times 2^(bias - 127), subnormals included; one exact multiplication puts it right.
 struct Decoder {
@@ -50,15 +48,18 @@ struct DequantizeParams {
   Decoder decoder;
   bool four_bits;
   Matrix x;
-  int tiles_down, tiles_across;
+  int rows, columns, tiles_down, tiles_across;
 };
 
 BLOCKSCALE_DEVICE float scale_at(const DequantizeParams& p, int64_t batch, int line, int pos) {
   const QuantSpec& spec = p.q.spec;
-  const int row = p.shape.scale_rows == p.shape.lines ? line : line / spec.block;
-  const int64_t at =
-      batch * p.shape.scale_count +
-      layout_offset(p.q.layout.scales, p.shape.scale_rows, p.shape.blocks, row, pos / spec.block);
+  const StoredShape& s = p.shape;
+  const int row = s.scale_rows == s.lines ? line : line / spec.block;
+  const int block = pos / spec.block;
+  const int64_t at = batch * s.scale_count +
+                     (p.q.layout.scales == Layout::linear
+                          ? row * s.blocks + block
+                          : layout_offset(p.q.layout.scales, s.scale_rows, s.blocks, row, block));
   float scale;
   if (spec.scale == Format::fp32)
     scale = reinterpret_cast<const float*>(p.q.scales)[at];
@@ -71,40 +72,68 @@ BLOCKSCALE_DEVICE float scale_at(const DequantizeParams& p, int64_t batch, int l
   return __fmul_rn(spec.outer ? p.q.outer[batch] : 1.0f, scale);
 }
 
-// The values of the run at (line, pos).
-BLOCKSCALE_DEVICE void decode_run(const DequantizeParams& p, int64_t batch, int line, int pos,
-                                  float* v) {
+// The bytes of the run at (line, pos): 16, or 8 for FP4.
+BLOCKSCALE_DEVICE const uint8_t* codes_from(const DequantizeParams& p, int64_t batch, int line,
+                                            int pos) {
   const StoredShape& s = p.shape;
-  const uint8_t* from =
-      p.q.codes + batch * s.code_bytes +
-      layout_offset(p.q.layout.codes, s.lines, s.line_bytes, line, p.four_bits ? pos / 2 : pos);
-  const float scale = scale_at(p, batch, line, pos);
-  if (p.four_bits) {
-    const uint2 words = *reinterpret_cast<const uint2*>(from);
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const uint32_t word = i < 8 ? words.x : words.y;
-      const int at = 4 * (i % 8);
-      // E2M1 has no special codes; its magnitude goes to bits 22..24.
-      const uint32_t magnitude = (at < 22 ? word << (22 - at) : word >> (at - 22)) & 0x01C00000;
-      const uint32_t sign = word << (28 - at) & 0x80000000;
-      v[i] = __fmul_rn(scale, __fmul_rn(bit_cast<float>(magnitude | sign), exp2i(126)));
-    }
-  } else {
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      v[i] = __fmul_rn(scale, p.decoder(word[i / 4] >> (8 * (i % 4)) & 0xFF));
-  }
+  const int byte = p.four_bits ? pos / 2 : pos;
+  const uint8_t* base = p.q.codes + batch * s.code_bytes;
+  if (p.q.layout.codes == Layout::linear) return base + line * s.line_bytes + byte;
+  return base + layout_offset(p.q.layout.codes, s.lines, s.line_bytes, line, byte);
 }
 
-// The conversion's NaN is 0x7FFF; the definition's 0x7FC0.
-BLOCKSCALE_DEVICE uint32_t bf16_pair(float low, float high) {
-  uint32_t pair = to_bf16x2(low, high);
-  if (low != low) pair = (pair & 0xFFFF0000) | 0x7FC0;
-  if (high != high) pair = (pair & 0xFFFF) | 0x7FC00000;
-  return pair;
+template <bool kFp4>
+using RunBytes = std::conditional_t<kFp4, uint2, uint4>;
+
+BLOCKSCALE_DEVICE void decode_run(const DequantizeParams&, const uint2& bytes, float scale,
+                                  float* v) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    const uint32_t word = i < 8 ? bytes.x : bytes.y;
+    const int at = 4 * (i % 8);
+    // E2M1 has no special codes; its magnitude goes to bits 22..24.
+    const uint32_t magnitude = (at < 22 ? word << (22 - at) : word >> (at - 22)) & 0x01C00000;
+    const uint32_t sign = word << (28 - at) & 0x80000000;
+    v[i] = __fmul_rn(scale, __fmul_rn(bit_cast<float>(magnitude | sign), exp2i(126)));
+  }
+}
+BLOCKSCALE_DEVICE void decode_run(const DequantizeParams& p, const uint4& bytes, float scale,
+                                  float* v) {
+  const uint32_t word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  const Format element = p.q.spec.element;
+  if (kHardwareFp8 && (element == Format::e4m3fn || element == Format::e5m2)) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (element == Format::e5m2)
+        from_fp8x4<true>(word[i], v + 4 * i);
+      else
+        from_fp8x4<false>(word[i], v + 4 * i);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) v[i] = p.decoder(word[i / 4] >> (8 * (i % 4)) & 0xFF);
+  }
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) v[i] = __fmul_rn(scale, v[i]);
+}
+
+// Pairs (low[i], high[i]) as BF16. The conversion's NaN is 0x7FFF, the definition's 0x7FC0; one
+// maximum tells whether there is any.
+template <int kCount>
+BLOCKSCALE_DEVICE void to_bf16_pairs(const float* low, const float* high, int step,
+                                     uint32_t* pair) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    pair[i] = to_bf16x2(low[step * i], high[step * i]);
+    largest = max_magnitude_bf16x2(largest, pair[i]);
+  }
+  if ((largest & 0x7FFF) <= 0x7F80 && (largest >> 16 & 0x7FFF) <= 0x7F80) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if ((pair[i] & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF0000) | 0x7FC0;
+    if ((pair[i] >> 16 & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF) | 0x7FC00000;
+  }
 }
 
 BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
@@ -116,62 +145,102 @@ BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
 }
 
 // kWide: BF16 with rows at multiples of 16 bytes.
-template <bool kWide>
-__global__ void __launch_bounds__(kBlock)
+template <bool kFp4, bool kWide>
+__global__ void __launch_bounds__(kThreads)
     dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
-  const int64_t tiles = static_cast<int64_t>(p.tiles_down) * p.tiles_across;
+  const int tiles = p.tiles_down * p.tiles_across;
   const int64_t batch = blockIdx.x / tiles;
   const int tile = static_cast<int>(blockIdx.x % tiles);
-  const int tile_r = tile / p.tiles_across * kTile, tile_c = tile % p.tiles_across * kTile;
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < kTile * kRunsPerLine; i += kBlock) {
-    const int r = tile_r + i / kRunsPerLine, c = tile_c + i % kRunsPerLine * kRun;
-    if (r >= p.x.rows || c >= p.x.columns) continue;
-    float v[kRun];
-    decode_run(p, batch, r, c, v);
-    const int64_t at = batch * p.x.batch_stride + r * p.x.row_stride + c * p.x.column_stride;
-    if (kWide && c + kRun <= p.x.columns) {
-      uint4* to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.x.data) + at);
+  const int tile_r = tile / p.tiles_across * kTile;
+  const int c = tile % p.tiles_across * kTile + static_cast<int>(threadIdx.x) % kRunsPerLine * kRun;
+  const int first = tile_r + static_cast<int>(threadIdx.x) / kRunsPerLine;
+  if (c >= p.columns) return;
+  RunBytes<kFp4> bytes[kRowRuns];
+  float scale[kRowRuns];
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-        to[j] = {bf16_pair(v[8 * j], v[8 * j + 1]), bf16_pair(v[8 * j + 2], v[8 * j + 3]),
-                 bf16_pair(v[8 * j + 4], v[8 * j + 5]), bf16_pair(v[8 * j + 6], v[8 * j + 7])};
+  for (int i = 0; i < kRowRuns; ++i) {
+    const int r = min(first + i * kRowStep, p.rows - 1);  // all loads first, within the matrix
+    bytes[i] = *reinterpret_cast<const RunBytes<kFp4>*>(codes_from(p, batch, r, c));
+    scale[i] = scale_at(p, batch, r, c);
+  }
+#pragma unroll
+  for (int i = 0; i < kRowRuns; ++i) {
+    const int r = first + i * kRowStep;
+    if (r >= p.rows) break;
+    float v[kRun];
+    decode_run(p, bytes[i], scale[i], v);
+    const int64_t at = batch * p.x.batch_stride + r * p.x.row_stride + c * p.x.column_stride;
+    if (kWide && c + kRun <= p.columns) {
+      uint4* to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.x.data) + at);
+      uint32_t pair[kRun / 2];
+      to_bf16_pairs<kRun / 2>(v, v + 1, 2, pair);
+      to[0] = {pair[0], pair[1], pair[2], pair[3]};
+      to[1] = {pair[4], pair[5], pair[6], pair[7]};
     } else {
 #pragma unroll
       for (int j = 0; j < kRun; ++j)
-        if (c + j < p.x.columns) store_value(p.x, at + j * p.x.column_stride, v[j]);
+        if (c + j < p.columns) store_value(p.x, at + j * p.x.column_stride, v[j]);
     }
   }
 }
 
-template <bool kWide>
-__global__ void __launch_bounds__(kBlock)
+// Lines of codes come in as they lie, through shared memory; a warp decodes 64 of them along one
+// run of rows, so that it stores whole pieces of rows.
+template <bool kFp4, bool kWide>
+__global__ void __launch_bounds__(kThreads)
     dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
-  const int64_t tiles = static_cast<int64_t>(p.tiles_down) * p.tiles_across;
+  __shared__ uint4 stage[kTile * kTile / 16 / (kFp4 ? 2 : 1)];
+  auto* staged = reinterpret_cast<uint8_t*>(stage);
+  const int tiles = p.tiles_down * p.tiles_across;
   const int64_t batch = blockIdx.x / tiles;
   const int tile = static_cast<int>(blockIdx.x % tiles);
   const int tile_r = tile % p.tiles_down * kTile, tile_c = tile / p.tiles_down * kTile;
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll 1
-  for (int half = 0; half < kTile; half += 64) {
-    const int r = tile_r + g * kRun, c = tile_c + half + 2 * lane;
-    if (r >= p.x.rows || c >= p.x.columns) continue;
-    float a[kRun], b[kRun];
-    const bool both = c + 1 < p.x.columns;
-    decode_run(p, batch, c, r, a);
-    if (both) decode_run(p, batch, c + 1, r, b);
-    int64_t at = batch * p.x.batch_stride + r * p.x.row_stride + c * p.x.column_stride;
+  const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i, at += p.x.row_stride) {
-      if (r + i >= p.x.rows) break;
-      if (kWide && both) {
-        *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x.data) + at) = bf16_pair(a[i], b[i]);
-      } else {
-        store_value(p.x, at, a[i]);
-        if (both) store_value(p.x, at + p.x.column_stride, b[i]);
-      }
+  for (int i = thread; i < kTile * kRunsPerLine; i += kThreads) {
+    const int line = i / kRunsPerLine, g = i % kRunsPerLine;
+    if (tile_c + line >= p.columns || tile_r + g * kRun >= p.shape.padded) continue;
+    *reinterpret_cast<RunBytes<kFp4>*>(staged + stage_offset<kFp4>(line, g)) =
+        *reinterpret_cast<const RunBytes<kFp4>*>(
+            codes_from(p, batch, tile_c + line, tile_r + g * kRun));
+  }
+  const int warp = thread / 32, g = warp % kRunsPerLine;
+  const int first = warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2;
+  const int r = tile_r + g * kRun, c = tile_c + first;
+  const bool inside = r < p.rows && c < p.columns, both = c + 1 < p.columns;
+  float scale[2] = {};
+  if (inside) scale[0] = scale_at(p, batch, c, r);
+  if (inside && both) scale[1] = scale_at(p, batch, c + 1, r);
+  __syncthreads();
+  if (!inside) return;
+  float v[2][kRun];
+#pragma unroll
+  for (int which = 0; which < 2; ++which)
+    decode_run(
+        p, *reinterpret_cast<const RunBytes<kFp4>*>(staged + stage_offset<kFp4>(first + which, g)),
+        scale[which], v[which]);
+  int64_t at = batch * p.x.batch_stride + r * p.x.row_stride + c * p.x.column_stride;
+  uint32_t pair[kRun];
+  if (kWide && both) to_bf16_pairs<kRun>(v[0], v[1], 1, pair);
+#pragma unroll
+  for (int i = 0; i < kRun; ++i, at += p.x.row_stride) {
+    if (r + i >= p.rows) break;
+    if (kWide && both) {
+      *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x.data) + at) = pair[i];
+    } else {
+      store_value(p.x, at, v[0][i]);
+      if (both) store_value(p.x, at + p.x.column_stride, v[1][i]);
     }
   }
+}
+
+template <bool kFp4, bool kWide>
+void launch(const DequantizeParams& p, NativeStream stream) {
+  const auto blocks = static_cast<unsigned>(p.x.batch * p.tiles_down * p.tiles_across);
+  if (p.q.axis == -1)
+    dequantize_rows_kernel<kFp4, kWide><<<blocks, kThreads, 0, stream>>>(p);
+  else
+    dequantize_columns_kernel<kFp4, kWide><<<blocks, kThreads, 0, stream>>>(p);
 }
 
 }  // namespace
@@ -183,15 +252,14 @@ void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) 
                            Decoder::of(q.spec.element),
                            codes_per_byte(q.spec.element) == 2,
                            x,
+                           static_cast<int>(x.rows),
+                           static_cast<int>(x.columns),
                            static_cast<int>(ceil_div(x.rows, kTile)),
                            static_cast<int>(ceil_div(x.columns, kTile))};
   const bool wide = is_bf16_rows(as_const(x)) && is_aligned(as_const(x));
-  const auto blocks = static_cast<unsigned>(x.batch * p.tiles_down * p.tiles_across);
-  auto run = [&](auto kernel) { kernel<<<blocks, kBlock, 0, native(stream)>>>(p); };
-  if (q.axis == -1)
-    run(wide ? dequantize_rows_kernel<true> : dequantize_rows_kernel<false>);
-  else
-    run(wide ? dequantize_columns_kernel<true> : dequantize_columns_kernel<false>);
+  const auto run = p.four_bits ? (wide ? launch<true, true> : launch<true, false>)
+                               : (wide ? launch<false, true> : launch<false, false>);
+  run(p, native(stream));
   check_launch("dequantize");
 }
 

@@ -76,16 +76,16 @@ inline void set_input(QuantizeParams& p, const ConstMatrix& x) {
       describe(p.x.map, x.data, x.rows, x.columns, x.batch, x.row_stride, x.batch_stride, kTile);
   p.tiles_down = static_cast<int>(ceil_div(x.rows, kTile));
   p.tiles_across = static_cast<int>(ceil_div(x.columns, kTile));
-  p.tiles = x.batch * p.tiles_down * p.tiles_across;
+  p.tiles = static_cast<int>(x.batch * p.tiles_down * p.tiles_across);
 }
 // Its grid of at most `most` blocks of threads, and how far apart a block's tiles lie.
 inline unsigned set_grid(QuantizeParams& p, bool down, int most) {
-  const int64_t blocks = std::min<int64_t>(p.tiles, most);
+  const int64_t blocks = std::min(p.tiles, most);
   const int64_t firsts = down ? p.tiles_down : p.tiles_across;
   const int64_t seconds = down ? p.tiles_across : p.tiles_down;
   p.step_first = static_cast<int>(blocks % firsts);
   p.step_second = static_cast<int>(blocks / firsts % seconds);
-  p.step_batch = blocks / firsts / seconds;
+  p.step_batch = static_cast<int>(blocks / firsts / seconds);
   return static_cast<unsigned>(blocks);
 }
 

@@ -164,8 +164,7 @@ inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t colum
   const cuuint32_t steps[] = {1, 1, 1};
   return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
                 boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 inline void allow_shared(const void* kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -269,6 +268,25 @@ BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
   constexpr Format kFormat = kE5m2 ? Format::e5m2 : Format::e4m3fn;
   return encode(kFormat, a) | encode(kFormat, b) << 8 | encode(kFormat, c) << 16 |
          static_cast<uint32_t>(encode(kFormat, d)) << 24;
+#endif
+}
+
+// Four FP8 codes to FP32, exactly; only where kHardwareFp8.
+template <bool kE5m2>
+BLOCKSCALE_DEVICE void from_fp8x4(uint32_t codes, float* v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint16_t two = static_cast<uint16_t>(codes >> (16 * i));
+    uint32_t halves;
+    if constexpr (kE5m2)
+      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(two));
+    else
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(v[2 * i]), "=f"(v[2 * i + 1])
+        : "r"(halves));
+  }
 #endif
 }
 

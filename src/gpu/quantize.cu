@@ -119,6 +119,9 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   const bool rows = out.axis == -1;
   s.origin_line = rows ? o.origin_row : o.origin_column;
   s.origin_pos = rows ? o.origin_column : o.origin_row;
+  s.lines = static_cast<int>(s.shape.lines);
+  s.padded = static_cast<int>(s.shape.padded);
+  s.blocks = static_cast<int>(s.shape.blocks);
   return s;
 }
 
@@ -163,7 +166,7 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   set_input(p, y);
   if (p.tiles == 0) {  // no element, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
-    p.tiles = x.batch;
+    p.tiles = static_cast<int>(x.batch);
   }
   launch(p, row, column, native(stream));
   check_launch("quantize");

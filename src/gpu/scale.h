@@ -15,6 +15,7 @@ struct Side {
   const int64_t* offset;  // device memory, or null: then `rng`
   Rng rng;
   int64_t origin_line, origin_pos;
+  int lines, padded, blocks;  // those of `shape`
 };
 
 // The outer scale of one matrix, in the form its blocks need.
@@ -30,6 +31,25 @@ BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
   const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
                                                             : outer_scale(Format::ue5m3, a);
   return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, true};
+}
+
+// The matrix at hand: what changes with the batch.
+struct MatrixAt {
+  Outer outer;
+  uint8_t* codes;
+  uint8_t* scales;
+  uint32_t line;  // its first line, counted through the batch and from the origin
+};
+BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch) {
+  const int bytes = s.out.spec.scale == Format::fp32 ? 4 : 1;
+  return {outer_of(s, batch), s.out.codes + batch * s.shape.code_bytes,
+          s.out.scales + batch * s.shape.scale_count * bytes,
+          static_cast<uint32_t>(s.origin_line + batch * s.shape.lines)};
+}
+
+BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
+  if (!s.seed) return s.rng;
+  return {static_cast<uint64_t>(*s.seed), static_cast<uint64_t>(*s.offset)};
 }
 
 struct Block {
@@ -125,7 +145,7 @@ BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
 
 // Scale of (line, block) of a matrix.
 template <Pass kPass>
-BLOCKSCALE_DEVICE void store_scale(const Side& s, int64_t batch, int line, int block,
+BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, int block,
                                    uint32_t stored) {
   const StoredShape& shape = s.shape;
   int row = line;
@@ -134,25 +154,23 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, int64_t batch, int line, int b
     if (line % block_length<kPass>(s) != 0) return;
     row = line / block_length<kPass>(s);
   }
-  int64_t at = batch * shape.scale_count;
-  if (s.out.layout.scales == Layout::linear)
-    at += row * shape.blocks + block;
-  else
-    at += layout_offset(s.out.layout.scales, shape.scale_rows, shape.blocks, row, block);
+  const int64_t at =
+      s.out.layout.scales == Layout::linear
+          ? static_cast<int64_t>(row) * s.blocks + block
+          : layout_offset(s.out.layout.scales, shape.scale_rows, shape.blocks, row, block);
   if (has_wide_scales<kPass>(s))
-    reinterpret_cast<uint32_t*>(s.out.scales)[at] = stored;
+    reinterpret_cast<uint32_t*>(m.scales)[at] = stored;
   else
-    s.out.scales[at] = static_cast<uint8_t>(stored);
+    m.scales[at] = static_cast<uint8_t>(stored);
 }
 
 // Where the codes of `line` from `pos` on lie.
 template <Pass kPass>
-BLOCKSCALE_DEVICE uint8_t* codes_at(const Side& s, int64_t batch, int line, int pos) {
+BLOCKSCALE_DEVICE uint8_t* codes_at(const Side& s, const MatrixAt& m, int line, int pos) {
   const StoredShape& shape = s.shape;
   const int byte = is_fp4<kPass>(s) ? pos / 2 : pos;
-  uint8_t* base = s.out.codes + batch * shape.code_bytes;
-  if (s.out.layout.codes == Layout::linear) return base + line * shape.line_bytes + byte;
-  return base + layout_offset(s.out.layout.codes, shape.lines, shape.line_bytes, line, byte);
+  if (s.out.layout.codes == Layout::linear) return m.codes + line * shape.line_bytes + byte;
+  return m.codes + layout_offset(s.out.layout.codes, shape.lines, shape.line_bytes, line, byte);
 }
 
 }  // namespace blockscale::gpu

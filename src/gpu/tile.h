@@ -23,8 +23,7 @@ struct Source {
 
 // Where a tile lies.
 struct TileAt {
-  int64_t batch;
-  int row, column;
+  int batch, row, column;
 };
 
 // ---- BF16 tiles
@@ -128,11 +127,12 @@ struct CopyLoader {
   BLOCKSCALE_DEVICE void begin(const Source& x, const TileAt& at, Tile& to, int stage) {
     if (threadIdx.x == 0) {
       wait(shared.empty[stage], empty_parity >> stage & 1);
-      copy_tile(&to, sizeof(Tile), x.map, at.column, at.row, static_cast<int>(at.batch),
-                shared.full[stage]);
+      copy_tile(&to, sizeof(Tile), x.map, at.column, at.row, at.batch, shared.full[stage]);
     }
     empty_parity ^= 1u << stage;
   }
+  // Whether the calling thread has part in begin().
+  BLOCKSCALE_DEVICE bool asks() const { return threadIdx.x == 0; }
   BLOCKSCALE_DEVICE void finish(Tile&, int stage) {
     wait(shared.full[stage], full_parity >> stage & 1);
     full_parity ^= 1u << stage;
@@ -190,6 +190,7 @@ struct UnalignedLoader {
     __syncthreads();
   }
   BLOCKSCALE_DEVICE void release(int) {}
+  BLOCKSCALE_DEVICE bool asks() const { return true; }
 };
 
 // ---- any dtype, any strides
@@ -278,6 +279,7 @@ struct AnyLoader {
   // next begin() overwrites.
   BLOCKSCALE_DEVICE void finish(Tile&, int) { __syncthreads(); }
   BLOCKSCALE_DEVICE void release(int) {}
+  BLOCKSCALE_DEVICE bool asks() const { return true; }
 };
 
 }  // namespace blockscale::gpu

@@ -2,9 +2,54 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+import functools
+import secrets
 
-# A failing example prints the line that reproduces it. No deadline: the first call of an operator
-# may compile or start threads.
-settings.register_profile("blockscale", deadline=None, print_blob=True)
-settings.load_profile("blockscale")
+import blockscale as bs
+import pytest
+import torch
+
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # a GPU machine may lack it; the tests that need it say so themselves
+    pass
+else:
+    # A failing example prints the line that reproduces it. No deadline: the first call of an
+    # operator may compile or start threads.
+    settings.register_profile("blockscale", deadline=None, print_blob=True)
+    settings.load_profile("blockscale")
+
+
+@functools.cache
+def why_no_cuda() -> str:
+    """Why tests cannot run on a GPU here; empty when they can."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    reasons = {backend["name"]: backend["reason"] for backend in bs.describe()["backends"]}
+    reason: str = reasons["cuda"]
+    return reason
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU of a test that needs one: skipped, with the reason, where there is none."""
+    if why_no_cuda():
+        pytest.skip(why_no_cuda())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that a result is defined on."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    gpu: torch.device = request.getfixturevalue("cuda")
+    return gpu
+
+
+@pytest.fixture
+def random() -> torch.Generator:
+    """Fresh numbers in every run; a failure shows the seed that brings them back."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)

@@ -70,7 +70,9 @@ def why_not(recipe: str, device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     reasons = (bs.explain(spec, device=device) for spec in recipe_specs(recipe))
-    return next((reason for reason in reasons if reason), "")
+    reason = next((reason for reason in reasons if reason), "")
+    needs = bs.recipe(recipe).cuda_needs if device == "cuda" else ""
+    return reason or (f"needs {needs}" if needs else "")
 
 
 def recipe_specs(recipe: str) -> Iterator[bs.Spec]:

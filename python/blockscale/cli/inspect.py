@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import blockscale as bs
+from blockscale._core import facts
 from blockscale.cli.errors import CliError, nearest
 from blockscale.cli.run_folder import write_atomically
 
@@ -223,7 +224,7 @@ class Sums:
 
 def is_largest(q: bs.QuantizedTensor, columns: int) -> Tensor:
     """Where a code [R, C] stands for its format's largest magnitude."""
-    element = next(e for e in bs.describe()["elements"] if e["name"] == q.spec.element)
+    element = next(e for e in facts()["elements"] if e["name"] == q.spec.element)
     codes = q.codes
     if codes.dtype != torch.uint8:  # an FP8 dtype of torch
         return codes[:, :columns].float().abs().eq(element["max"])

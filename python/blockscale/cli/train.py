@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import blockscale as bs
+from blockscale._core import facts
 from blockscale.cli import run_folder
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.doctor import why_not
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", metavar="NAME", help=f"model: {', '.join(PRESETS)} (default tiny)")
     source = "text files or folders, read into memory (default: the Python standard library)"
     add("--data", nargs="+", metavar="PATH", help=source)
-    add("--recipes", metavar="A,B,...", help=f"default: {','.join(bs.recipe_names())}")
+    names = ",".join(bs.recipe_names())
+    add("--recipes", metavar="A,B,...", help=f"default, where the device can: {names}")
     add("--steps", type=integer(1), metavar="N", help="optimizer steps of each training")
     seeds = "train each recipe from N seeds and give the gap with its spread (default 1)"
     add("--seeds", type=integer(1), metavar="N", help=seeds)
@@ -92,6 +94,10 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
     saved = run_folder.read_settings(path, (*SETTINGS, *FACTS)) if args.resume else {}
     settings = choose_settings(args, saved)
     check_device(settings)
+    if args.recipes is None and not saved:
+        for name in left_out(settings["device"]):
+            reason = why_not(name, settings["device"])
+            console.print(f"note: {name} is left out: {reason}", highlight=False, soft_wrap=True)
     if not args.resume:
         run_folder.check_free(path)
     corpus = load_corpus(settings["data"], settings["seq_len"])
@@ -100,7 +106,7 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
             "--data = text that has changed since the run began; need the same text; restore it, "
             "or start again in another folder"
         )
-    settings |= {"data_sha256": corpus.sha256, "environment": environment()}
+    settings |= {"data_sha256": corpus.sha256, "environment": environment(settings["device"])}
     if saved:
         warn_of_changes(saved["environment"], settings["environment"], console)
         return run_folder.open_run(path, saved), corpus
@@ -118,10 +124,11 @@ def choose_settings(args: argparse.Namespace, saved: dict[str, Any]) -> dict[str
             f"--preset = {name}; need one of {', '.join(PRESETS)}; {nearest(name, list(PRESETS))}"
         )
     eval_every = args.eval_every or PRESETS[name].eval_every
+    device = args.device or "cpu"
     default = dataclasses.asdict(PRESETS[name]) | {
         "preset": name,
         "data": [],
-        "recipes": list(bs.recipe_names()),
+        "recipes": [recipe for recipe in bs.recipe_names() if recipe not in left_out(device)],
         "seeds": 1,
         "seed": 0,
         "checkpoint_every": eval_every,
@@ -154,6 +161,11 @@ def parse_recipes(text: str) -> list[str]:
     return names
 
 
+def left_out(device: str) -> list[str]:
+    """The recipes that no machine's device of this kind can run yet: not trained unless named."""
+    return [name for name in bs.recipe_names() if device == "cuda" and bs.recipe(name).cuda_needs]
+
+
 def check_device(settings: dict[str, Any]) -> None:
     """CliError when the device is absent or cannot run one of the recipes."""
     device = settings["device"]
@@ -173,14 +185,17 @@ def check_device(settings: dict[str, Any]) -> None:
             )
 
 
-def environment() -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """What besides the settings decides the bits of a result."""
-    return {
+    gpu = {}
+    if device == "cuda":
+        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return gpu | {
         "blockscale": bs.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "instruction_set": bs.describe()["instruction_set"],
+        "instruction_set": facts()["instruction_set"],
     }
 
 

@@ -70,7 +70,7 @@ class Trainer:
         progress.start(str(self.cell), self.step, self.steps)
         while self.step < self.steps:
             begin = time.perf_counter()
-            loss, grad_norm = self._train_step()
+            loss, grad_norm = self._train_step()  # reads the loss: the device is done by then
             seconds = time.perf_counter() - begin
             self.folder.append(
                 self.cell, self.step, train_loss=loss, grad_norm=grad_norm, seconds=seconds

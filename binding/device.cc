@@ -1,0 +1,78 @@
+#include "device.h"
+
+#include <string>
+
+// PyTorch has it in its builds for GPUs only: weak, so that one binary loads under every build.
+extern "C" __attribute__((weak, visibility("default"))) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace blockscale::binding {
+namespace {
+
+std::string device_text(const Device& device) {
+  switch (device.type()) {
+    case DeviceType::CPU:
+      return "cpu";
+    case DeviceType::CUDA:
+      return "cuda:" + std::to_string(device.index());
+    case DeviceType::XPU:
+      return "xpu";
+    case DeviceType::MPS:
+      return "mps";
+    default:
+      return "another device";
+  }
+}
+
+// Why tensors of this kind of device cannot be worked on; empty when they can.
+std::string refusal(DeviceType type) {
+  if (type != DeviceType::CUDA) return "this build has no backend for it";
+  for (const Backend& backend : backends())
+    if (backend.name == "cuda" && !backend.available) return backend.reason;
+  return aoti_torch_get_current_cuda_stream ? "" : "this PyTorch is built without CUDA";
+}
+
+}  // namespace
+
+Place::Place(const char* op, const char* argument, const Tensor& first)
+    : op_(op), first_(argument), device_(first.device()) {
+  if (device_.type() == DeviceType::CPU) return;
+  if (cuda()) {
+    // Asked once: the answer takes a look at the driver and loads a kernel.
+    static const std::string reason = refusal(DeviceType::CUDA);
+    if (reason.empty()) return;
+  }
+  fail(op, std::string(argument) + ".device", device_text(device_), "cpu",
+       "move it with .cpu(): " + refusal(device_.type()));
+}
+
+void Place::check(const char* argument, const Tensor& tensor) const {
+  const Device device = tensor.device();
+  // CPU tensors are all in one memory, whatever index they carry.
+  if (device.type() == device_.type() && (!cuda() || device.index() == device_.index())) return;
+  fail(op_, std::string(argument) + ".device", device_text(device),
+       device_text(device_) + ", where " + first_ + " is",
+       "move it with .to(\"" + device_text(device_) + "\")");
+}
+
+TorchStream::TorchStream(const Device& device) : device_(device) {
+  using namespace torch::stable::accelerator;
+  if (getCurrentDeviceIndex() != device.index()) guard_.emplace(device.index());
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &handle_));
+}
+
+void* TorchStream::workspace(int64_t bytes) const {
+  workspaces_.push_back(
+      torch::stable::empty(std::vector<int64_t>{bytes}, ScalarType::Byte, std::nullopt, device_));
+  return workspaces_.back().mutable_data_ptr();
+}
+
+const Executor& executor_for(int64_t elements) {
+  // Below this, waking other threads costs more than it saves (torch's own grain).
+  constexpr int64_t kSerialElements = 32768;
+  static const TorchExecutor executor;
+  if (elements < kSerialElements) return serial_executor();
+  return executor;
+}
+
+}  // namespace blockscale::binding

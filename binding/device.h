@@ -1,0 +1,74 @@
+// Where a call runs: PyTorch's threads for tensors in host memory, PyTorch's current stream for
+// tensors of a GPU.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "blockscale/ops.h"
+
+namespace blockscale::binding {
+
+using torch::headeronly::DeviceType;
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+using torch::stable::Tensor;
+
+// The one device of a call: that of its first tensor, which this build must have a backend for.
+class Place {
+ public:
+  Place(const char* op, const char* argument, const Tensor& first);
+  // Refuses a tensor that lies elsewhere.
+  void check(const char* argument, const Tensor& tensor) const;
+
+  const char* op() const { return op_; }
+  const Device& device() const { return device_; }
+  bool cuda() const { return device_.type() == DeviceType::CUDA; }
+
+ private:
+  const char* op_;
+  const char* first_;
+  Device device_;
+};
+
+// PyTorch's own threads.
+class TorchExecutor final : public Executor {
+ public:
+  void parallel_for(int64_t count, const Body& body) const override {
+    torch::stable::parallel_for(0, count, 1, body);
+  }
+};
+
+// PyTorch's current stream of a device, which is the current one while this lives. Workspaces are
+// freed with this, before the kernels that use them have run: PyTorch's allocator hands memory on
+// in stream order.
+class TorchStream final : public Stream {
+ public:
+  explicit TorchStream(const Device& device);
+  void* handle() const override { return handle_; }
+  void* workspace(int64_t bytes) const override;
+
+ private:
+  Device device_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  void* handle_ = nullptr;
+  mutable std::vector<Tensor> workspaces_;
+};
+
+// The threads for work on about so many elements.
+const Executor& executor_for(int64_t elements);
+
+// call(executor) or call(stream), for operators that have an overload for each.
+template <class Call>
+void run(const Place& at, int64_t elements, const Call& call) {
+  if (at.cuda())
+    call(TorchStream(at.device()));
+  else
+    call(executor_for(elements));
+}
+
+}  // namespace blockscale::binding

@@ -1,0 +1,75 @@
+// What rows and columns share: amaxes of blocks that several warps see, and the codes of a run.
+#pragma once
+
+#include "gpu/walk.h"
+
+namespace blockscale::gpu {
+
+// Amaxes of the blocks that more than one thread sees. Three by turns, with one barrier a tile
+// between filling and reading: after it, the one of the tile before has been read by all, and is
+// cleared for the tile after the next.
+struct BlockTables {
+  static constexpr int kSize = kTile * kTile / 32;
+  static_assert(kSize == kThreads);
+  uint32_t amax[3][kSize];
+
+  BLOCKSCALE_DEVICE void clear(int which) { amax[which][threadIdx.x] = 0; }
+};
+// Shared memory for them, or none.
+template <bool kPresent>
+struct BlockSpace {
+  BlockTables tables;
+  BLOCKSCALE_DEVICE BlockTables* get() { return &tables; }
+  BLOCKSCALE_DEVICE void clear() {
+    tables.clear(0);
+    tables.clear(1);
+  }
+};
+template <>
+struct BlockSpace<false> {
+  BLOCKSCALE_DEVICE BlockTables* get() { return nullptr; }
+  BLOCKSCALE_DEVICE void clear() {}
+};
+
+// Entry of the block of (line, pos), both within the tile.
+template <Pass kPass>
+BLOCKSCALE_DEVICE int table_index(const Side& s, int line, int pos) {
+  const int block = block_length<kPass>(s);
+  return is_square<kPass>(s) ? line / block * (kTile / block) + pos / block
+                             : pos / block * kTile + line;
+}
+
+// The codes of one run of a block whose amax is `largest`. `line` and `pos` are global coordinates;
+// v is used up.
+template <Pass kPass>
+BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, float inv, float largest,
+                                   const Rng& rng, int plane, uint32_t line, int64_t pos) {
+  constexpr bool kStochastic = kPass.encoder == Encoder::fp4_stochastic;
+  PhiloxBlock random{};
+  if (kStochastic || (kPass.any() && s.out.spec.stochastic()))
+    random = random_block(rng, plane, line, static_cast<uint32_t>(pos / kElementsPerPhilox));
+  Codes out{};
+  const bool finite = inv != 0.0f;
+  if constexpr (kPass.any()) {
+    out = encode_any(s.element, s.out.spec.stochastic(), v, inv, random.word);
+  } else if constexpr (kPass.encoder == Encoder::fp8) {
+    const bool e5m2 = s.out.spec.element == Format::e5m2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float y[4];
+      for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(v[4 * i + j], inv);
+      out.word[i] =
+          e5m2 ? to_fp8x4<true>(y[0], y[1], y[2], y[3]) : to_fp8x4<false>(y[0], y[1], y[2], y[3]);
+    }
+  } else {
+    if (__fmul_rn(largest, inv) > (kStochastic ? kStochasticSafe : kNearestSafe)) saturate(v, inv);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      out.word[i] = kStochastic ? fp4_stochastic_of_8(v + 8 * i, inv, random.word + 2 * i)
+                                : fp4_nearest_of_8(v + 8 * i, inv);
+  }
+  if (!finite) out = {};
+  return out;
+}
+
+}  // namespace blockscale::gpu

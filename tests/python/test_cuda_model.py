@@ -1,0 +1,375 @@
+"""matmul and linear on each device against sums in double precision; and on a GPU in
+graphs and on side streams."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import blockscale as bs
+import pytest
+import torch
+from torch import nn
+
+OPS = torch.ops.blockscale
+RECIPES = [name for name in bs.recipe_names() if not bs.recipe(name).cuda_needs and name != "bf16"]
+RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
+
+
+@pytest.fixture(autouse=True)
+def fp32_partial_sums() -> Iterator[None]:
+    """By default cuBLAS may round the partial sums of a product with a BF16 result to BF16."""
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def normal(random: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=random)
+
+
+# --- matmul ---------------------------------------------------------------------------------------
+
+
+def factors(q: bs.QuantizedTensor) -> tuple[torch.Tensor, float]:
+    """scale · code in double, [lines, extent], and the outer scale: what matmul sums over."""
+    q = q.to("cpu")
+    rows, length = q.shape if q.axis == -1 else q.shape[::-1]
+    extent = -(-length // q.spec.extent_multiple) * q.spec.extent_multiple
+    plain = str(bs.spec(q.spec, outer=False, hadamard=None))
+    value = OPS.dequantize(
+        q.codes, q.scales, torch.empty(0), plain, -1, [rows, extent], q.layout, torch.float32
+    )
+    return value.double(), 1.0 if q.outer is None else float(q.outer)
+
+
+def check_product(
+    got: torch.Tensor,
+    a: bs.QuantizedTensor,
+    b: bs.QuantizedTensor,
+    bias: torch.Tensor | None = None,
+    what: object = "",
+) -> None:
+    """Within the bound of K additions in FP32, in any order.
+
+    u = 2^-24. The tensor cores of a GPU cut a sum off where others round it: 2u an addition. Then
+    the outer scales' product, its product with the sum and the bias are rounded, and the result,
+    perhaps to BF16.
+    """
+    (va, oa), (vb, ob) = factors(a), factors(b)
+    outer, u, k = oa * ob, 2.0**-24, va.shape[1]
+    sums, magnitude = outer * (va @ vb.t()), abs(outer) * (va.abs() @ vb.abs().t())
+    exact = sums if bias is None else sums + bias.detach().double().cpu()
+    bound = 2 * (k + 4) * u * magnitude + 3 * u * (sums.abs() + exact.abs()) + 2.0**-126
+    if got.dtype == torch.bfloat16:
+        bound += 2.0**-8 * (exact.abs() + bound)
+    if got.dtype == torch.float16:
+        bound += 2.0**-11 * (exact.abs() + bound) + 2.0**-25
+    error = (got.detach().double().cpu() - exact).abs()
+    assert got.shape == exact.shape, what
+    assert bool((error <= bound).all()), (what, float((error - bound).max()))
+
+
+PAIRS = (
+    ("mxfp8", "mxfp8[element=e5m2]"),
+    ("mxfp8[block=32x32]", "mxfp4"),
+    ("mxfp6", "mxfp6[element=e3m2]"),
+    ("mxfp4[hadamard=16:0x0]", "mxfp4[hadamard=16:0x0]"),
+    ("nvfp4", "nvfp4[block=16x16]"),
+    ("nvfp4[hadamard=16,rounding=stochastic]", "nvfp4[hadamard=16]"),
+    ("nvfp4[hadamard=128]", "nvfp4[hadamard=128]"),
+    ("nvfp4[outer=false]", "nvfp4"),
+    ("amdfp4", "nvfp4"),
+    ("amdfp4[hadamard=64,outer=false]", "amdfp4[hadamard=64]"),
+)
+
+
+@pytest.mark.parametrize(("a_spec", "b_spec"), PAIRS)
+def test_matmul(a_spec: str, b_spec: str, device: torch.device, random: torch.Generator) -> None:
+    """Tails, odd extents, one element, both axes, any bias: what the operands say, in FP32."""
+    for m, n, k in ((1, 1, 1), (17, 33, 70), (64, 48, 128), (5, 130, 1), (37, 20, 2891)):
+        for a_axis, b_axis in itertools.product((-1, -2), (-1, -2)):
+            a = normal(random, *((m, k) if a_axis == -1 else (k, m))).to(device)
+            b = normal(random, *((n, k) if b_axis == -1 else (k, n))).to(device)
+            qa = bs.quantize(a, a_spec, a_axis, rng=RNG)
+            qb = bs.quantize(b, b_spec, b_axis, rng=RNG)
+            for bias_type, out in itertools.product(
+                (None, torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16)
+            ):
+                bias = None
+                if bias_type is not None:
+                    bias = normal(random, n).to(device, bias_type)
+                got = bs.matmul(qa, qb, bias, out)
+                assert (got.dtype, got.device) == (out, qa.device)
+                check_product(got, qa, qb, bias, (m, n, k, a_axis, b_axis, bias_type, out))
+
+
+def test_matmul_reads_any_layout(device: torch.device, random: torch.Generator) -> None:
+    layouts = ("linear", "nv_128x4", "aiter_scale", "mfma_16x16", "mfma_16x16+nv_128x4")
+    x, w = normal(random, 33, 70).to(device), normal(random, 20, 70).to(device)
+    want = bs.matmul(bs.quantize(x, "nvfp4"), bs.quantize(w, "nvfp4"), out_dtype=torch.float32)
+    for a, b in itertools.product(layouts, layouts):
+        qa, qb = bs.quantize(x, "nvfp4", layout=a), bs.quantize(w, "nvfp4", layout=b)
+        assert torch.equal(bs.matmul(qa, qb, out_dtype=torch.float32), want), (a, b)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 70), (5, 0, 70), (5, 7, 0), (0, 0, 0)])
+@pytest.mark.parametrize("spec", ["nvfp4", "mxfp8"])
+def test_matmul_of_nothing(spec: str, m: int, n: int, k: int, device: torch.device) -> None:
+    a, b = (bs.quantize(torch.ones(r, k, device=device), spec) for r in (m, n))
+    bias = torch.arange(n, dtype=torch.float32, device=device)
+    for out in (torch.float32, torch.bfloat16):
+        assert torch.equal(bs.matmul(a, b, None, out), torch.zeros(m, n, device=device, dtype=out))
+        want = bias.expand(m, n).to(out)
+        assert torch.equal(bs.matmul(a, b, bias, out), want)
+
+
+def test_matmul_never_hides_nan(device: torch.device, random: torch.Generator) -> None:
+    x, w = normal(random, 33, 70), normal(random, 20, 70).to(device)
+    x[4, 5], x[6, 7] = float("nan"), float("inf")
+    y = bs.matmul(bs.quantize(x.to(device), "mxfp8"), bs.quantize(w, "mxfp8"))
+    assert y[4].isnan().all()
+    assert not y[6].isfinite().any()
+    rest = [row for row in range(33) if row not in (4, 6)]
+    assert y[rest].isfinite().all()
+    q = bs.quantize(x.to(device), "nvfp4")  # one amax for the whole tensor
+    assert bs.matmul(q, bs.quantize(w, "nvfp4")).isnan().all()
+
+
+CODE_SPACES = (
+    *(("mxfp8", e) for e in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")),
+    *(("mxfp6", e) for e in ("e2m3", "e3m2")),
+    ("mxfp4", "e2m1"),
+    ("nvfp4", "e2m1"),
+    ("amdfp4", "e2m1"),
+)
+
+
+@pytest.mark.parametrize(("family", "element"), CODE_SPACES)
+def test_every_scale_times_every_code_is_a_bf16(
+    family: str, element: str, device: torch.device
+) -> None:
+    """What matmul on a GPU relies on; below 2^-126 the nearest multiple of 2^-133."""
+    spec = bs.spec(family, element=element, outer=False)
+    bits = next(e["bits"] for e in bs.describe()["elements"] if e["name"] == element)
+    block = spec.block[1]
+    columns = -(-(1 << bits) // block) * block
+    codes = torch.arange(columns).remainder(1 << bits).to(torch.uint8)
+    if spec.codes_per_byte == 2:
+        codes = codes[::2] | codes[1::2] << 4
+    scales = torch.arange(128 if spec.scale == "e4m3" else 256, dtype=torch.uint8)
+    q = bs.QuantizedTensor(
+        codes.expand(len(scales), -1).contiguous().view(spec.code_dtype).to(device),
+        scales[:, None].expand(-1, columns // block).contiguous().view(spec.scale_dtype).to(device),
+        None, spec, -1, (len(scales), columns),
+    )  # fmt: skip
+    exact = q.dequantize(torch.float32).cpu().double()
+    half = q.dequantize(torch.bfloat16).cpu().double()
+    error = (half - exact).abs()
+    assert torch.equal(half.isnan(), exact.isnan())
+    normal_range = (exact.abs() >= 2.0**-126) | (exact == 0)
+    assert torch.equal(half[normal_range], exact[normal_range])
+    small = ~normal_range & ~exact.isnan()
+    assert bool((error[small] <= 2.0**-134).all())
+    assert bool(small.any()) == (spec.scale == "e8m0")
+
+
+def test_what_matmul_refuses(cuda: torch.device) -> None:
+    x = torch.ones(4, 128, device=cuda)
+    fp8 = bs.quantize(x, "fp8_1x128")
+    with pytest.raises(ValueError, match="; need ") as error:
+        bs.matmul(fp8, bs.quantize(x, "fp8_128x128"))
+    assert str(error.value) == (
+        "matmul: a = fp8_1x128 on cuda; need the FP8 GEMM, which is not built yet; dequantize both "
+        "operands and use torch.mm, or run on the CPU"
+    )
+    nvfp4 = bs.quantize(x, "nvfp4")
+    for a, b, text in (
+        (nvfp4, fp8, "matmul: b = fp8_1x128 on cuda; need the FP8 GEMM"),
+        (nvfp4, bs.quantize(x, "nvfp4[hadamard=16]"), "matmul: b = nvfp4[hadamard"),
+        (nvfp4, bs.quantize(x, "mxfp8"), "matmul: b = mxfp8; need blocks of 16"),
+    ):
+        with pytest.raises(ValueError, match="; need ") as error:
+            bs.matmul(a, b)
+        assert str(error.value).startswith(text), error.value
+
+
+# --- linear ---------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor
+    dy: torch.Tensor
+
+    def to(self, device: torch.device) -> Case:
+        x, w, bias, dy = (t.detach().to(device) for t in self)
+        return Case(x.requires_grad_(), w.requires_grad_(), bias.requires_grad_(), dy)
+
+
+def make(random: torch.Generator, lead: Sequence[int], n: int, k: int, dtype: torch.dtype) -> Case:
+    x, w, bias = normal(random, *lead, k), normal(random, n, k), normal(random, n)
+    return Case(x.to(dtype), w.to(dtype), bias.to(dtype), normal(random, *lead, n).to(dtype))
+
+
+def forward_backward(
+    case: Case, recipe: str | bs.Recipe, rng: bs.Rng = RNG
+) -> tuple[torch.Tensor, ...]:
+    y = bs.linear(case.x, case.w, case.bias, recipe, rng=rng)
+    return (y, *torch.autograd.grad(y, (case.x, case.w, case.bias), case.dy.to(y.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear(
+    recipe: str, dtype: torch.dtype, device: torch.device, random: torch.Generator
+) -> None:
+    """Each of the three products is that of the operands that the CPU quantizes."""
+    r = bs.recipe(recipe)
+    for lead, n, k in (((2, 11), 37, 70), ((128,), 64, 96), ((1,), 1, 1), ((70,), 33, 288)):
+        case = make(random, lead, n, k, dtype)
+        y, dx, dw, db = forward_backward(case.to(device), recipe)
+        x, dy = case.x.flatten(0, -2), case.dy.flatten(0, -2)
+
+        def operand(t: torch.Tensor, spec: bs.Spec | None, axis: int, role: str) -> Any:
+            assert spec is not None
+            return bs.quantize(t, spec, axis, rng=RNG.role(role))
+
+        products = {
+            "y": (y, (x, r.fprop_x, -1, "x"), (case.w, r.fprop_w, -1, "w"), case.bias),
+            "dx": (dx, (dy, r.dgrad_dy, -1, "dy"), (case.w, r.dgrad_w, -2, "w"), None),
+            "dw": (dw, (dy, r.wgrad_dy, -2, "dy"), (x, r.wgrad_x, -2, "x"), None),
+        }
+        for name, (got, a, b, bias) in products.items():
+            assert got.dtype == dtype
+            qa, qb = operand(*a), operand(*b)
+            check_product(got.flatten(0, -2), qa, qb, bias, (name, lead, n, k))
+        want = dy.double().sum(0)
+        torch.testing.assert_close(db.cpu().double(), want, rtol=2.0**-7, atol=1e-2)
+
+
+def test_linear_of_mixed_precision(device: torch.device, random: torch.Generator) -> None:
+    """A GEMM with an operand in high precision is PyTorch's; FP32 scales may be in one."""
+    recipe = bs.recipe("fp8_blockwise").replace(fprop_x=None, dgrad_dy=None, wgrad_dy=None)
+    assert recipe.cuda_needs == ""
+    case = make(random, (22,), 37, 70, torch.float32)
+    for got, want in zip(
+        forward_backward(case.to(device), recipe),
+        forward_backward(case.to(torch.device("cpu")), recipe),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype, device: torch.device, random: torch.Generator) -> None:
+    """It decides the result's dtype, and never that of the product of two quantized operands."""
+    case = make(random, (22,), 37, 70, torch.float32).to(device)
+    x, w = case.x.detach() * 2.0**10, case.w.detach() * 2.0**-20  # w is subnormal in FP16
+    for recipe in ("mxfp8", "mxfp4", "nvfp4"):
+        r = bs.recipe(recipe)
+        assert r.fprop_x is not None
+        assert r.fprop_w is not None
+        with torch.autocast(device.type, dtype):
+            y = bs.linear(x, w, None, recipe, rng=RNG)
+        assert y.dtype == dtype
+        check_product(y, bs.quantize(x, r.fprop_x), bs.quantize(w, r.fprop_w), None, recipe)
+
+
+def test_fp8_blockwise_is_refused_by_name(cuda: torch.device) -> None:
+    text = " on cuda; need the FP8 GEMM, which is not built yet; "
+    x, w = torch.ones(4, 128, device=cuda), torch.ones(8, 128, device=cuda)
+    with pytest.raises(ValueError, match="; need ") as error:
+        bs.linear(x, w, recipe="fp8_blockwise")
+    assert str(error.value).startswith(f"linear: recipe = fp8_blockwise{text}run it on the CPU")
+    model = nn.Sequential(nn.Linear(4, 4, device=cuda))
+    with pytest.raises(ValueError, match="; need ") as error:
+        bs.convert(model, "fp8_blockwise")
+    assert str(error.value).startswith(f"convert: recipe = fp8_blockwise for '0'{text}use a recipe")
+    assert type(model[0]) is nn.Linear
+    model.cpu()
+    bs.convert(model, "fp8_blockwise")
+    model.cuda()
+    with pytest.raises(ValueError, match="linear: recipe = fp8_blockwise on cuda; need"):
+        model(torch.ones(2, 4, device=cuda))
+
+
+# --- graphs and streams ---------------------------------------------------------------------------
+
+
+def captured(f: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """`f` run a few times on a side stream, as PyTorch asks for, then captured."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            f()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = f()
+    return graph, out
+
+
+def in_graph(what: str, case: Case, rng: bs.Rng) -> tuple[torch.Tensor, ...]:
+    if what == "quantize":
+        q = bs.quantize(case.x, "nvfp4[rounding=stochastic,hadamard=16]", -2, rng=rng)
+        return (q.dequantize(torch.float32),)
+    if what == "quantize_dual":
+        pair = bs.quantize_dual(case.x, "amdfp4[rounding=stochastic]", "nvfp4[hadamard=128]", rng)
+        return tuple(t.view(torch.uint8) for q in pair for t in (q.codes, q.scales))
+    if what == "matmul":
+        return (bs.matmul(bs.quantize(case.x, "nvfp4"), bs.quantize(case.w, "nvfp4")),)
+    return forward_backward(case, what, rng)
+
+
+@pytest.mark.parametrize("what", ["quantize", "quantize_dual", "matmul", *RECIPES])
+def test_graphs(what: str, cuda: torch.device, random: torch.Generator) -> None:
+    """A replay sees new inputs, new keys and nothing of the capture."""
+    case = make(random, (65,), 40, 130, torch.float32).to(cuda)
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=cuda) for _ in range(2))
+    graph, out = captured(lambda: in_graph(what, case, bs.Rng(seed, offset)))
+    for step in range(3):
+        fresh = make(random, (65,), 40, 130, torch.float32)
+        with torch.no_grad():
+            for old, new in zip(case, fresh, strict=True):
+                old.copy_(new)
+        seed.fill_(step + 5)
+        offset.fill_(step << 16)
+        graph.replay()
+        got = [t.clone() for t in out]
+        want = in_graph(what, fresh.to(cuda), bs.Rng(step + 5, step << 16))
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g, w), step
+
+
+def test_linear_on_a_side_stream(cuda: torch.device, random: torch.Generator) -> None:
+    case = make(random, (65,), 40, 130, torch.bfloat16).to(cuda)
+    want = forward_backward(case, "nvfp4")
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = Case(*(torch.zeros_like(t).requires_grad_(t.requires_grad) for t in case))
+        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for to, t in zip(late, case, strict=True):
+                to.copy_(t)
+        got = forward_backward(late, "nvfp4")
+    stream.synchronize()
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_linear_waits_for_nothing(cuda: torch.device) -> None:
+    layer = bs.nn.Linear(130, 40, recipe="nvfp4", device=cuda)
+    x = torch.randn(65, 130, device=cuda, requires_grad=True)
+    layer(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+        bs.linear(x, layer.weight, recipe="nvfp4", rng=RNG)
+        bs.advance(layer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

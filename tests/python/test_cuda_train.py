@@ -1,0 +1,323 @@
+"""Converted models on a GPU: the compiler, checkpointing, whole-model graphs, the trainer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from blockscale.cli.main import main
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+OPS = torch.ops.blockscale
+RECIPES = [name for name in bs.recipe_names() if not bs.recipe(name).cuda_needs]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def normal(device: torch.device, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+# --- the compiler ---------------------------------------------------------------------------------
+
+
+def op_samples(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
+    stochastic, square = "nvfp4[rounding=stochastic,hadamard=16]", "mxfp8[block=32x32]"
+    seed, offset = (torch.tensor(i, device=device) for i in (5, 6))
+    x, batch = normal(device, 5, 70), normal(device, 3, 5, 70)
+    # opcheck compares inputs with allclose, which knows no FP8 dtype: these are stored as uint8.
+    a, b = (OPS.quantize(normal(device, r, 70), "amdfp4", -1, None, None, None, [], "linear", 0)
+            for r in (5, 9))  # fmt: skip
+    pair = (*a, "amdfp4", "linear", 5, *b, "amdfp4", "linear")
+    one = torch.ones((), device=device)
+    return [
+        ("quantize", (x, stochastic, -1, None, seed, offset, [], "linear", 0)),
+        ("quantize", (batch, square, -2, None, None, None, [], "nv_128x4", 1)),
+        ("quantize", (x, "nvfp4", -1, one, None, None, [0, 0], "linear", 0)),
+        ("quantize_dual", (batch, stochastic, "nvfp4", None, None, seed, offset, [],
+                           "mfma_16x16+aiter_scale", "linear", 0)),
+        ("amax", (x, stochastic, -2, 0)),
+        ("amax", (batch, "nvfp4", -1, 1)),
+        ("dequantize", (*a, "amdfp4", -1, [5, 70], "linear", torch.bfloat16)),
+        ("relayout", (*a[:2], "amdfp4", -1, [5, 70], "linear", "mfma_16x16+nv_128x4")),
+        ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
+        ("matmul", (*pair, 9, 70, normal(device, 9), torch.float32)),
+        ("snapshot", (offset,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(11))
+def test_opcheck(index: int, cuda: torch.device) -> None:
+    name, args = op_samples(cuda)[index]
+    torch.library.opcheck(getattr(OPS, name), args)
+
+
+def test_fakes_are_exact(cuda: torch.device) -> None:
+    """matmul's result comes from PyTorch's own operators: its strides too are what is promised."""
+    for m, n, k in ((5, 9, 70), (1, 9, 16), (5, 1, 1), (0, 3, 16), (3, 0, 16), (2, 3, 0)):
+        a, b = (bs.quantize(torch.ones(r, k, device=cuda), "nvfp4") for r in (m, n))
+        for out in (torch.float32, torch.bfloat16):
+            for bias in (None, torch.ones(n, device=cuda)):
+                y = bs.matmul(a, b, bias, out)
+                assert (y.dtype, y.shape, y.stride()) == (out, (m, n), (max(n, 1), 1))
+                assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear_compiled(recipe: str, backend: str, cuda: torch.device) -> None:
+    inputs = [normal(cuda, *shape).requires_grad_() for shape in ((2, 9, 70), (33, 70), (33,))]
+    seed = torch.tensor(5, device=cuda)
+
+    def f(*tensors: torch.Tensor) -> torch.Tensor:
+        x, w, bias, offset = tensors
+        return bs.linear(x, w, bias, recipe, rng=bs.Rng(seed, offset))
+
+    g: Callable[..., torch.Tensor] = torch.compile(f, fullgraph=True, backend=backend)
+    for offset in (torch.tensor(1, device=cuda), torch.tensor(2, device=cuda)):
+        ys = [f(*inputs, offset), g(*inputs, offset)]
+        grads = [torch.autograd.grad(y.square().sum(), inputs) for y in ys]
+        for want, got in zip((ys[0], *grads[0]), (ys[1], *grads[1]), strict=True):
+            # Ours are opaque to the compiler; only what it generates itself (the sum over dy for
+            # the bias, BF16's whole layer) may differ in its last bits.
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_dynamic_shapes_compile_once(cuda: torch.device) -> None:
+    counter = CompileCounter()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        q = bs.quantize(x, "nvfp4[block=16x16]", axis=-2, layout="nv_128x4")
+        return q.dequantize(torch.float32)
+
+    g: Callable[..., torch.Tensor] = torch.compile(f, backend=counter, dynamic=True, fullgraph=True)
+    for rows in (7, 40, 129):
+        x = normal(cuda, rows, 70)
+        assert torch.equal(g(x), f(x))
+    assert counter.frame_count == 1
+
+
+# --- converted models -----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
+        self.rerun = False
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rerun:
+            out: torch.Tensor = x + checkpoint(self.inner, x, use_reentrant=False)
+            return out
+        return x + self.inner(x)
+
+
+def model_on(device: torch.device, rerun: bool = False) -> nn.Sequential:
+    """Converted before it moves: the keys move with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    bs.convert(model, "nvfp4", seed=3)
+    for block in model:
+        assert isinstance(block, Block)
+        block.rerun = rerun
+    return model.to(device)
+
+
+def gradients(model: nn.Module, device: torch.device, steps: int = 2) -> list[torch.Tensor]:
+    """Of two micro-batches a step, both forwards before both backwards."""
+    grads = []
+    for step in range(steps):
+        batches = [normal(device, 20, 48, seed=2 * step + i) for i in range(2)]
+        losses = [model(batch).square().mean() for batch in batches]
+        for loss in losses:
+            loss.backward()
+        grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        bs.advance(model)
+    return grads
+
+
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    assert len(got) == len(want) > 0
+    return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_a_converted_model_moves(cuda: torch.device) -> None:
+    """Its state is on the device, draws what it draws on the CPU, and comes back."""
+    cpu = torch.device("cpu")
+    model, twin = model_on(cuda), model_on(cpu)
+    layer = model[0].up
+    assert isinstance(layer, bs.nn.Linear)
+    tensors = (*layer._seeds.values(), layer._rng_state.offset, layer._rng_state.upcoming)
+    assert {t.device for t in tensors} == {cuda}
+    for got, want in zip(gradients(model, cuda), gradients(twin, cpu), strict=True):
+        # Sums in another order move a few codes of the next layer's operands.
+        error = (got.cpu() - want).norm() / want.norm()
+        assert error < 0.05, error
+    assert bs.rng_state(model) == bs.rng_state(twin) == {"step": 2, "forward": 0, "seed": 3}
+    x = normal(cpu, 20, 48)
+    model.cpu()
+    assert torch.equal(model(x), twin(x))
+
+
+def test_a_layer_made_on_the_gpu_draws_what_one_on_the_cpu_draws(cuda: torch.device) -> None:
+    made, moved = bs.nn.Linear(70, 37, device=cuda, seed=9), bs.nn.Linear(70, 37, seed=9)
+    moved.load_state_dict(made.state_dict())
+    moved.cuda()
+    x = normal(cuda, 20, 70)
+    for _ in range(2):
+        ys = [layer(x) for layer in (made, moved)]
+        grads = [
+            torch.autograd.grad(y.square().sum(), layer.weight)[0]
+            for y, layer in zip(ys, (made, moved), strict=True)
+        ]
+        assert torch.equal(*ys)
+        assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "compiled", "compiled checkpoint"])
+def test_recomputation_and_compilation_draw_the_same_bits(what: str, cuda: torch.device) -> None:
+    want = gradients(model_on(cuda), cuda)
+    model = model_on(cuda, rerun="checkpoint" in what)
+    if "compiled" in what:
+        model.compile(fullgraph=True, backend="aot_eager")
+    got = gradients(model, cuda)
+    # Bias gradients are PyTorch's sums; everything else is a function of the same operands.
+    assert same([g for g in got if g.dim() == 2], [w for w in want if w.dim() == 2])
+
+
+def test_a_graph_of_a_whole_step(cuda: torch.device) -> None:
+    """Forward, backward and the count of steps in one graph: every replay draws fresh bits."""
+    model, twin = model_on(cuda), model_on(cuda)
+    x = normal(cuda, 20, 48)
+
+    def step(m: nn.Module) -> None:
+        m.zero_grad(set_to_none=False)
+        m(x).square().mean().backward()
+        bs.advance(m)
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(model)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(model)
+    for _ in range(2):  # what the two runs before the capture did; capturing runs nothing
+        step(twin)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        step(twin)
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert same(seen[-1], [p.grad for p in twin.parameters() if p.grad is not None])
+    assert not same(seen[0], seen[1])
+    assert bs.rng_state(model) == bs.rng_state(twin) == {"step": 5, "forward": 0, "seed": 3}
+
+
+def test_copies_and_state_dicts(cuda: torch.device) -> None:
+    model = model_on(cuda)
+    gradients(model, cuda, steps=1)
+    twin = copy.deepcopy(model)
+    assert same(gradients(twin, cuda), gradients(model, cuda))
+    assert all(not name.startswith("_") for name in model.state_dict())
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def losses(folder: Path, key: str) -> dict[tuple[str, int], float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(row["recipe"], row["step"]): row[key] for row in rows if key in row}
+
+
+@pytest.fixture
+def reproducible(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the trainer sets for its whole process."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+TINY = ("--steps", "4", "--eval-every", "2", "--checkpoint-every", "2", "--batch-size", "2",
+        "--seq-len", "64")  # fmt: skip
+
+
+def train(out: Path, text: Path, *options: str) -> int:
+    return main(["train", "--out", str(out), "--data", str(text), *TINY, *options])
+
+
+@pytest.mark.usefixtures("reproducible")
+def test_train(cuda: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every recipe that runs there, from the CPU's weights and batches, twice the same."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(20):
+        (text / f"{i}.txt").write_text(" ".join(str(i * j * j) for j in range(400)))
+    assert train(tmp_path / "gpu", text, "--device", "cuda") == 0
+    out = capsys.readouterr().out
+    assert "note: fp8_blockwise is left out: needs the FP8 GEMM" in out
+    assert train(tmp_path / "again", text, "--device", "cuda") == 0
+    assert train(tmp_path / "cpu", text, "--recipes", ",".join(RECIPES)) == 0
+    gpu, again, cpu = (losses(tmp_path / n, "train_loss") for n in ("gpu", "again", "cpu"))
+    assert gpu == again
+    assert gpu.keys() == cpu.keys()
+    assert {recipe for recipe, _ in gpu} == set(RECIPES)
+    for cell, loss in gpu.items():
+        assert abs(loss - cpu[cell]) < 0.02, (cell, loss, cpu[cell])
+    settings = json.loads((tmp_path / "gpu" / "settings.json").read_text())
+    assert settings["environment"]["gpu"] == torch.cuda.get_device_name()
+    for recipe in RECIPES:
+        assert list((tmp_path / "gpu").rglob(f"*{recipe}*.safetensors"))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_train_refuses_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "run")
+    assert main(["train", "--device", "cuda", "--recipes", "fp8_blockwise", "--out", out]) != 0
+    err = capsys.readouterr().err
+    assert "--recipes = fp8_blockwise on --device cuda (needs the FP8 GEMM" in err
+
+
+@pytest.mark.usefixtures("cuda")
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in bs.recipe_names():
+        line = next(line for line in lines if f"│ {name} " in line)
+        cell = line.split("│")[3].strip()
+        assert (cell == "yes") == (name in RECIPES), line
+    assert any("backend cuda" in line and "available" in line for line in lines)
+
+
+def test_importing_wakes_no_gpu(cuda: torch.device) -> None:
+    """A process that has looked at a GPU cannot use it in its forked children."""
+    code = (
+        "import os, torch, blockscale as bs\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    q = bs.quantize(torch.ones(4, 32, device='cuda'), 'nvfp4')\n"
+        "    os._exit(0 if q.dequantize().sum() == 128 else 1)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
