@@ -17,7 +17,7 @@ template <int kAxis, bool kTransform, class Loader>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out) {
   // The encoder plays no part; the pass says whether values are transformed.
-  constexpr Pass kPass{Encoder::fp8, Format::fp32, false, kTransform};
+  constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<AmaxShared<Loader>*>(memory);

@@ -52,14 +52,13 @@ BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, float inv, float lar
   const bool finite = inv != 0.0f;
   if constexpr (kPass.any()) {
     out = encode_any(s.element, s.out.spec.stochastic(), v, inv, random.word);
-  } else if constexpr (kPass.encoder == Encoder::fp8) {
-    const bool e5m2 = s.out.spec.element == Format::e5m2;
+  } else if constexpr (!kPass.fp4()) {
+    constexpr bool kE5m2 = kPass.encoder == Encoder::e5m2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float y[4];
       for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(v[4 * i + j], inv);
-      out.word[i] =
-          e5m2 ? to_fp8x4<true>(y[0], y[1], y[2], y[3]) : to_fp8x4<false>(y[0], y[1], y[2], y[3]);
+      out.word[i] = to_fp8x4<kE5m2>(y[0], y[1], y[2], y[3]);
     }
   } else {
     if (__fmul_rn(largest, inv) > (kStochastic ? kStochasticSafe : kNearestSafe)) saturate(v, inv);

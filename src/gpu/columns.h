@@ -69,6 +69,37 @@ struct ColumnValues {
   }
 };
 
+// Scales from the stage to memory. Where four of a line lie together, as they do in `linear` and
+// `nv_128x4`, they go as one word.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
+                                           int tile_pos, int lines, Stage<kPass>& stage) {
+  const int block = block_length<kPass>(s), blocks = kTile / block;
+  const int first_block = tile_pos / block;
+  const Layout layout = s.out.layout.scales;
+  const bool words = !has_wide_scales<kPass>(s) && s.shape.scale_rows == s.shape.lines &&
+                     (layout == Layout::linear || layout == Layout::nv_128x4) && s.blocks % 4 == 0;
+  if (words) {
+    const int per_line = blocks / 4;
+    for (int i = threadIdx.x; i < kTile * per_line; i += kThreads) {
+      const int line = i / per_line, b = first_block + i % per_line * 4;
+      if (line >= lines || b >= s.blocks) continue;
+      const int64_t at = layout == Layout::linear
+                             ? static_cast<int64_t>(tile_line + line) * s.blocks + b
+                             : layout_offset(layout, s.lines, s.blocks, tile_line + line, b);
+      *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < kTile * blocks; i += kThreads) {
+    const int line = i / blocks, b = i % blocks;
+    if (line >= lines || first_block + b >= s.blocks) continue;
+    store_scale<kPass>(s, m, tile_line + line, first_block + b,
+                       has_wide_scales<kPass>(s) ? stage.template scale<uint32_t>(line, blocks, b)
+                                                 : stage.template scale<uint8_t>(line, blocks, b));
+  }
+}
+
 // Codes and scales from the stage to memory; `line` and `pos` are those of the tile.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
@@ -97,15 +128,7 @@ BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_li
       *reinterpret_cast<uint2*>(to) = low;
     }
   }
-  const int block = block_length<kPass>(s), blocks = kTile / block;
-  const int first_block = tile_pos / block;
-  for (int i = threadIdx.x; i < kTile * blocks; i += kThreads) {
-    const int line = i / blocks, b = i % blocks;
-    if (line >= lines || first_block + b >= s.blocks) continue;
-    store_scale<kPass>(s, m, tile_line + line, first_block + b,
-                       has_wide_scales<kPass>(s) ? stage.template scale<uint32_t>(line, blocks, b)
-                                                 : stage.template scale<uint8_t>(line, blocks, b));
-  }
+  store_staged_scales<kPass>(s, m, tile_line, tile_pos, lines, stage);
 }
 
 template <Pass kPass, class Loader, class Turn>

@@ -10,7 +10,7 @@ namespace blockscale::gpu {
 
 // How a run is encoded. `any` reads everything from the spec at run time: right for every spec,
 // and slower; the others are the ones that training uses.
-enum class Encoder : uint8_t { none, any, fp8, fp4_nearest, fp4_stochastic };
+enum class Encoder : uint8_t { none, any, e4m3fn, e5m2, fp4_nearest, fp4_stochastic };
 
 // What a kernel knows of a spec when it is compiled, along one axis. The scale format fixes the
 // length of the block; rules, signs and layouts are read at run time: they cost little a block.

@@ -19,10 +19,10 @@ using Launcher = void (*)(QuantizeParams&, NativeStream);
 
 using None = PassType<Encoder::none>;
 using Any = PassType<Encoder::any>;
-template <Format kScale>
-using Fp8 = PassType<Encoder::fp8, kScale>;
-template <Format kScale>
-using Fp8Square = PassType<Encoder::fp8, kScale, true>;
+template <Encoder kElement, Format kScale>
+using Fp8 = PassType<kElement, kScale>;
+template <Encoder kElement, Format kScale>
+using Fp8Square = PassType<kElement, kScale, true>;
 template <Format kScale>
 using Fp4 = PassType<Encoder::fp4_nearest, kScale>;
 template <Format kScale>
@@ -48,14 +48,14 @@ constexpr Entry kRows = kEntry<P, None>;
 template <class P>
 constexpr Entry kColumns = kEntry<None, P>;
 
-template <Format kScale>
+template <Encoder kElement, Format kScale>
 constexpr Entry kFp8Entries[] = {
-    kRows<Fp8<kScale>>,
-    kColumns<Fp8<kScale>>,
-    kEntry<Fp8<kScale>, Fp8<kScale>>,
-    kRows<Fp8Square<kScale>>,
-    kColumns<Fp8Square<kScale>>,
-    kEntry<Fp8Square<kScale>, Fp8Square<kScale>>,
+    kRows<Fp8<kElement, kScale>>,
+    kRows<Fp8Square<kElement, kScale>>,
+    kColumns<Fp8<kElement, kScale>>,
+    kColumns<Fp8Square<kElement, kScale>>,
+    kEntry<Fp8<kElement, kScale>, Fp8<kElement, kScale>>,
+    kEntry<Fp8Square<kElement, kScale>, Fp8Square<kElement, kScale>>,
 };
 template <Format kScale>
 constexpr Entry kFp4Entries[] = {
@@ -77,24 +77,33 @@ constexpr Entry kFp4Entries[] = {
 };
 
 const Entry* find(const Pass& row, const Pass& column) {
-  for (const auto& table : {std::span<const Entry>(kFp8Entries<Format::fp32>),
-                            std::span<const Entry>(kFp8Entries<Format::e8m0>),
-                            std::span<const Entry>(kFp4Entries<Format::e8m0>),
-                            std::span<const Entry>(kFp4Entries<Format::e4m3>),
-                            std::span<const Entry>(kFp4Entries<Format::ue5m3>)})
+  using Table = std::span<const Entry>;
+  static constexpr Table kTables[] = {
+      Table(kFp8Entries<Encoder::e4m3fn, Format::fp32>),
+      Table(kFp8Entries<Encoder::e4m3fn, Format::e8m0>),
+      Table(kFp8Entries<Encoder::e5m2, Format::fp32>),
+      Table(kFp8Entries<Encoder::e5m2, Format::e8m0>),
+      Table(kFp4Entries<Format::e8m0>),
+      Table(kFp4Entries<Format::e4m3>),
+      Table(kFp4Entries<Format::ue5m3>),
+  };
+  for (const Table& table : kTables)
     for (const Entry& e : table)
       if (e.row == row && e.column == column) return &e;
   return nullptr;
 }
 
 Pass pass_of(const QuantSpec& spec) {
-  const bool fp4 = spec.element == Format::e2m1;
-  const bool fp8 = spec.element == Format::e4m3fn || spec.element == Format::e5m2;
-  if (!fp4 && (!fp8 || spec.stochastic())) return Any::kPass;
-  return {!fp4                ? Encoder::fp8
-          : spec.stochastic() ? Encoder::fp4_stochastic
-                              : Encoder::fp4_nearest,
-          spec.scale, spec.square, spec.hadamard.dim != 0};
+  Encoder encoder = Encoder::any;
+  if (spec.element == Format::e2m1)
+    encoder = spec.stochastic() ? Encoder::fp4_stochastic : Encoder::fp4_nearest;
+  else if (spec.element == Format::e4m3fn && !spec.stochastic())
+    encoder = Encoder::e4m3fn;
+  else if (spec.element == Format::e5m2 && !spec.stochastic())
+    encoder = Encoder::e5m2;
+  else
+    return Any::kPass;
+  return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
 }
 
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
@@ -122,6 +131,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.lines = static_cast<int>(s.shape.lines);
   s.padded = static_cast<int>(s.shape.padded);
   s.blocks = static_cast<int>(s.shape.blocks);
+  s.line_bytes = static_cast<int>(s.shape.line_bytes);
   return s;
 }
 

@@ -15,7 +15,7 @@ struct Side {
   const int64_t* offset;  // device memory, or null: then `rng`
   Rng rng;
   int64_t origin_line, origin_pos;
-  int lines, padded, blocks;  // those of `shape`
+  int lines, padded, blocks, line_bytes;  // those of `shape`
 };
 
 // The outer scale of one matrix, in the form its blocks need.
@@ -154,10 +154,10 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
     if (line % block_length<kPass>(s) != 0) return;
     row = line / block_length<kPass>(s);
   }
-  const int64_t at =
-      s.out.layout.scales == Layout::linear
-          ? static_cast<int64_t>(row) * s.blocks + block
-          : layout_offset(s.out.layout.scales, shape.scale_rows, shape.blocks, row, block);
+  const int64_t at = s.out.layout.scales == Layout::linear
+                         ? static_cast<int64_t>(row) * s.blocks + block
+                         : layout_offset(s.out.layout.scales, static_cast<int>(shape.scale_rows),
+                                         s.blocks, row, block);
   if (has_wide_scales<kPass>(s))
     reinterpret_cast<uint32_t*>(m.scales)[at] = stored;
   else
@@ -167,10 +167,10 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
 // Where the codes of `line` from `pos` on lie.
 template <Pass kPass>
 BLOCKSCALE_DEVICE uint8_t* codes_at(const Side& s, const MatrixAt& m, int line, int pos) {
-  const StoredShape& shape = s.shape;
   const int byte = is_fp4<kPass>(s) ? pos / 2 : pos;
-  if (s.out.layout.codes == Layout::linear) return m.codes + line * shape.line_bytes + byte;
-  return m.codes + layout_offset(s.out.layout.codes, shape.lines, shape.line_bytes, line, byte);
+  if (s.out.layout.codes == Layout::linear)
+    return m.codes + static_cast<int64_t>(line) * s.line_bytes + byte;
+  return m.codes + layout_offset(s.out.layout.codes, s.lines, s.line_bytes, line, byte);
 }
 
 }  // namespace blockscale::gpu
