@@ -55,14 +55,14 @@ def microseconds(call: Callable[[int], Any], rounds: int = 15, calls: int = 4) -
         call(i)
     times = []
     for r in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for i in range(calls):
             call(r * calls + i)
         end.record()
         end.synchronize()
         times.append(1e3 * begin.elapsed_time(end) / calls)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def size(*operands: bs.QuantizedTensor) -> int:
@@ -207,7 +207,7 @@ def gemm_rows() -> list[Row]:
     dy = torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
 
     def step(recipe: str) -> None:
-        bs.linear(x, w, recipe=recipe, rng=bs.Rng(1, 2)).backward(dy)
+        torch.autograd.backward(bs.linear(x, w, recipe=recipe, rng=bs.Rng(1, 2)), dy)
         x.grad = w.grad = None
 
     peer = microseconds(lambda i: step("bf16"), rounds=7)
