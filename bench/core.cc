@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <numbers>
 #include <vector>
 
@@ -14,11 +15,27 @@ namespace {
 
 using namespace blockscale;
 
+// Arrays start on cache lines, as PyTorch allocates them.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) {
+    return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64)));
+  }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  bool operator==(const LineAllocator&) const = default;
+};
+template <class T>
+using Array = std::vector<T, LineAllocator<T>>;
+
 constexpr int64_t kRows = 8192, kColumns = 8192;
 
 // Box-Muller over Philox: the same numbers on every machine.
-std::vector<uint16_t> random_normal(int64_t count) {
-  std::vector<uint16_t> values(static_cast<size_t>(count));
+Array<uint16_t> random_normal(int64_t count) {
+  Array<uint16_t> values(static_cast<size_t>(count));
   default_executor().parallel_for(count / 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto low = static_cast<uint32_t>(i);
@@ -35,8 +52,8 @@ std::vector<uint16_t> random_normal(int64_t count) {
   return values;
 }
 
-const std::vector<uint16_t>& input() {
-  static const std::vector<uint16_t> values = random_normal(kRows * kColumns);
+const Array<uint16_t>& input() {
+  static const Array<uint16_t> values = random_normal(kRows * kColumns);
   return values;
 }
 
@@ -66,7 +83,7 @@ struct Operand {
   }
   int64_t bytes() const { return static_cast<int64_t>(codes.size() + scales.size()); }
 
-  std::vector<uint8_t> codes, scales;
+  Array<uint8_t> codes, scales;
   float outer = 0;
   Quantized q;
 };
@@ -83,7 +100,7 @@ QuantizeOptions options(const QuantSpec& spec) {
 
 void run_memcpy(benchmark::State& state) {
   const auto bytes = static_cast<int64_t>(input().size() * 2);
-  std::vector<char> target(static_cast<size_t>(bytes));
+  Array<char> target(static_cast<size_t>(bytes));
   const auto* source = reinterpret_cast<const char*>(input().data());
   for (auto _ : state) {
     constexpr int64_t kChunk = 1 << 20;
@@ -116,7 +133,7 @@ void run_dequantize(benchmark::State& state, const char* text, int axis) {
   const QuantSpec spec = parse_spec(text);
   Operand operand(spec, axis);
   quantize(matrix(), operand.q, options(spec));
-  std::vector<uint16_t> values(input().size());
+  Array<uint16_t> values(input().size());
   const Matrix out{values.data(), DType::bf16, kRows, kColumns, kColumns};
   for (auto _ : state) dequantize(as_const(operand.q), out);
   state.SetBytesProcessed(state.iterations() * (kInputBytes + operand.bytes()));
@@ -137,7 +154,7 @@ void run_gemm(benchmark::State& state, const char* a_text, const char* b_text, i
   Operand a(parse_spec(a_text), -1, {}, n, n), b(parse_spec(b_text), -1, {}, n, n);
   quantize(x, a.q, options(a.q.spec));
   quantize(x, b.q, options(b.q.spec));
-  std::vector<float> d(static_cast<size_t>(n * n));
+  Array<float> d(static_cast<size_t>(n * n));
   const Matrix out{d.data(), DType::f32, n, n, n};
   for (auto _ : state) gemm(as_const(a.q), as_const(b.q), out);
   const auto flops = 2.0 * static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n);

@@ -1,8 +1,8 @@
 """Speed of the GPU backend beside a large copy, torch.mm in BF16 and, if installed, torchao.
 
-Every case checks its answer against the CPU first, then is timed on rotating inputs, several calls
-at a time between events; bytes are one read of the input and the outputs. Writes one JSON with
-where it was measured: `python bench/gpu.py --out bench/results/h200.json`.
+Every quantizer checks its answer against the CPU first, then is timed on rotating inputs in a
+replayed CUDA graph; bytes are one read of the input and the outputs. Writes one JSON with where it
+was measured: `python bench/gpu.py --out bench/results/h200.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,50 @@ DUAL = {
 }
 
 
-def microseconds(call: Callable[[int], Any], rounds: int = 15, calls: int = 4) -> float:
-    """Median time of a call; `call` is given a counter, to rotate its inputs."""
+def captured(call: Callable[[int], Any], calls: int) -> Callable[[], Any]:
+    """`calls` calls in one CUDA graph: what the host does between launches is not timed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    return graph.replay
+
+
+def microseconds(call: Callable[[int], Any], rounds: int = 9, calls: int = 12) -> float:
+    """Median time of a call, replayed from a graph; `call` is given a counter, to rotate its
+    inputs."""
     for i in range(INPUTS):
         call(i)
+    torch.cuda.synchronize()
+    replay = captured(call, calls)
+    return between_events(replay, 1, rounds) / calls
+
+
+def between_events(call: Callable[[], Any], calls: int, rounds: int = 9) -> float:
+    """Median time of a call, by the device's clock."""
+    call()
     times = []
-    for r in range(rounds):
+    for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        for i in range(calls):
-            call(r * calls + i)
+        for _ in range(calls):
+            call()
         end.record()
         end.synchronize()
         times.append(1e3 * begin.elapsed_time(end) / calls)
     return float(statistics.median(times))
+
+
+def eager_microseconds(call: Callable[[], Any], calls: int = 50) -> float:
+    """Time of a call on the host, its launches waited for only at the end."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    took = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * took / calls
 
 
 def size(*operands: bs.QuantizedTensor) -> int:
@@ -186,10 +217,11 @@ class Bench:
 
 
 def copy_speed() -> float:
-    """TB/s, read and written, of a copy far larger than the cache."""
+    """TB/s, read and written, of copies far larger than the cache, one after another: the best that
+    the memory does. (Copies in a graph go to another engine, which is slower.)"""
     a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     b = torch.empty_like(a)
-    return 2 * a.nbytes / microseconds(lambda i: b.copy_(a)) / 1e6
+    return 2 * a.nbytes / between_events(lambda: b.copy_(a), calls=4) / 1e6
 
 
 def gemm_rows() -> list[Row]:
@@ -197,22 +229,23 @@ def gemm_rows() -> list[Row]:
     rows: list[Row] = []
     n = 8192
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    peer = microseconds(lambda i: torch.mm(a, b.t()), rounds=7)
+    peer = microseconds(lambda i: torch.mm(a, b.t()), rounds=7, calls=4)
     qa, qb = bs.quantize(a, "nvfp4"), bs.quantize(b, "nvfp4[block=16x16]")
-    took = microseconds(lambda i: bs.matmul(qa, qb), rounds=7)
+    took = microseconds(lambda i: bs.matmul(qa, qb), rounds=7, calls=4)
     rows.append({"case": f"matmul nvfp4 {n}^3", "us": took, "of_bf16": peer / took, "goal": 0.85})
     m, k, n = 8192, 4096, 14336
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     w = torch.randn(n, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dy = torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
+    rng = bs.Rng(*(torch.tensor(n, device="cuda") for n in (1, 2)))
 
     def step(recipe: str) -> None:
-        torch.autograd.backward(bs.linear(x, w, recipe=recipe, rng=bs.Rng(1, 2)), dy)
+        torch.autograd.backward(bs.linear(x, w, recipe=recipe, rng=rng), dy)
         x.grad = w.grad = None
 
-    peer = microseconds(lambda i: step("bf16"), rounds=7)
+    peer = microseconds(lambda i: step("bf16"), rounds=7, calls=3)
     for recipe in ("mxfp8", "mxfp4", "nvfp4", "amdfp4"):
-        took = microseconds(lambda i, r=recipe: step(r), rounds=7)  # type: ignore[misc]
+        took = microseconds(lambda i, r=recipe: step(r), rounds=7, calls=3)  # type: ignore[misc]
         rows.append(
             {
                 "case": f"linear {m},{n},{k} forward+backward {recipe}",
@@ -221,6 +254,15 @@ def gemm_rows() -> list[Row]:
                 "goal": 0.75 if recipe == "nvfp4" else None,
             }
         )
+    small = torch.randn(16, 16, dtype=torch.bfloat16, device="cuda")
+    layer = torch.nn.Linear(16, 16, dtype=torch.bfloat16, device="cuda")
+    model = torch.nn.Sequential(layer)
+    plain = eager_microseconds(lambda: model(small))
+    bs.convert(model, "nvfp4")
+    took = eager_microseconds(lambda: model(small))
+    rows.append(
+        {"case": "host, converted layer's forward, nvfp4", "us": took, "of_bf16": plain / took}
+    )
     for row in rows:
         print(f"{row['case']:70} {row['us']:8.1f} us {row['of_bf16']:6.2f}x BF16", flush=True)
     return rows

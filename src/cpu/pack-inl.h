@@ -167,6 +167,49 @@ HWY_INLINE void store_words(const VU* words, int64_t pitch, uint8_t* out) {
   for (size_t i = 0; i < lanes(); ++i) std::memcpy(out + 2 * i * pitch, bytes + 4 * i, 16);
 }
 
+// Transposes stored codes, of a vector of bytes of 16 lines (FP4: 32 lines): 16 bytes each for as
+// many lines of `out` as the vector holds codes.
+template <int kM>
+HWY_INLINE void transpose_codes(const uint8_t* codes, int64_t pitch, int64_t out_pitch,
+                                uint8_t* out) {
+  constexpr int kPerByte = kM == 1 ? 2 : 1;
+  const DB db;
+  HWY_ALIGN uint8_t bytes[hn::MaxLanes(DB())];
+  for (int part = 0; part < kPerByte; ++part) {
+    VB v[2][16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const VB a = hn::LoadU(db, codes + kPerByte * i * pitch);
+      v[0][i] = a;
+      if constexpr (kPerByte == 1) continue;
+      // The low or the high nibbles of two lines.
+      const VH first = hn::BitCast(DH(), a);
+      const VH second = hn::BitCast(DH(), hn::LoadU(db, codes + (2 * i + 1) * pitch));
+      const VH low = hn::Set(DH(), 0x0F0F), high = hn::Set(DH(), 0xF0F0);
+      v[0][i] = hn::BitCast(
+          db, part == 0 ? hn::OrAnd(hn::And(first, low), hn::ShiftLeft<4>(second), high)
+                        : hn::OrAnd(hn::And(second, high), hn::ShiftRight<4>(first), low));
+    }
+    // Each step turns the 8 bits of an index, line and byte, around by one: after four they have
+    // changed places.
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) {
+      const VB* from = v[step % 2];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        v[1 - step % 2][2 * i] = hn::InterleaveLower(db, from[i], from[i + 8]);
+        v[1 - step % 2][2 * i + 1] = hn::InterleaveUpper(db, from[i], from[i + 8]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      hn::Store(v[0][i], db, bytes);
+      for (size_t at = 0; at < hn::MaxLanes(db); at += 16)
+        std::memcpy(out + ((at + i) * kPerByte + part) * out_pitch, bytes + at, 16);
+    }
+  }
+}
+
 // ---- either way ----
 
 // Copies a run. `stream`: whole cache lines go past the caches, for outputs that are larger than

@@ -33,8 +33,8 @@ struct Scratch {
   alignas(64) float inv[kTileElements / 16 + kSlack];
   alignas(64) float lane_inv[kTileElements / 16 + kSlack];
   alignas(64) uint8_t random[kTileElements / 16 + kSlack];  // of one row
-  // Of one row, or of kPair columns.
-  alignas(64) uint8_t codes[HWY_MAX(kTileElements / 16, kPair* kTileSide) + kSlack];
+  // Of one row, or of the columns that are stored at once.
+  alignas(64) uint8_t codes[HWY_MAX(kTileElements / 16, 2 * kPair * kTileSide) + kSlack];
   Ahead ahead;
 };
 
@@ -82,7 +82,7 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
   }
 }
 
-// What a pass leaves in scratch: the codes of a few lines, `pitch` bytes each, and the scale of
+// What a pass leaves: codes of a few lines, `pitch` bytes each, and in scratch the scale of
 // (line group, block) at stored[group * group_step + block * block_step].
 struct Encoded {
   int64_t batch, line, lines, pos, positions;  // the area in lines and positions
@@ -90,10 +90,9 @@ struct Encoded {
   int64_t group_step, block_step;
 };
 
-// Stores lines [first, last) of the area, whose codes are in scratch; at once, so that these stay
-// in the L1 cache.
+// Stores lines [first, last) of the area; at once, so that their codes are still in the L1 cache.
 HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64_t last,
-                      bool has_bad, Scratch& scratch) {
+                      bool has_bad, uint8_t* line_codes, const Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
   const StoredShape& s = d.shape;
   const int per_byte = codes_per_byte(spec.element);
@@ -104,7 +103,7 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64
   const bool per_group = s.scale_rows != s.lines || !spec.square;
   for (int64_t line = first; line < std::min(last, e.lines); ++line) {
     const int64_t group = line / group_lines;
-    uint8_t* codes = scratch.codes + (line - first) * e.pitch;
+    uint8_t* codes = line_codes + (line - first) * e.pitch;
     if (HWY_UNLIKELY(has_bad))
       for (int64_t b = 0; b < blocks; ++b)
         if (scratch.inv[group * e.group_step + b * e.block_step] == 0.0f)
@@ -140,6 +139,11 @@ HWY_INLINE void random_line(const Direction& d, uint32_t line, int64_t pos, int6
   }
 }
 
+// All codes of a tile, kept where its values would be after a transform.
+HWY_INLINE uint8_t* kept_codes(Scratch& scratch) {
+  return reinterpret_cast<uint8_t*>(scratch.transformed);
+}
+
 template <int kM, bool kStochastic, class T>
 HWY_INLINE void encode_row(const Encoder<kM>& encoder, const Signs& signs, const T* x,
                            int64_t count, int block, const float* inv, const uint8_t* random,
@@ -163,8 +167,9 @@ HWY_INLINE void encode_row(const Encoder<kM>& encoder, const Signs& signs, const
   }
 }
 
+// `keep`: leaves all codes in kept_codes(). Returns whether there is a block that is not finite.
 template <class T>
-HWY_INLINE void row_pass(const Direction& d, const TileView<T>& x, const TileArea& area,
+HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileArea& area, bool keep,
                          Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
   const int lines = spec.block_lines();
@@ -184,20 +189,22 @@ HWY_INLINE void row_pass(const Direction& d, const TileView<T>& x, const TileAre
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     const Encoder<m> encoder(spec.element);
     const Signs signs(spec.element);
-    for (int64_t r = 0; r < area.rows; ++r) {
+    for (int64_t r = 0; r < (keep ? x.rows : area.rows); ++r) {
       const float* inv = scratch.inv + r / lines * blocks;
+      uint8_t* codes = keep ? kept_codes(scratch) + r * e.pitch : scratch.codes;
       if (spec.stochastic()) {
         random_line(d, d.global_line(area.batch, area.row + r), area.column, x.columns,
                     scratch.random);
         encode_row<m, true>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
-                            scratch.random, scratch.codes, scratch.ahead);
+                            scratch.random, codes, scratch.ahead);
       } else {
         encode_row<m, false>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
-                             nullptr, scratch.codes, scratch.ahead);
+                             nullptr, codes, scratch.ahead);
       }
-      store(d, e, r, r + 1, has_bad, scratch);
+      store(d, e, r, r + 1, has_bad, codes, scratch);
     }
   });
+  return has_bad;
 }
 
 // ---- down columns ----
@@ -292,13 +299,49 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
                   .pitch = pitch,
                   .group_step = 1,
                   .block_step = groups};
-  const auto done = [&](int64_t line)
-                        HWY_ATTR { store(d, e, line, line + kPair, has_bad, scratch); };
+  const auto done = [&](int64_t line) HWY_ATTR {
+    store(d, e, line, line + kPair, has_bad, scratch.codes, scratch);
+  };
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     if (spec.stochastic())
       encode_columns<m, true>(d, x, area, inv, pitch, scratch, done);
     else
       encode_columns<m, false>(d, x, area, inv, pitch, scratch, done);
+  });
+}
+
+// Whether the tiles of both directions have the same scales and, transposed, the same codes.
+bool are_transposes(const Direction& a, const Direction& b) {
+  const QuantSpec& spec = a.out.spec;
+  return spec.square && !spec.stochastic() && spec.hadamard.dim == 0 && spec == b.out.spec &&
+         std::equal(a.outer.begin(), a.outer.end(), b.outer.begin(), [](auto s, auto t) {
+           return s.enc == t.enc && s.dec == t.dec;
+         });
+}
+
+// The columns of a tile of rows x columns whose row pass has left its codes and scales.
+HWY_INLINE void transposed_pass(const Direction& d, const TileArea& area, int64_t rows,
+                                int64_t columns, bool has_bad, Scratch& scratch) {
+  const QuantSpec& spec = d.out.spec;
+  const int per_byte = codes_per_byte(spec.element);
+  const int64_t step = static_cast<int64_t>(hn::MaxLanes(DB()));
+  const int64_t row_pitch = columns / per_byte;
+  const Encoded e{.batch = area.batch,
+                  .line = area.column,
+                  .lines = area.columns,
+                  .pos = area.row,
+                  .positions = rows,
+                  .pitch = rows / per_byte,
+                  .group_step = 1,
+                  .block_step = columns / spec.block};
+  with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
+    for (int64_t at = 0; at < row_pitch; at += step) {
+      const uint8_t* codes = kept_codes(scratch) + at;
+      for (int64_t i = 0; i < e.pitch; i += 16)
+        transpose_codes<m>(codes + i * per_byte * row_pitch, row_pitch, e.pitch,
+                           scratch.codes + i);
+      store(d, e, at * per_byte, (at + step) * per_byte, has_bad, scratch.codes, scratch);
+    }
   });
 }
 
@@ -380,11 +423,16 @@ void quantize_tiles(const ConstMatrix& x, const Direction* along, const Directio
                     const Executor& executor) {
   int64_t rows, columns;
   tile_extents(x, down == nullptr, along ? along->out.spec.block_lines() : 1, rows, columns);
+  const bool transposes = along && down && are_transposes(*along, *down);
   for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
     with_tile(x, area, down == nullptr, scratch, [&](const auto& tile) HWY_ATTR {
+      if (transposes) {
+        const bool has_bad = row_pass(*along, tile, area, true, scratch);
+        return transposed_pass(*down, area, tile.rows, tile.columns, has_bad, scratch);
+      }
       if (along)
         with_transform(along->out.spec.hadamard, true, tile, scratch,
-                       [&](const auto& t) HWY_ATTR { row_pass(*along, t, area, scratch); });
+                       [&](const auto& t) HWY_ATTR { row_pass(*along, t, area, false, scratch); });
       if (down)
         with_transform(down->out.spec.hadamard, false, tile, scratch,
                        [&](const auto& t) HWY_ATTR { column_pass(*down, t, area, scratch); });
