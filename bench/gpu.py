@@ -297,7 +297,7 @@ def main() -> None:
     """Run every case and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="", help="the commit, where there is no repository")
+    parser.add_argument("--commit", default="", help="what was built, where git cannot say")
     options = parser.parse_args()
     copy = copy_speed()
     print(f"copy {copy:.3f} TB/s")
@@ -313,7 +313,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     rows += gemm_rows()
     where = provenance(copy)
-    where["commit"] = where["commit"] or options.commit
+    where["commit"] = options.commit or where["commit"]
     options.out.write_text(json.dumps({"provenance": where, "rows": rows}, indent=1) + "\n")
 
 

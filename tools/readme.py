@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import blockscale as bs
+from blockscale._core import matmul_needs
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -51,27 +52,39 @@ def support() -> str:
     """Which spec can be stored how and runs where."""
     facts = bs.describe()
     layouts = [layout["name"] for layout in facts["layouts"]]
-    backends = facts["backends"]
     rows = []
     for name in facts["specs"]:
         spec = bs.spec(name)
         stored = [layout for layout in layouts if not bs.explain(name, layout, "cpu")]
-        runs = ["yes" if not bs.explain(name, "linear", b["name"]) else "–" for b in backends]
+        # Not whether this machine has a GPU: what a build with nvcc does on one.
+        gpu = "quantizers; GEMM to come" if matmul_needs(str(spec), "cuda") else "yes"
         outer = " + FP32 tensor scale" if spec.outer else ""
         block = "x".join(map(str, spec.block))
         rows.append(
-            [f"`{name}`", spec.element, f"{spec.scale}{outer}", block, ", ".join(stored), *runs]
+            [
+                f"`{name}`",
+                spec.element,
+                f"{spec.scale}{outer}",
+                block,
+                ", ".join(stored),
+                "yes",
+                gpu,
+            ]
         )
-    devices = {"cpu": "CPU", "cuda": "CUDA (not in this build)"}
-    named = [devices[b["name"]] if not b["available"] else b["name"].upper() for b in backends]
-    return table(["spec", "element", "scales", "block", "storage layouts", *named], rows)
+    header = ["spec", "element", "scales", "block", "storage layouts", "CPU", "H100, H200"]
+    return table(header, rows)
 
 
-def train() -> str:
-    """The table of the committed default run."""
-    report = (ROOT / "docs/train/report.md").read_text()
+def train(folder: str = "docs/train") -> str:
+    """The tables of a committed run."""
+    report = (ROOT / folder / "report.md").read_text()
     lines = [line for line in report.splitlines() if line.startswith("|")]
     return "\n".join(lines)
+
+
+def train_gpu() -> str:
+    """The results of the committed run on a GPU, without its settings."""
+    return train("docs/train_gpu").partition("\n| setting")[0]
 
 
 def number(value: float | None, form: str) -> str:
@@ -112,9 +125,39 @@ def bench() -> str:
     return table(["case", "speed", "share", "goal"], rows) + "\n\n" + origin
 
 
+def bench_gpu() -> str:
+    """The largest shape of the GPU benchmark, and the GEMMs."""
+    result = json.loads((ROOT / "bench/results/h200.json").read_text())
+    rows = []
+    for row in result["rows"]:
+        if row.get("shape", [16384, 8192]) != [16384, 8192]:
+            continue
+        if "of_copy" in row:
+            share, goal = f"{100 * row['of_copy']:.0f}% of copy", number(row["goal"], "≥ {:.0%}")
+        else:
+            share = f"{row['of_bf16']:.2f}x BF16"
+            goal = number(row.get("goal"), "≥ {:.2f}x")
+        rows.append([f"`{row['case']}`", f"{row['us']:.0f} µs", share, goal])
+    where = result["provenance"]
+    origin = (
+        f"{where['gpu']}, copy {where['copy_tb_per_s']:.2f} TB/s, torch {where['torch']}, "
+        f"{where['date'][:10]}, commit {where['commit'][:12]}."
+    )
+    return table(["case", "time", "share", "goal"], rows) + "\n\n" + origin
+
+
+PARTS = (
+    ("support", support),
+    ("train", train),
+    ("train_gpu", train_gpu),
+    ("bench_gpu", bench_gpu),
+    ("bench", bench),
+)
+
+
 def filled(text: str) -> str:
     """The README with every generated part made anew."""
-    for name, make in (("support", support), ("train", train), ("bench", bench)):
+    for name, make in PARTS:
         begin, end = f"<!-- begin: {name} (tools/readme.py) -->", f"<!-- end: {name} -->"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)

@@ -17,11 +17,8 @@ namespace blockscale::gpu {
 
 #define BLOCKSCALE_DEVICE __device__ __forceinline__
 
-// ---- the copy engine of sm_90 (TMA)
-// -------------------------------------------------------------- Brings boxes of a matrix into
-// shared memory on its own.
+// ---- the copy engine of sm_90 (TMA): brings boxes of a matrix into shared memory on its own ----
 #if defined(__HIPCC__)
-inline constexpr bool kCopyEngine = false;
 struct CopyMap {};
 struct CopyBarrier {};
 BLOCKSCALE_DEVICE void init(CopyBarrier&, int) {}
@@ -29,7 +26,6 @@ BLOCKSCALE_DEVICE void arrive(CopyBarrier&) {}
 BLOCKSCALE_DEVICE void copy_tile(void*, int, const CopyMap&, int, int, int, CopyBarrier&) {}
 BLOCKSCALE_DEVICE void wait(CopyBarrier&, uint32_t) {}
 #else
-inline constexpr bool kCopyEngine = true;
 using CopyMap = CUtensorMap;
 struct CopyBarrier {
   uint64_t state;

@@ -26,8 +26,7 @@ struct TileAt {
   int batch, row, column;
 };
 
-// ---- BF16 tiles
-// ----------------------------------------------------------------------------------
+// ---- BF16 tiles ----
 
 // A run as BF16 pairs, element 2i in the low half of pair[i].
 struct PairRun {
@@ -193,8 +192,7 @@ struct UnalignedLoader {
   BLOCKSCALE_DEVICE bool asks() const { return true; }
 };
 
-// ---- any dtype, any strides
-// ----------------------------------------------------------------------
+// ---- any dtype, any strides ----
 
 struct FloatRun {
   float value[kRun];
