@@ -314,9 +314,8 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
 bool are_transposes(const Direction& a, const Direction& b) {
   const QuantSpec& spec = a.out.spec;
   return spec.square && !spec.stochastic() && spec.hadamard.dim == 0 && spec == b.out.spec &&
-         std::equal(a.outer.begin(), a.outer.end(), b.outer.begin(), [](auto s, auto t) {
-           return s.enc == t.enc && s.dec == t.dec;
-         });
+         std::equal(a.outer.begin(), a.outer.end(), b.outer.begin(),
+                    [](auto s, auto t) { return s.enc == t.enc && s.dec == t.dec; });
 }
 
 // The columns of a tile of rows x columns whose row pass has left its codes and scales.
@@ -338,8 +337,7 @@ HWY_INLINE void transposed_pass(const Direction& d, const TileArea& area, int64_
     for (int64_t at = 0; at < row_pitch; at += step) {
       const uint8_t* codes = kept_codes(scratch) + at;
       for (int64_t i = 0; i < e.pitch; i += 16)
-        transpose_codes<m>(codes + i * per_byte * row_pitch, row_pitch, e.pitch,
-                           scratch.codes + i);
+        transpose_codes<m>(codes + i * per_byte * row_pitch, row_pitch, e.pitch, scratch.codes + i);
       store(d, e, at * per_byte, (at + step) * per_byte, has_bad, scratch.codes, scratch);
     }
   });
