@@ -13,7 +13,7 @@ cxx_files = $(wildcard include/blockscale/*.h src/*.h src/*.cc src/*/*.h src/*/*
               cmake/highway/*.cc)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build train test bench lint format asan wheel clean
+.PHONY: help setup build train test bench lint format asan archs wheel clean
 
 help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
@@ -63,6 +63,16 @@ format: $(venv)/.requirements  ## rewrite the sources the way lint wants them
 	$(venv)/bin/clang-format -i $(cxx_files)
 	$(venv)/bin/ruff check --fix .
 	$(venv)/bin/ruff format .
+
+# Compiled, not run: the build itself is for sm_90a.
+archs := 80 89 100a 120a
+archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (nothing is run)
+	@if ! command -v nvcc >/dev/null; then echo "archs: nvcc was not found; nothing to compile"; exit 0; fi; \
+	for arch in $(archs); do for source in src/gpu/*.cu; do echo $$arch $$source; done; done | \
+	    xargs -P $(JOBS) -L 1 sh -c 'nvcc -std=c++20 -O1 -fmad=false -Werror all-warnings \
+	        -gencode arch=compute_$$0,code=sm_$$0 -Iinclude -Isrc \
+	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -cubin -o /dev/null $$1' && \
+	echo "compiled src/gpu for: $(archs)"
 
 asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan
 	@test -f build-asan/build.ninja || cmake -S . -B build-asan -G Ninja -DBLOCKSCALE_TESTS=ON \

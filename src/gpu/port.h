@@ -135,8 +135,13 @@ inline int multiprocessors(int device) {
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   return count;
 }
+inline bool has_copy_engine() {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current_device());
+  return major >= 9;
+}
 // Describes a batch of BF16 matrices with contiguous columns, in boxes of `box` x `box`; false
-// where the copy engine cannot read it: rows have to start at multiples of 16 bytes.
+// where there is no copy engine, or it cannot read it: rows have to start at multiples of 16 bytes.
 inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,
                      int64_t row_stride, int64_t batch_stride, int box) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -149,8 +154,8 @@ inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t colum
     return reinterpret_cast<Encode>(found);
   }();
   if (batch == 1) batch_stride = row_stride * rows;  // of no account, but it is looked at
-  if (!encode || reinterpret_cast<uintptr_t>(data) % 16 != 0 || row_stride % 8 != 0 ||
-      batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
+  if (!encode || !has_copy_engine() || reinterpret_cast<uintptr_t>(data) % 16 != 0 ||
+      row_stride % 8 != 0 || batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
     return false;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
                               static_cast<cuuint64_t>(batch)};
