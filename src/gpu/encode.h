@@ -1,4 +1,4 @@
-// From values to codes, 16 at a time, and from block amaxes to scales. The arithmetic is that of
+// From values to codes, 16 at a time. The arithmetic is that of
 // rounding.h and formats.h; what is written differently here is shown equal by the tests.
 #pragma once
 
@@ -24,9 +24,6 @@ struct Pass {
   BLOCKSCALE_HD constexpr bool present() const { return encoder != Encoder::none; }
   BLOCKSCALE_HD constexpr bool fp4() const {
     return encoder == Encoder::fp4_nearest || encoder == Encoder::fp4_stochastic;
-  }
-  BLOCKSCALE_HD constexpr bool two_level() const {
-    return scale == Format::e4m3 || scale == Format::ue5m3;
   }
   BLOCKSCALE_HD constexpr int block() const {
     return scale == Format::fp32   ? kFp8_1x128.block

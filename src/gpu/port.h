@@ -1,4 +1,5 @@
-// The vendor's half of the GPU backend: CUDA or HIP. The only file here that knows which.
+// The vendor's half of the GPU backend: CUDA or HIP. The only file here that knows which. The HIP
+// side is a draft: nothing compiles it yet.
 #pragma once
 
 #if defined(__HIPCC__)

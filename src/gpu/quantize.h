@@ -17,13 +17,13 @@ namespace blockscale::gpu {
 template <Pass kPass, bool kColumns>
 inline constexpr bool kHasTables = kPass.any() || kPass.square ||
                                    (kColumns && kPass.block() != kRun);
-template <Pass kPass, bool kTables = kHasTables<kPass, false>>
+template <Pass kPass>
 struct RowMemory {
-  BlockSpace<kTables> tables;
+  BlockSpace<kHasTables<kPass, false>> tables;
 };
-template <Pass kPass, bool kTables = kHasTables<kPass, true>>
+template <Pass kPass>
 struct ColumnMemory {
-  BlockSpace<kTables> tables;
+  BlockSpace<kHasTables<kPass, true>> tables;
   Stage<kPass> stage[2];  // one is filled while the other may still be read
 };
 struct NoMemory {
@@ -40,11 +40,11 @@ struct Shared {
   typename Loader::Shared loader;
 };
 
-// Moves on to the matrix of a tile; its first tile stores the outer scale.
+// Moves on to the matrix of a tile, if it is another than `before`.
 BLOCKSCALE_DEVICE void refresh(const Side& s, const TileAt& at, int before, MatrixAt& m) {
-  if (at.batch == before) return;
-  m = matrix_at(s, at.batch);
+  if (at.batch != before) m = matrix_at(s, at.batch);
 }
+// The first tile of a matrix stores its outer scale.
 BLOCKSCALE_DEVICE void store_outer(const Side& s, const TileAt& at, const MatrixAt& m) {
   if (s.out.spec.outer && at.row == 0 && at.column == 0 && threadIdx.x == 0)
     s.out.outer[at.batch] = m.outer.dec;

@@ -10,6 +10,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from models import Block
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -167,23 +168,6 @@ def test_autocast_inside_compiled_code() -> None:
     y, z = cast(x), compiled(cast, backend="aot_eager")(x)
     assert y.dtype == z.dtype == torch.bfloat16
     assert torch.equal(y, z)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
-        self.rerun = False
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(torch.relu(self.up(x)))
-        return out
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rerun:
-            out: torch.Tensor = x + checkpoint(self.inner, x, use_reentrant=False)
-            return out
-        return x + self.inner(x)
 
 
 class Net(nn.Module):

@@ -14,9 +14,9 @@ import blockscale as bs
 import pytest
 import torch
 from blockscale.cli.main import main
+from models import Block
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils.checkpoint import checkpoint
 
 OPS = torch.ops.blockscale
 RECIPES = [name for name in bs.recipe_names() if not bs.recipe(name).cuda_needs]
@@ -111,23 +111,6 @@ def test_dynamic_shapes_compile_once(cuda: torch.device) -> None:
 
 
 # --- converted models -----------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
-        self.rerun = False
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(torch.relu(self.up(x)))
-        return out
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rerun:
-            out: torch.Tensor = x + checkpoint(self.inner, x, use_reentrant=False)
-            return out
-        return x + self.inner(x)
 
 
 def model_on(device: torch.device, rerun: bool = False) -> nn.Sequential:

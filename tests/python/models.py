@@ -1,0 +1,26 @@
+"""Models that more than one file of tests converts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """x + down(relu(up(x))); with `rerun` its inside is recomputed in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
+        self.rerun = False
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rerun:
+            out: torch.Tensor = x + checkpoint(self.inner, x, use_reentrant=False)
+            return out
+        return x + self.inner(x)
