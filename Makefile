@@ -13,7 +13,7 @@ cxx_files = $(wildcard include/blockscale/*.h src/*.h src/*.cc src/*/*.h src/*/*
               cmake/highway/*.cc)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build train test bench lint format asan archs wheel clean
+.PHONY: help setup build train test bench lint format asan archs hip wheel clean
 
 help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
@@ -73,6 +73,17 @@ archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (not
 	        -gencode arch=compute_$$0,code=sm_$$0 -Iinclude -Isrc \
 	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -cubin -o /dev/null $$1' && \
 	echo "compiled src/gpu for: $(archs)"
+
+# The same code as HIP: by Debian's hipcc, host side and all, and for a newer chip by a newer clang.
+hip_gfx90a := env HIP_PLATFORM=amd hipcc -c --offload-arch=gfx90a
+hip_gfx942 := clang++-19 -nogpulib --offload-device-only -S --offload-arch=gfx942
+hip:  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run)
+	@PYTHON=$(PYTHON) tools/system_packages.sh hip
+	@for source in src/gpu/*.cu; do \
+	    echo "'$(hip_gfx90a)' $$source"; echo "'$(hip_gfx942)' $$source"; done | \
+	    xargs -P $(JOBS) -L 1 sh -c '$$0 -x hip -std=c++20 -O1 -ffp-contract=off -Wall -Wextra -Werror \
+	        -Wno-pass-failed -Iinclude -Isrc -DBLOCKSCALE_GPU_TARGETS=\"AMD\" -o /dev/null $$1' && \
+	echo "compiled src/gpu as HIP for gfx90a and gfx942; nothing was run"
 
 asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan
 	@test -f build-asan/build.ninja || cmake -S . -B build-asan -G Ninja -DBLOCKSCALE_TESTS=ON \

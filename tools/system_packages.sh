@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Finds out which system packages the build lacks, by looking for what they provide. As root with
-# apt-get they are installed; otherwise the command that installs them is printed, and this fails.
+# Finds out which system packages the build lacks, by looking for what they provide; with the argument
+# `hip`, those of `make hip` instead. As root with apt-get they are installed; otherwise the command
+# that installs them is printed, and this fails.
 set -euo pipefail
 
 python=${PYTHON:-python3}
@@ -12,15 +13,20 @@ need() { # need PACKAGE TEST...: PACKAGE is missing when TEST fails
 }
 header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null; }
 
-need git command -v git
-need make command -v make
-need g++ command -v g++
-need cmake command -v cmake
-need ninja-build command -v ninja
-need python3-venv "$python" -c "import ensurepip, venv"
-need libhwy-dev header hwy/highway.h
-need libgtest-dev header gtest/gtest.h
-need libbenchmark-dev header benchmark/benchmark.h
+if [ "${1:-}" = hip ]; then
+  need hipcc command -v hipcc
+  need clang-19 command -v clang++-19
+else
+  need git command -v git
+  need make command -v make
+  need g++ command -v g++
+  need cmake command -v cmake
+  need ninja-build command -v ninja
+  need python3-venv "$python" -c "import ensurepip, venv"
+  need libhwy-dev header hwy/highway.h
+  need libgtest-dev header gtest/gtest.h
+  need libbenchmark-dev header benchmark/benchmark.h
+fi
 
 if [ ${#missing[@]} -eq 0 ]; then exit 0; fi
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
@@ -29,7 +35,7 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
   exec apt-get install -y -qq --no-install-recommends "${missing[@]}"
 fi
 cat >&2 <<EOF
-make setup: system packages are missing: ${missing[*]}
+make ${1:-setup}: system packages are missing: ${missing[*]}
 On Debian or Ubuntu:
 
     sudo apt-get update && sudo apt-get install -y ${missing[*]}

@@ -169,7 +169,7 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, con
   if (!is_bf16_rows(y))
     launch_on_axis<AnyLoader>(p, axis, out, native(stream));
   else if (p.copies)
-    launch_on_axis<CopyLoader>(p, axis, out, native(stream));
+    launch_on_axis<AlignedLoader>(p, axis, out, native(stream));
   else
     launch_on_axis<UnalignedLoader>(p, axis, out, native(stream));
   check_launch("amax");

@@ -12,11 +12,11 @@ __global__ void probe_kernel() {}
 std::string unavailable() {
   int devices = 0;
   if (device_count(&devices) != kSuccess || devices == 0) {
-    last_error();  // a failed query is no error of the next launch
+    (void)last_error();  // a failed query is no error of the next launch
     return "no GPU is visible; every spec runs on the CPU";
   }
   if (has_kernel(probe_kernel)) return "";
-  last_error();
+  (void)last_error();
   return std::string("this build has GPU code for ") + BLOCKSCALE_GPU_TARGETS + ", the GPU is a " +
          device_text() + "; build for it with -DCMAKE_CUDA_ARCHITECTURES=...";
 }

@@ -1,5 +1,10 @@
 // The vendor's half of the GPU backend: CUDA or HIP. The only file here that knows which. The HIP
-// side is a draft: nothing compiles it yet.
+// side is compiled (`make hip`), and has not been run.
+//
+// A warp is 32 lanes everywhere in this folder. A wavefront of 64 is two of them, which go through
+// the same code side by side: exchanges stay within 32 lanes, nothing asks for the whole wavefront.
+// What stands in the way of running: the tiles are for the shared memory of sm_90, and gfx90a and
+// gfx942 give a block of threads 64 KiB. A launch that asks for more is refused there.
 #pragma once
 
 #if defined(__HIPCC__)
@@ -20,6 +25,8 @@ namespace blockscale::gpu {
 
 // ---- the copy engine of sm_90 (TMA): brings boxes of a matrix into shared memory on its own ----
 #if defined(__HIPCC__)
+#define __grid_constant__  // parameters of a kernel are in constant memory anyway
+inline constexpr bool kCopyEngine = false;
 struct CopyMap {};
 struct CopyBarrier {};
 BLOCKSCALE_DEVICE void init(CopyBarrier&, int) {}
@@ -27,6 +34,7 @@ BLOCKSCALE_DEVICE void arrive(CopyBarrier&) {}
 BLOCKSCALE_DEVICE void copy_tile(void*, int, const CopyMap&, int, int, int, CopyBarrier&) {}
 BLOCKSCALE_DEVICE void wait(CopyBarrier&, uint32_t) {}
 #else
+inline constexpr bool kCopyEngine = true;  // described, but not used, below sm_90
 using CopyMap = CUtensorMap;
 struct CopyBarrier {
   uint64_t state;
@@ -79,28 +87,29 @@ using Error_t = hipError_t;
 using NativeStream = hipStream_t;
 inline Error_t last_error() { return hipGetLastError(); }
 inline const char* error_text(Error_t e) { return hipGetErrorString(e); }
-inline Error_t clear_async(void* p, size_t bytes, NativeStream s) {
-  return hipMemsetAsync(p, 0, bytes, s);
+// Their failures are found by last_error(), as those of launches are.
+inline void clear_async(void* p, size_t bytes, NativeStream s) {
+  (void)hipMemsetAsync(p, 0, bytes, s);
 }
-inline Error_t copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
-  return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, s);
+inline void copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
+  (void)hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, s);
 }
 inline constexpr Error_t kSuccess = hipSuccess;
 inline int current_device() {
   int device = 0;
-  hipGetDevice(&device);
+  (void)hipGetDevice(&device);
   return device;
 }
 inline int multiprocessors(int device) {
   int count = 1;
-  hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
+  (void)hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
   return count;
 }
 inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
   return false;
 }
 inline void allow_shared(const void* kernel, int bytes) {
-  hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  (void)hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline Error_t device_count(int* count) { return hipGetDeviceCount(count); }
 inline bool has_kernel(void (*kernel)()) {
@@ -119,11 +128,11 @@ using Error_t = cudaError_t;
 using NativeStream = cudaStream_t;
 inline Error_t last_error() { return cudaGetLastError(); }
 inline const char* error_text(Error_t e) { return cudaGetErrorString(e); }
-inline Error_t clear_async(void* p, size_t bytes, NativeStream s) {
-  return cudaMemsetAsync(p, 0, bytes, s);
+inline void clear_async(void* p, size_t bytes, NativeStream s) {
+  (void)cudaMemsetAsync(p, 0, bytes, s);
 }
-inline Error_t copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
-  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, s);
+inline void copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
+  (void)cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, s);
 }
 inline constexpr Error_t kSuccess = cudaSuccess;
 inline int current_device() {
@@ -196,7 +205,9 @@ BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
 }
 
 BLOCKSCALE_DEVICE void sync_warp() {
-#if !defined(__HIPCC__)
+#if defined(__HIPCC__)
+  __builtin_amdgcn_wave_barrier();
+#else
   __syncwarp();
 #endif
 }
@@ -275,7 +286,7 @@ BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
 
 // Four FP8 codes to FP32, exactly; only where kHardwareFp8.
 template <bool kE5m2>
-BLOCKSCALE_DEVICE void from_fp8x4(uint32_t codes, float* v) {
+BLOCKSCALE_DEVICE void from_fp8x4([[maybe_unused]] uint32_t codes, [[maybe_unused]] float* v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

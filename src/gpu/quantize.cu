@@ -41,7 +41,7 @@ struct Entry {
   Launcher copied, unaligned;
 };
 template <class Row, class Column>
-constexpr Entry kEntry{Row::kPass, Column::kPass, launch<Row, Column, CopyLoader>,
+constexpr Entry kEntry{Row::kPass, Column::kPass, launch<Row, Column, AlignedLoader>,
                        launch<Row, Column, UnalignedLoader>};
 template <class P>
 constexpr Entry kRows = kEntry<P, None>;
