@@ -7,11 +7,9 @@ writes one JSON with where it was measured. `make bench` calls it.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +21,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
+from blockscale.cli.bench import provenance
 from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
 from blockscale.cli.trainer import make_optimizer
 from rich.console import Console
@@ -207,36 +206,6 @@ def memory_rows() -> list[Row]:
     ]
 
 
-def cpu_name() -> str:
-    """The processor, as the kernel names it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def provenance() -> dict[str, Any]:
-    """Where and from what the numbers come."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    facts = bs.describe()
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else ""),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "instruction_set": facts["instruction_set"],
-        "blockscale": facts["version"],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def print_rows(rows: list[Row]) -> None:
     """One line a case: its figure, its share of the peer's, its goal."""
     table = Table("case", "ms", "GB/s", "GFLOP/s", "share", "goal")
@@ -256,7 +225,7 @@ def main() -> None:
     parser.add_argument("--core", type=Path, default=Path("build/blockscale_bench"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    where = provenance()
+    where = provenance("cpu") | {"load_average": os.getloadavg()[0]}
     rows = core_rows(options.core)
     copy = next(row["gb_per_s"] for row in rows if row["case"] == "memcpy")
     rows += matmul_rows() + step_rows() + torchao_rows(copy) + memory_rows()

@@ -324,6 +324,54 @@ def test_a_run_in_use(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+SHAPE = (
+    "need rows x columns such as 16384x8192, or matrices x rows x columns, of fewer than 2^31 "
+    f"elements; {NONE}"
+)
+BENCH_OPTIONS = [
+    (["--device", "cudaa"], "--device = cudaa; need cpu or cuda; did you mean cuda?"),
+    (["--shape", "128"], f"--shape = 128; {SHAPE}"),
+    (["--shape", "0x128"], f"--shape = 0x128; {SHAPE}"),
+    (["--shape", "4x-3"], f"--shape = 4x-3; {SHAPE}"),
+    (["--shape", "65536x65536"], f"--shape = 65536x65536; {SHAPE}"),
+    (["--from", "none.json"],
+     "--from = none.json (No such file or directory); need a file; check the path"),
+    (["--from", "none.json", "--shape", "2x2"],
+     "--shape with --from; need one or the other, nothing is measured again; leave --shape out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), BENCH_OPTIONS)
+def test_bench_refusals(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert refusal(capsys, "bench", "--out", str(out), *words) == f"blockscale bench: {message}"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [], "provenance": {"torch": "2"}}'])
+def test_bench_from_another_file(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(text)
+    assert refusal(capsys, "bench", "--from", str(file)) == (
+        f"blockscale bench: --from = {file}; need a results.json that `blockscale bench` wrote; "
+        "measure again"
+    )
+    assert tree(tmp_path) == {str(file): text.encode()}
+
+
+def test_bench_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert refusal(capsys, "bench", "--device", "cpu", "--out", str(file)) == (
+        f"blockscale bench: --out = {file} (File exists); need a folder that can be made; choose "
+        "another"
+    )
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, "trian")
     assert line == (

@@ -15,6 +15,7 @@ from blockscale.cli.errors import CliError, Parser, nearest
 SUBCOMMANDS = {
     "train": "train a small language model in several recipes and compare them",
     "doctor": "what this machine can run, and why not the rest",
+    "bench": "the speed of the quantizers on this machine, against a copy",
     "inspect": "what each spec would do to the tensors of a safetensors file",
 }
 

@@ -1,0 +1,275 @@
+"""Measure the quantizers on this machine against the speed of a large copy, beside torchao where it
+is installed: a table, results.json and bench.png. Every answer is checked before it is timed: on a
+GPU against the CPU, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import blockscale as bs
+from blockscale.cli import bench_cases
+from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
+from blockscale.cli.bench_chart import copy_text, draw
+from blockscale.cli.errors import CliError, nearest
+from blockscale.cli.run_folder import write_atomically
+
+LIMIT = 1 << 31  # elements of an input; three of them are held
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", metavar="NAME", help="cpu or cuda (default: cuda where it can be used)")
+    add(
+        "--shape", action="append", type=shape, metavar="RxC",
+        help="rows x columns, or ExRxC for a batch of E; may be repeated (default: large, odd and "
+        "batched ones)",
+    )  # fmt: skip
+    out = "results.json and bench.png go there (default runs/bench-<date>-<time>)"
+    add("--out", metavar="FOLDER", help=out)
+    add(
+        "--from", dest="source", metavar="results.json",
+        help="measure nothing; print and draw an earlier run (default --out: its folder)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures or reads, then prints and draws."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    if args.source is not None:
+        for name in ("device", "shape"):
+            if getattr(args, name) is not None:
+                raise CliError(
+                    f"--{name} with --from; need one or the other, nothing is measured again; "
+                    f"leave --{name} out"
+                )
+        folder = Path(args.out or Path(args.source).parent)
+        found = read(Path(args.source))
+    else:
+        folder = Path(args.out or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
+        device = args.device or ("cpu" if why_no_cuda() else "cuda")
+        check_device(device)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CliError(
+            f"--out = {folder} ({error.strerror}); need a folder that can be made; choose another"
+        ) from None
+    if args.source is None:
+        try:
+            found = measure(device, args.shape, console)
+        except WrongAnswer as error:
+            print(f"blockscale bench: {error}; nothing is written", file=sys.stderr)
+            return 1
+        write(folder / "results.json", found)
+    plot = draw(found)
+    write_atomically(folder / "bench.png", lambda file: file.write(plot))
+    print_tables(found, console)
+    written = "bench.png" if args.source is not None else "results.json and bench.png"
+    console.print(f"wrote {written} to {folder}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def shape(text: str) -> Shape:
+    """An argparse type: 16384x8192 or 8x2048x7168."""
+    parts = text.lower().split("x")
+    sizes = tuple(int(part) for part in parts if part.isdecimal() and part.isascii())
+    good = len(sizes) == len(parts) and len(sizes) in (2, 3) and all(sizes)
+    if not good or math.prod(sizes) >= LIMIT:
+        raise argparse.ArgumentTypeError(
+            f"{text}; need rows x columns such as 16384x8192, or matrices x rows x columns, of "
+            "fewer than 2^31 elements; leave the option out for its default"
+        )
+    return sizes
+
+
+def why_no_cuda() -> str:
+    """Why nothing can be measured on a GPU here; empty when it can."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    reason: str = next(b["reason"] for b in bs.describe()["backends"] if b["name"] == "cuda")
+    return reason
+
+
+def check_device(device: str) -> None:
+    """CliError unless cases can run there."""
+    if device not in ("cpu", "cuda"):
+        raise CliError(f"--device = {device}; need cpu or cuda; {nearest(device, ['cpu', 'cuda'])}")
+    if device == "cuda" and (reason := why_no_cuda()):
+        raise CliError(
+            f"--device = cuda ({reason}); need a GPU that this build has kernels for; use --device "
+            "cpu, or see `blockscale doctor`"
+        )
+
+
+def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> dict[str, Any]:
+    """What results.json holds."""
+    default = bench_cases.GPU_SHAPES if device == "cuda" else bench_cases.CPU_SHAPES
+    load = os.getloadavg()[0]
+    with console.status("") as status:
+
+        def say(text: str) -> None:
+            if text.startswith("note: "):
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
+            else:
+                status.update(escape(text))
+
+        copy, rows = bench_cases.run(device, shapes or default, say)
+    where = provenance(device) | {"load_average": load, "copy_tb_per_s": copy}
+    return {"provenance": where, "rows": rows}
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """Where and from what the numbers come."""
+    facts = bs.describe()
+    where = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": device,
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": facts["instruction_set"],
+        "blockscale": facts["version"],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        query = "--query-gpu=clocks.sm,clocks.mem,driver_version"
+        where |= {
+            "gpu": torch.cuda.get_device_name(),
+            "clocks_after_and_driver": output("nvidia-smi", query, "--format=csv,noheader"),
+            "cuda": torch.version.cuda,
+        }
+    return where
+
+
+def output(*words: str, cwd: Path | None = None) -> str:
+    """What a command prints; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def commit() -> str:
+    """The commit that this file is of, with `+changes`; nothing when it is installed by itself."""
+    here = Path(__file__).resolve()
+    if not output("git", "ls-files", here.name, cwd=here.parent):
+        return ""
+    changed = output("git", "status", "--porcelain", "--untracked-files=no", cwd=here.parent)
+    return output("git", "rev-parse", "HEAD", cwd=here.parent) + ("+changes" if changed else "")
+
+
+def cpu_name() -> str:
+    """The processor, as the kernel names it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """results.json, whole or not at all."""
+    content = json.dumps(found, indent=1) + "\n"
+    write_atomically(path, lambda file: file.write(content.encode()))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A results.json; CliError when it is none."""
+    try:
+        found = json.loads(path.read_text())
+        rows = found["rows"]
+        if not found["provenance"]["torch"] or not any("of_copy" in row for row in rows):
+            raise ValueError
+        for row in rows:
+            row["case"], row["us"], row.get("shape"), row.get("goal")
+    except OSError as error:
+        raise CliError(f"--from = {path} ({error.strerror}); need a file; check the path") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CliError(
+            f"--from = {path}; need a results.json that `blockscale bench` wrote; measure again"
+        ) from None
+    return dict(found)
+
+
+def share(row: Row) -> str:
+    """How a case stands to what it is measured against."""
+    if "of_copy" in row:
+        return f"{row['of_copy']:.0%} of copy"
+    if "of_bf16" in row:
+        return f"{row['of_bf16']:.2f}x BF16"
+    return f"{row['of_empty']:.1f}x an empty kernel" if "of_empty" in row else ""
+
+
+def goal(row: Row) -> str:
+    """What it should reach."""
+    if row.get("goal") is None:
+        return ""
+    if "of_copy" in row:
+        return f"≥ {row['goal']:.0%}"
+    return f"≤ {row['goal']:.0f}x" if "of_empty" in row else f"≥ {row['goal']:.2f}x"
+
+
+def reached(row: Row) -> bool:
+    """Whether a case with a goal is there."""
+    if "of_empty" in row:
+        return bool(row["of_empty"] <= row["goal"])
+    return bool(row.get("of_copy", row.get("of_bf16")) >= row["goal"])
+
+
+def origin(where: dict[str, Any]) -> str:
+    """Machine, versions, date and commit of a run, in a line."""
+    machine = where.get("gpu") or f"{where['cpu']}, {where['threads']} threads"
+    parts = [
+        machine,
+        copy_text(where),
+        f"blockscale {where['blockscale']}",
+        f"torch {where['torch']}",
+        where["date"][:10],
+    ]
+    if where["commit"]:
+        parts.append(f"commit {where['commit'][:12]}{'+' if '+' in where['commit'] else ''}")
+    return ", ".join(parts)
+
+
+def print_tables(found: dict[str, Any], console: Console) -> None:
+    """One table a shape, and one for what has no shape."""
+    groups: dict[str, list[Row]] = {}
+    for row in found["rows"]:
+        groups.setdefault("x".join(map(str, row.get("shape", ["other"]))), []).append(row)
+    for title, rows in groups.items():
+        table = Table(title=title)
+        table.add_column("case", overflow="fold")
+        for heading in ("µs", "GB/s", "share", "goal"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            style = "" if row.get("goal") is None else "green" if reached(row) else "yellow"
+            speed = f"{1e3 * row['tb_per_s']:,.4g}" if "tb_per_s" in row else ""
+            cells = (
+                f"{row['us']:,.1f}",
+                speed,
+                share(row),
+                f"[{style}]{goal(row)}" if style else "",
+            )
+            table.add_row(escape(row["case"]), *cells)
+        console.print(table)
+    console.print(origin(found["provenance"]), highlight=False, soft_wrap=True)

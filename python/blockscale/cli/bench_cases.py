@@ -1,0 +1,382 @@
+"""The cases of `blockscale bench`: what is measured, on which shapes, what each should reach, and
+the check of its answer that comes before its time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import blockscale as bs
+from blockscale.cli.bench_clock import Clock, CpuClock, CudaClock
+
+Row = dict[str, Any]
+Shape = tuple[int, ...]  # [R, C], or [E, R, C] with batch_dims=1
+Peer = Callable[[Tensor], Sequence[Tensor]]
+
+STOCHASTIC = "[scale_rounding=up,rounding=stochastic]"
+BOTH = "[scale_rounding=up,rounding=stochastic,hadamard=16]"
+
+# Of a GPU, 64 MiB and more but for the odd ones: with INPUTS by turns, the cache holds none.
+GPU_SHAPES: tuple[Shape, ...] = (
+    (16384, 8192),
+    (32768, 4096),
+    (131072, 4096),
+    (16384, 7168),
+    (10007, 2880),
+    (4099, 5003),
+    (8, 2048, 7168),
+    (32, 5760, 2880),
+)
+CPU_SHAPES: tuple[Shape, ...] = ((4096, 8192), (4099, 5003), (8, 512, 2880))
+INPUTS = 3
+
+# Share of the copy that each kind of work should reach on a GPU.
+ROWS_AND_COLUMNS = {
+    "fp8_1x128": 0.94,
+    "fp8_128x128": 0.94,
+    "mxfp8": 0.94,
+    "mxfp4": 0.92,
+    "nvfp4": 0.92,
+    "nvfp4[block=16x16]": 0.92,
+    "amdfp4": 0.92,
+    f"nvfp4{STOCHASTIC}": 0.82,
+    "nvfp4[hadamard=16]": 0.82,
+    f"nvfp4{BOTH}": 0.70,
+}
+DUAL = {
+    ("fp8_1x128", "fp8_1x128"): 0.90,
+    ("fp8_128x128", "fp8_128x128"): 0.90,
+    ("nvfp4", "nvfp4"): 0.75,
+    (f"nvfp4{STOCHASTIC}", f"nvfp4{BOTH}"): 0.55,
+}
+AMAX = {("nvfp4", -1): 0.95, ("nvfp4[hadamard=16]", -2): 0.90}
+DEQUANTIZE, DEQUANTIZE_GOAL = ("fp8_1x128", "nvfp4"), 0.92
+RELAYOUT_GOAL = 0.85
+ODD: dict[Shape, float] = {(10007, 2880): 0.88, (4099, 5003): 0.85}  # at most, on these shapes
+
+# 1024 x 1024 takes as long as the device needs to start it; this many times an empty kernel's.
+LAUNCH_SHAPE, LAUNCH_GOAL = (1024, 1024), 2.0
+LAUNCH_SPECS = ("fp8_1x128", "mxfp8", "nvfp4")
+
+# The case that a peer is shown beside: the same work.
+BESIDE = {
+    "torchao fp8 act_quant_lhs": "quantize/fp8_1x128/axis:-1",
+    "torchao fp8 act_quant_transposed_lhs": "quantize/fp8_1x128/axis:-2",
+    "torchao fp8 weight_quant_rhs": "quantize/fp8_128x128/axis:-1",
+    "torchao compiled to_mx mxfp8": "quantize/mxfp8/axis:-1",
+    "torchao compiled to_mx mxfp4": "quantize/mxfp4/axis:-1",
+    "torchao to_mx mxfp8": "quantize/mxfp8/axis:-1",
+    "torchao to_mx mxfp4": "quantize/mxfp4/axis:-1",
+}
+
+
+class WrongAnswer(Exception):
+    """A case's result is not what it must be: nothing is timed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work. `call` is given a counter; `check` raises WrongAnswer."""
+
+    name: str
+    goal: float | None
+    call: Callable[[int], Any]
+    moved: int  # bytes that must be read and written
+    check: Callable[[], None]
+
+
+def nbytes(*operands: bs.QuantizedTensor) -> int:
+    """Bytes of codes and scales."""
+    return sum(q.codes.nbytes + q.scales.nbytes for q in operands)
+
+
+def same(name: str, got: Tensor, want: Tensor) -> None:
+    """The leading part of `got` against `want`, bit for bit."""
+    got, want = (t.cpu().contiguous().reshape(-1) for t in (got[: len(want)], want))
+    if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
+        raise WrongAnswer(f"{name}: bits differ from the CPU's on the same values")
+
+
+def same_operand(name: str, got: bs.QuantizedTensor, want: bs.QuantizedTensor) -> None:
+    """Codes and scales of the leading lines, or of the leading matrices."""
+    same(f"{name}, codes", got.codes, want.codes)
+    same(f"{name}, scales", got.scales, want.scales)
+
+
+def plausible(name: str, x: Tensor, q: bs.QuantizedTensor) -> None:
+    """Decoding gives x back but for rounding: no worse than a whole spacing of the element, and not
+    suspiciously better than a uniform error within it."""
+    if q.spec.hadamard:  # these decode to the transformed x
+        return
+    spacing = 2.0 ** -int(q.spec.element[3])  # e4m3fn: 3 bits of mantissa
+    y = bs.dequantize(q, dtype=torch.float32)
+    error = ((y - x.float()).norm() / x.float().norm()).item()
+    if not spacing / 16 < error < spacing:
+        raise WrongAnswer(f"{name}: decodes with a relative error of {error:.3g}")
+
+
+class Data:
+    """Inputs of one shape on one device, normally distributed, and the cases on them."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        generator = torch.Generator(device).manual_seed(1)
+        self.x = [
+            torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+            for _ in range(INPUTS)
+        ]
+        self.shape, self.device = shape, device
+        self.batch_dims = len(shape) - 2
+        self.rng = bs.Rng(7, 1)
+        if device == "cuda":  # a graph replays it
+            self.rng = bs.Rng(*(torch.tensor(n, device=device) for n in (7, 1)))
+
+    def goal(self, goal: float) -> float | None:
+        """The goals are a GPU's."""
+        return min(goal, ODD.get(self.shape, 1.0)) if self.device == "cuda" else None
+
+    def part(self, x: Tensor, axis: int) -> Tensor:
+        """Two matrices, or 128 lines along the axis, on the CPU. By themselves they quantize to
+        what they are within the whole."""
+        if self.batch_dims:
+            return x[:2].cpu()
+        return (x[:128] if axis == -1 else x[:, :128]).cpu()
+
+    def amax(self, spec: str, axis: int) -> Tensor | None:
+        """What a spec with an outer scale is given."""
+        if not bs.spec(spec).outer:
+            return None
+        return bs.amax(self.x[0], spec, axis, batch_dims=self.batch_dims)
+
+    def quantize_part(self, spec: str, axis: int, amax: Tensor | None) -> bs.QuantizedTensor:
+        """The same on the CPU, of a part."""
+        part = self.part(self.x[0], axis)
+        if amax is not None:
+            amax = amax[: len(part)].cpu() if self.batch_dims else amax.cpu()
+        q = bs.quantize(
+            part, spec, axis=axis, amax=amax, rng=bs.Rng(7, 1), batch_dims=self.batch_dims
+        )
+        plausible(f"quantize {spec} along axis {axis}", part, q)
+        return q
+
+    def quantizers(self) -> Iterator[Case]:
+        """Every spec along both axes, and pairs in one pass."""
+        for spec, goal in ROWS_AND_COLUMNS.items():
+            for axis in (-1, -2):
+                yield self.quantize(spec, axis, self.goal(goal))
+        for (row, col), goal in DUAL.items():
+            yield self.quantize_dual(row, col, self.goal(goal))
+
+    def quantize(self, spec: str, axis: int, goal: float | None) -> Case:
+        name, amax = f"quantize/{spec}/axis:{axis}", self.amax(spec, axis)
+        call = functools.partial(
+            bs.quantize, spec=spec, axis=axis, amax=amax, rng=self.rng, batch_dims=self.batch_dims
+        )
+        q = call(self.x[0])
+        return Case(
+            name=name,
+            goal=goal,
+            call=lambda i: call(self.x[i % INPUTS]),
+            moved=self.x[0].nbytes + nbytes(q),
+            check=lambda: same_operand(name, q, self.quantize_part(spec, axis, amax)),
+        )
+
+    def quantize_dual(self, row: str, col: str, goal: float | None) -> Case:
+        name = f"quantize_dual/{row}+{col}"
+        amaxes = self.amax(row, -1), self.amax(col, -2)
+        call = functools.partial(
+            bs.quantize_dual,
+            row_spec=row,
+            col_spec=col,
+            rng=self.rng,
+            row_amax=amaxes[0],
+            col_amax=amaxes[1],
+            batch_dims=self.batch_dims,
+        )
+        both = call(self.x[0])
+
+        def check() -> None:
+            for q, spec, axis, amax in zip(both, (row, col), (-1, -2), amaxes, strict=True):
+                same_operand(name, q, self.quantize_part(spec, axis, amax))
+
+        return Case(
+            name=name,
+            goal=goal,
+            call=lambda i: call(self.x[i % INPUTS]),
+            moved=self.x[0].nbytes + nbytes(*both),
+            check=check,
+        )
+
+    def readers(self) -> Iterator[Case]:
+        """Amax, dequantize and relayout."""
+        for (spec, axis), goal in AMAX.items():
+            yield self.find_amax(spec, axis, self.goal(goal))
+        for spec in DEQUANTIZE:
+            for axis in (-1, -2):
+                yield self.dequantize(spec, axis, self.goal(DEQUANTIZE_GOAL))
+        yield self.relayout("nvfp4", "nv_128x4", self.goal(RELAYOUT_GOAL))
+
+    def find_amax(self, spec: str, axis: int, goal: float | None) -> Case:
+        call = functools.partial(bs.amax, spec=spec, axis=axis, batch_dims=self.batch_dims)
+        name = f"amax/{spec}/axis:{axis}"
+
+        def check() -> None:
+            same(name, call(self.x[0]).reshape(-1), call(self.x[0].cpu()).reshape(-1))
+
+        return Case(name, goal, lambda i: call(self.x[i % INPUTS]), self.x[0].nbytes, check)
+
+    def dequantize(self, spec: str, axis: int, goal: float | None) -> Case:
+        name = f"dequantize/{spec}/axis:{axis}"
+        q = [bs.quantize(x, spec, axis=axis, batch_dims=self.batch_dims) for x in self.x]
+
+        def check() -> None:
+            amax = self.amax(spec, axis)
+            want = bs.dequantize(self.quantize_part(spec, axis, amax))
+            same(name, self.part(bs.dequantize(q[0]), axis), want)
+
+        moved = self.x[0].nbytes + nbytes(q[0])
+        return Case(name, goal, lambda i: bs.dequantize(q[i % INPUTS]), moved, check)
+
+    def relayout(self, spec: str, layout: str, goal: float | None) -> Case:
+        name = f"relayout/{spec}/{layout}"
+        q = [bs.quantize(x, spec, batch_dims=self.batch_dims) for x in self.x]
+
+        def check() -> None:
+            same_operand(name, bs.relayout(bs.relayout(q[0], layout), "linear"), q[0])
+
+        return Case(
+            name, goal, lambda i: bs.relayout(q[i % INPUTS], layout), 2 * nbytes(q[0]), check
+        )
+
+    def peer(self, name: str, call: Peer) -> Case:
+        """Another library's quantizer."""
+        _, spec, axis = BESIDE[name].split("/")
+        outputs = call(self.x[0])
+        return Case(
+            name=name,
+            goal=None,
+            call=lambda i: call(self.x[i % INPUTS]),
+            moved=self.x[0].nbytes + sum(t.nbytes for t in outputs),
+            check=lambda: self.check_peer(name, outputs, spec, int(axis.removeprefix("axis:"))),
+        )
+
+    def check_peer(self, name: str, outputs: Sequence[Tensor], spec: str, axis: int) -> None:
+        """Its codes, as they lie in memory, against ours: scales may differ by a rounding."""
+        codes = max(outputs, key=lambda t: t.nbytes)
+        ours = bs.quantize(self.x[0], spec, axis=axis).codes
+        for theirs in (codes, codes.t()):
+            if theirs.shape == ours.shape:
+                equal = theirs.contiguous().view(torch.uint8) == ours.view(torch.uint8)
+                if equal.float().mean().item() > 0.97:
+                    return
+        raise WrongAnswer(f"{name}: codes are not those of {spec} along axis {axis}")
+
+
+def torchao(device: str) -> dict[str, Peer]:
+    """torchao's Triton quantizers of FP8 and its quantizers of MX, compiled on a GPU."""
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+    except ImportError:
+        return {}
+    peers: dict[str, Peer] = {}
+    for label, element, mode in (  # the specs' own rules
+        ("mxfp8", torch.float8_e4m3fn, ScaleCalculationMode.RCEIL),
+        ("mxfp4", torch.float4_e2m1fn_x2, ScaleCalculationMode.EVEN),
+    ):
+        peer = functools.partial(to_mx, elem_dtype=element, block_size=32, scaling_mode=mode)
+        if device == "cuda":
+            peers[f"torchao compiled to_mx {label}"] = torch.compile(peer)
+        else:
+            peers[f"torchao to_mx {label}"] = peer
+    if device == "cuda":
+        try:
+            from torchao.prototype.blockwise_fp8_training import kernels
+        except ImportError:
+            return peers
+        for name in ("act_quant_lhs", "act_quant_transposed_lhs", "weight_quant_rhs"):
+            if kernel := getattr(kernels, f"triton_fp8_blockwise_{name}", None):
+                peers[f"torchao fp8 {name}"] = kernel
+    return peers
+
+
+def run(
+    device: str, shapes: Sequence[Shape], say: Callable[[str], None]
+) -> tuple[float, list[Row]]:
+    """Every case: the copy's TB/s and the results. The first shape has the most cases.
+
+    `say` is told what comes next, and which peers are left out. Raises WrongAnswer.
+    """
+    clock: Clock = CudaClock() if device == "cuda" else CpuClock()
+    say("copy")
+    copy = clock.copy_speed()
+    rows: list[Row] = []
+    for index, shape in enumerate(shapes):
+        data = Data(shape, device)
+        where = "x".join(map(str, shape))
+
+        def measure(case: Case, shape: Shape = shape, where: str = where) -> None:
+            say(f"{where} {case.name}")
+            case.check()
+            rows.append(result(case, shape, clock.microseconds(case.call), copy))
+
+        for case in data.quantizers():
+            measure(case)
+        if index == 0:
+            for case in data.readers():
+                measure(case)
+            if len(shape) == 2:
+                measure_peers(data, measure, say)
+    if device == "cuda":
+        say("launches")
+        rows += launches()
+    return copy, rows
+
+
+def measure_peers(data: Data, measure: Callable[[Case], None], say: Callable[[str], None]) -> None:
+    """torchao, where it is installed. A peer that cannot run here is no failure of ours."""
+    for name, call in torchao(data.device).items():
+        try:
+            measure(data.peer(name, call))
+        except Exception as error:
+            reason = str(error).splitlines()[0][:100]
+            say(f"note: {name} is left out: {type(error).__name__}: {reason}")
+
+
+def result(case: Case, shape: Shape, took: float, copy: float) -> Row:
+    """One row of results.json."""
+    speed = case.moved / took / 1e6
+    return {
+        "case": case.name,
+        "shape": list(shape),
+        "us": took,
+        "tb_per_s": speed,
+        "of_copy": speed / copy,
+        "goal": case.goal,
+    }
+
+
+def launches() -> list[Row]:
+    """A small quantizer beside an empty kernel, both replayed from a graph of many."""
+    time = functools.partial(CudaClock().microseconds, calls=200)
+    empty = time(lambda i: torch.cuda._sleep(0))  # type: ignore[no-untyped-call]
+    data = Data(LAUNCH_SHAPE, "cuda")
+    rows: list[Row] = [{"case": "launch/empty kernel", "us": empty}]
+    for spec in LAUNCH_SPECS:
+        case = data.quantize(spec, -1, None)
+        case.check()
+        took = time(case.call)
+        rows.append(
+            {
+                "case": f"launch/{spec}",
+                "shape": list(LAUNCH_SHAPE),
+                "us": took,
+                "of_empty": took / empty,
+                "goal": LAUNCH_GOAL,
+            }
+        )
+    return rows

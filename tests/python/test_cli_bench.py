@@ -1,0 +1,167 @@
+"""`blockscale bench`: what it writes, that it refuses wrong answers, and what it draws."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from blockscale.cli import bench, bench_cases, bench_chart
+from blockscale.cli.bench_clock import CpuClock
+from blockscale.cli.main import main
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = ROOT / "bench" / "results" / "h200.json"
+SHAPES = ("300x288", "3x40x72")
+
+
+@pytest.fixture
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
+    """Runs the command on the CPU with five calls a case: exit status and folder."""
+    monkeypatch.setattr(bench_cases, "CpuClock", functools.partial(CpuClock, least=0.0))
+
+    def run(*shapes: str) -> tuple[int, Path]:
+        words = [word for shape in shapes for word in ("--shape", shape)]
+        return main(["bench", "--device", "cpu", "--out", str(tmp_path), *words]), tmp_path
+
+    return run
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_picture_and_table(
+    measure: Callable[..., tuple[int, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, folder = measure(*SHAPES)
+    assert status == 0
+    assert is_png(folder / "bench.png")
+    found = json.loads((folder / "results.json").read_text())
+    where, rows = found["provenance"], found["rows"]
+    assert where["device"] == "cpu"
+    assert where["torch"] == torch.__version__
+    assert where["blockscale"] == bs.__version__
+    assert {"date", "commit", "cpu", "threads", "instruction_set", "load_average"} <= set(where)
+    cases = [
+        {r["case"] for r in rows if r["shape"] == shape} for shape in ([300, 288], [3, 40, 72])
+    ]
+    quantizers = {
+        f"quantize/{spec}/axis:{axis}" for spec in bench_cases.ROWS_AND_COLUMNS for axis in (-1, -2)
+    } | {f"quantize_dual/{row}+{col}" for row, col in bench_cases.DUAL}
+    assert cases[1] == quantizers
+    assert cases[0] > quantizers
+    assert {"torchao to_mx mxfp8", "torchao to_mx mxfp4"} < cases[0]  # the same codes as ours
+    for row in rows:
+        assert row["us"] > 0
+        assert row["goal"] is None  # the goals are a GPU's
+        assert row["of_copy"] == pytest.approx(row["tb_per_s"] / where["copy_tb_per_s"])
+    # 300 x 288 of BF16 in; codes padded to 384 columns and three FP32 scales a line out.
+    row = next(r for r in rows if r["case"] == "quantize/fp8_1x128/axis:-1")
+    moved = 300 * 288 * 2 + 300 * 384 + 300 * 3 * 4
+    assert row["tb_per_s"] * row["us"] * 1e6 == pytest.approx(moved)
+    printed = capsys.readouterr().out
+    assert all(shape in printed for shape in SHAPES)
+    assert "quantize/nvfp4[block=16x16]/axis:-2" in printed
+
+
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_a_wrong_answer_is_not_timed(
+    part: str,
+    measure: Callable[..., tuple[int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = bs.quantize
+
+    def wrong(x: Tensor, *args: Any, **options: Any) -> bs.QuantizedTensor:
+        q = right(x, *args, **options)
+        if len(x) > 128:  # the measured input, not the part that it is compared with
+            getattr(q, part).view(torch.uint8)[0, 0].bitwise_xor_(1)  # a single bit
+        return q
+
+    monkeypatch.setattr(bs, "quantize", wrong)
+    status, folder = measure("300x200")
+    assert status == 1
+    assert f"{part}: bits differ from the CPU's" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+def test_an_answer_that_decodes_to_something_else_is_refused() -> None:
+    x = torch.randn(64, 256)
+    q = bs.quantize(x, "mxfp8")
+    bench_cases.plausible("right", x, q)
+    for y in (-x, bs.dequantize(q, dtype=torch.float32)):  # wrong, and too good to be true
+        with pytest.raises(bench_cases.WrongAnswer, match="relative error"):
+            bench_cases.plausible("wrong", y, q)
+
+
+def test_a_peer_with_other_codes_is_left_out(
+    measure: Callable[..., tuple[int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "torchao to_mx mxfp8"
+
+    def zeros(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.zeros(x.shape, dtype=torch.uint8),)
+
+    monkeypatch.setattr(bench_cases, "torchao", lambda device: {name: zeros})
+    status, folder = measure("128x256")
+    assert status == 0
+    assert f"note: {name} is left out: WrongAnswer" in capsys.readouterr().out
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert name not in {row["case"] for row in rows}
+
+
+def test_an_earlier_run_is_printed_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_cases, "run", None)  # nothing is measured
+    assert main(["bench", "--from", str(H200), "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    found = bench.read(H200)
+    for row in found["rows"]:
+        assert bench.share(row) in printed
+        assert bench.goal(row) in printed
+    assert found["provenance"]["gpu"] in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.png"]
+    assert is_png(tmp_path / "bench.png")
+
+
+def test_the_picture_shows_every_case_once() -> None:
+    rows = [row for row in bench.read(H200)["rows"] if row.get("shape") == [16384, 8192]]
+    lines = bench_chart.arranged({row["case"]: row for row in rows})
+    headings = [heading for heading, _, _ in bench_chart.GROUPS]
+    assert sorted(lines) == sorted([row["case"] for row in rows] + headings)
+    for peer, case in bench_cases.BESIDE.items():
+        if peer in lines:
+            assert lines.index(case) < lines.index(peer) < lines.index(case) + 3
+
+
+@pytest.mark.parametrize(
+    ("row", "share", "goal", "reached"),
+    [
+        ({"of_copy": 0.9, "goal": 0.94}, "90% of copy", "≥ 94%", False),
+        ({"of_copy": 0.95, "goal": 0.94}, "95% of copy", "≥ 94%", True),
+        ({"of_bf16": 0.81, "goal": 0.8}, "0.81x BF16", "≥ 0.80x", True),
+        ({"of_empty": 2.1, "goal": 2.0}, "2.1x an empty kernel", "≤ 2x", False),
+        ({"of_empty": 1.9, "goal": 2.0}, "1.9x an empty kernel", "≤ 2x", True),
+    ],
+)
+def test_shares_and_goals(row: dict[str, Any], share: str, goal: str, reached: bool) -> None:
+    assert (bench.share(row), bench.goal(row), bench.reached(row)) == (share, goal, reached)
+
+
+def test_every_case_on_a_gpu(cuda: torch.device, tmp_path: Path) -> None:
+    words = ["--device", "cuda", "--shape", "2048x1024", "--shape", "3x130x200"]
+    assert main(["bench", "--out", str(tmp_path), *words]) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {f"launch/{spec}" for spec in bench_cases.LAUNCH_SPECS} < {row["case"] for row in rows}
+    assert is_png(tmp_path / "bench.png")
