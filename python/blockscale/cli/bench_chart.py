@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OURS, PEER = COLOURS[2], "0.72"
+OTHERS = (*COLOURS[3:], *COLOURS[:2], "#7F3C00")  # shapes
 # Case names begin with these; a heading for each group, in the order they are drawn.
 GROUPS = (
     ("quantize, along rows", "quantize/", "/axis:-1"),
@@ -37,9 +38,9 @@ def draw(found: dict[str, Any]) -> bytes:
         points = {row["case"]: row["of_copy"] for row in rows if tuple(row["shape"]) == shape}
         at = [(100 * points[case], y) for y, case in enumerate(lines) if case in points]
         axes.plot(
-            [x for x, _ in at], [y for _, y in at], linestyle="", fillstyle="none",
-            marker=MARKERS[index % len(MARKERS)], color=COLOURS[(index + 3) % len(COLOURS)],
-            markersize=5, markeredgewidth=1.1, label="x".join(map(str, shape)), zorder=3,
+            [x for x, _ in at], [y for _, y in at], linestyle="", markerfacecolor="white",
+            marker=MARKERS[index % len(MARKERS)], color=OTHERS[index % len(OTHERS)],
+            markersize=5.5, markeredgewidth=1.2, label="x".join(map(str, shape)), zorder=3,
         )  # fmt: skip
     finish(axes, lines, "x".join(map(str, shapes[0])), found["provenance"])
     buffer = io.BytesIO()
