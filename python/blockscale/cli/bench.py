@@ -123,6 +123,12 @@ def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> di
     """What results.json holds."""
     default = bench_cases.GPU_SHAPES if device == "cuda" else bench_cases.CPU_SHAPES
     load = os.getloadavg()[0]
+    if device == "cpu" and load > 0.5 * (os.cpu_count() or 1):
+        console.print(
+            f"note: load average {load:.1f} on {os.cpu_count()} cores; other processes share the "
+            "machine, and the figures come out low",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     with console.status("") as status:
 
         def say(text: str) -> None:
