@@ -46,15 +46,17 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
 #pragma unroll
       for (int i = 0; i < kRowRuns; ++i) {
         RowValues<kPass, typename Loader::Tile> values;
-        values.load(tile[turn.stage], side, thread / kRunsPerLine + i * kRowStep,
-                    thread % kRunsPerLine * kRun);
+        values.take(tile[turn.stage].row(thread / kRunsPerLine + i * kRowStep,
+                                         thread % kRunsPerLine * kRun),
+                    side);
         largest = max(largest, values.amax);
       }
     } else {
       ColumnValues<kPass, typename Loader::Tile> values;
       const int warp = thread / 32;
-      values.load(tile[turn.stage], side, warp % kRunsPerLine * kRun,
-                  warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2);
+      values.take(tile[turn.stage].columns(warp % kRunsPerLine * kRun,
+                                           warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2),
+                  side);
       largest = max(largest, max(values.amax[0], values.amax[1]));
     }
     loader.release(turn.stage);

@@ -40,10 +40,11 @@ BLOCKSCALE_DEVICE int table_index(const Side& s, int line, int pos) {
 }
 
 // The codes of one run of a block whose amax is `largest`. `line` and `pos` are global coordinates;
-// v is used up.
+// v is used up. `signs` are those of v, at the top of nibbles; only FP4 looks at them.
 template <Pass kPass>
-BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, float inv, float largest,
-                                   const Rng& rng, int plane, uint32_t line, int64_t pos) {
+BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, const uint2& signs, float inv,
+                                   float largest, const Rng& rng, int plane, uint32_t line,
+                                   int64_t pos) {
   constexpr bool kStochastic = kPass.encoder == Encoder::fp4_stochastic;
   PhiloxBlock random{};
   if (kStochastic || (kPass.any() && s.out.spec.stochastic()))
@@ -63,9 +64,12 @@ BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, float inv, float lar
   } else {
     if (__fmul_rn(largest, inv) > (kStochastic ? kStochasticSafe : kNearestSafe)) saturate(v, inv);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      out.word[i] = kStochastic ? fp4_stochastic_of_8(v + 8 * i, inv, random.word + 2 * i)
-                                : fp4_nearest_of_8(v + 8 * i, inv);
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t signs_of_8 = i == 0 ? signs.x : signs.y;
+      out.word[i] = kStochastic
+                        ? fp4_stochastic_of_8(v + 8 * i, inv, signs_of_8, random.word + 2 * i)
+                        : fp4_nearest_of_8(v + 8 * i, inv, signs_of_8);
+    }
   }
   if (!finite) out = {};
   return out;

@@ -25,11 +25,31 @@ struct Stage {
 };
 
 // Where run `g` of a line lies in the stage: 16 bytes (8 for FP4) apart within a line, permuted so
-// that neither the writers (32 pairs of lines at one g) nor the readers (one line) share banks.
+// that neither the writers (every fourth line, at one g) nor the readers (one line) share banks.
 template <bool kFp4>
 BLOCKSCALE_DEVICE int stage_offset(int line, int g) {
-  if (kFp4) return (line ^ (line >> 4 & 1)) * (kTile / 2) + (g ^ (line >> 1 & 7)) * 8;
-  return line * kTile + (g ^ (line >> 1 & 7)) * 16;
+  const int run = g ^ (line >> 2 & 7);
+  return kFp4 ? (line ^ (line >> 5 & 1)) * (kTile / 2) + run * 8 : line * kTile + run * 16;
+}
+
+// Codes of run `g` of a line, and the scale of its block, into the stage.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void stage_run(const Side& s, Stage<kPass>& stage, const Codes& codes,
+                                 uint32_t scale, int line, int g) {
+  auto* staged = reinterpret_cast<uint8_t*>(stage.codes);
+  const int block = block_length<kPass>(s);
+  if (is_fp4<kPass>(s))
+    *reinterpret_cast<uint2*>(staged + stage_offset<true>(line, g)) = {codes.word[0],
+                                                                       codes.word[1]};
+  else
+    *reinterpret_cast<uint4*>(staged + stage_offset<false>(line, g)) = {
+        codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
+  if (g * kRun % block != 0) return;
+  if (has_wide_scales<kPass>(s))
+    stage.template scale<uint32_t>(line, kTile / block, g * kRun / block) = scale;
+  else
+    stage.template scale<uint8_t>(line, kTile / block, g * kRun / block) =
+        static_cast<uint8_t>(scale);
 }
 
 // Whether threads of several warps see parts of one block.
@@ -45,8 +65,8 @@ struct ColumnValues {
   PairRun transformed[2];
   uint32_t amax[2];
 
-  BLOCKSCALE_DEVICE void load(const Tile& tile, const Side& s, int r, int c) {
-    plain = tile.columns(r, c);
+  BLOCKSCALE_DEVICE void take(const typename Tile::Columns& columns, const Side& s) {
+    plain = columns;
     if (!transforms<kPass>(s)) {
       plain.amax_bits(amax);
       return;
@@ -67,31 +87,34 @@ struct ColumnValues {
     else
       plain.template unpack<kWhich>(v);
   }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE uint2 signs(const Side& s) const {
+    return transforms<kPass>(s) ? transformed[kWhich].signs() : plain.template signs<kWhich>();
+  }
 };
 
 // Scales from the stage to memory. Where four of a line lie together, as they do in `linear` and
 // `nv_128x4`, they go as one word.
-template <Pass kPass>
+template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
                                            int tile_pos, int lines, Stage<kPass>& stage) {
   const int block = block_length<kPass>(s), blocks = kTile / block;
   const int first_block = tile_pos / block;
   const Layout layout = s.out.layout.scales;
-  const bool words = !has_wide_scales<kPass>(s) && s.shape.scale_rows == s.shape.lines &&
+  const bool words = !has_wide_scales<kPass>(s) && s.scale_rows == s.lines &&
                      (layout == Layout::linear || layout == Layout::nv_128x4) && s.blocks % 4 == 0;
   if (words) {
     const int per_line = blocks / 4;
-    for (int i = threadIdx.x; i < kTile * per_line; i += kThreads) {
+    for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
       const int line = i / per_line, b = first_block + i % per_line * 4;
       if (line >= lines || b >= s.blocks) continue;
-      const int64_t at = layout == Layout::linear
-                             ? static_cast<int64_t>(tile_line + line) * s.blocks + b
-                             : layout_offset(layout, s.lines, s.blocks, tile_line + line, b);
+      const uint32_t at =
+          layout_offset_as<uint32_t>(layout, s.lines, s.blocks, tile_line + line, b);
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
     }
     return;
   }
-  for (int i = threadIdx.x; i < kTile * blocks; i += kThreads) {
+  for (int i = threadIdx.x; i < kTile * blocks; i += kCount) {
     const int line = i / blocks, b = i % blocks;
     if (line >= lines || first_block + b >= s.blocks) continue;
     store_scale<kPass>(s, m, tile_line + line, first_block + b,
@@ -100,8 +123,9 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
   }
 }
 
-// Codes and scales from the stage to memory; `line` and `pos` are those of the tile.
-template <Pass kPass>
+// Codes and scales from the stage to memory, by kCount threads; `line` and `pos` are those of the
+// tile.
+template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
                                    Stage<kPass>& stage) {
   const auto* staged = reinterpret_cast<const uint8_t*>(stage.codes);
@@ -111,7 +135,7 @@ BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_li
   // FP4 goes in pairs of runs, 16 bytes, where lines are whole multiples of that.
   const bool pairs = fp4 && s.shape.line_bytes % 16 == 0;
   const int step = pairs ? 2 : 1, per_line = kRunsPerLine / step;
-  for (int i = threadIdx.x; i < kTile * per_line; i += kThreads) {
+  for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
     const int line = i / per_line, g = i % per_line * step;
     if (line >= lines || g >= runs) continue;
     uint8_t* to = codes_at<kPass>(s, m, tile_line + line, tile_pos + g * kRun);
@@ -128,7 +152,7 @@ BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_li
       *reinterpret_cast<uint2*>(to) = low;
     }
   }
-  store_staged_scales<kPass>(s, m, tile_line, tile_pos, lines, stage);
+  store_staged_scales<kPass, kCount>(s, m, tile_line, tile_pos, lines, stage);
 }
 
 template <Pass kPass, class Loader, class Turn>
@@ -143,7 +167,7 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
   const int first = warp / kRunsPerLine * (kTile / 2) + static_cast<int>(threadIdx.x) % 32 * 2;
   const bool shared_blocks = shares_blocks<kPass>(s);
   ColumnValues<kPass, typename Loader::Tile> values;
-  values.load(tile, s, g * kRun, first);
+  values.take(tile.columns(g * kRun, first), s);
   loader.release(turn.stage);
   uint32_t* table = tables->amax[turn.three];
   if (shared_blocks) {
@@ -157,8 +181,6 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
     __syncthreads();
     tables->clear(turn.three == 0 ? 2 : turn.three - 1);
   }
-  const bool fp4 = is_fp4<kPass>(s);
-  auto* staged = reinterpret_cast<uint8_t*>(stage.codes);
   auto column = [&](auto which) {
     constexpr int kWhich = decltype(which)::value;
     const int line = first + kWhich;
@@ -168,26 +190,14 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
     float v[kRun];
     values.template unpack<kWhich>(s, v);
     const Codes codes =
-        encode_run<kPass>(s, v, b.inv, bit_cast<float>(a), rng, 1, m.line + at.column + line,
-                          s.origin_pos + at.row + g * kRun);
-    if (g * kRun % block == 0) {
-      if (has_wide_scales<kPass>(s))
-        stage.template scale<uint32_t>(line, kTile / block, g * kRun / block) = b.stored;
-      else
-        stage.template scale<uint8_t>(line, kTile / block, g * kRun / block) =
-            static_cast<uint8_t>(b.stored);
-    }
-    if (fp4)
-      *reinterpret_cast<uint2*>(staged + stage_offset<true>(line, g)) = {codes.word[0],
-                                                                         codes.word[1]};
-    else
-      *reinterpret_cast<uint4*>(staged + stage_offset<false>(line, g)) = {
-          codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
+        encode_run<kPass>(s, v, values.template signs<kWhich>(s), b.inv, bit_cast<float>(a), rng, 1,
+                          m.line + at.column + line, s.origin_pos + at.row + g * kRun);
+    stage_run<kPass>(s, stage, codes, b.stored, line, g);
   };
   column(Constant<0>{});
   column(Constant<1>{});
   __syncthreads();
-  store_stage<kPass>(s, m, at.column, at.row, stage);
+  store_stage<kPass, kThreads>(s, m, at.column, at.row, stage);
 }
 
 }  // namespace blockscale::gpu

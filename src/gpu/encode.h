@@ -42,13 +42,7 @@ struct Codes {
   uint32_t word[4];  // 16 bytes, or 8 for FP4
 };
 
-// Signs of v[0..7] at bits 3, 7, ..., 31; other bits hold other things.
-BLOCKSCALE_DEVICE uint32_t signs_of_8(const float* v) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int i = 7; i >= 0; --i) word = shift_left_in(word, bit_cast<uint32_t>(v[i]), 4);
-  return word;
-}
+// Signs of eight elements stand at the top of their nibbles, as in packed codes.
 inline constexpr uint32_t kSignBits = 0x88888888;
 
 // The two encoders of E2M1 below do not saturate; saturate() does, for the few blocks that need it.
@@ -62,42 +56,54 @@ BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
   inv = 1.0f;
 }
 
-// E2M1, nearest even. With P the power of two at or below max(|y|, 1), the sum
-// w = |y| + P (2^22 + 3) has a unit in the last place of P/2, the spacing of E2M1 there: the FP32
-// addition rounds. Its bits end in |y|/(P/2) + 6, and bits >> 22 ends in 2 log2(P) + 10 (mod 16);
-// both together are the code. y = 2.75: P = 2, w = 3 + 2 (2^22 + 3), units 3 + 6, exponent part
-// 12: 21 mod 16 = 5, the code of 3. (P as a product keeps half of the work off the integer unit,
-// which has half the rate.)
-BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv) {
-  uint32_t word = 0;
+// E2M1, nearest even, of magnitudes. Added to M = P (2^22 + k), with P = 2^k = 1, 2 or 4 the power
+// of two at or below max(y, 1), y is rounded by the FP32 addition itself: the last place of M is
+// P/2, the spacing of E2M1 there, and its low bits already count the 2k codes below P. y = 2.75: M
+// = 2 (2^22 + 1), the sum's low bits are 2 + 3 = 5, the code of 3. M comes from two steps, 0 or 1,
+// of saturating fused operations: y has no value between 2 and 2 + 2^-22. All of it runs on the
+// floating-point unit; the integer unit, which packs, has half its rate.
+BLOCKSCALE_DEVICE uint32_t fp4_nearest(float v, float inv) {
+  const float y = __fmul_rn(fabsf(v), inv);
+  constexpr float kSteep = 16777216.0f;  // 2^24
+  const float above_2 = fma_saturated(y, kSteep, -2 * kSteep);
+  const float above_4 = fma_saturated(y, kSteep, -4 * kSteep);
+  float m = __fmaf_rn(above_2, 4194306.0f, 4194304.0f);
+  m = __fmaf_rn(above_4, 8388614.0f, m);
+  return bit_cast<uint32_t>(__fadd_rn(y, m));
+}
+// The low nibbles of w[0..3] in the low half of a word; bits 4 to 11 of each w are 0.
+BLOCKSCALE_DEVICE uint32_t join_nibbles(const uint32_t* w) {
+  return ((w[3] * 16 + w[2]) * 16 + w[1]) * 16 + w[0];
+}
+BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, uint32_t signs) {
+  uint32_t w[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float y = __fmul_rn(v[i], inv);
-    const float p = bit_cast<float>(bit_cast<uint32_t>(fmaxf(fabsf(y), 1.0f)) & 0x7F800000);
-    const uint32_t w = bit_cast<uint32_t>(__fadd_rn(fabsf(y), __fmul_rn(p, 4194307.0f)));
-    word = shift_right_in(w + (w >> 22), word, 4);
-  }
-  return (word & ~kSignBits) | (signs_of_8(v) & kSignBits);
+  for (int i = 0; i < 8; ++i) w[i] = fp4_nearest(v[i], inv);
+  return permute_bytes(join_nibbles(w), join_nibbles(w + 4), 0x5410) | (signs & kSignBits);
 }
 
-// E2M1, stochastic: numerics section 6 in its integer form, moved up by 6 bits so that the code
-// is the top nibble: + 4 there takes the 252 off.
-BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const uint32_t* random) {
-  uint32_t word = 0;
+// E2M1, stochastic: numerics section 6 in its integer form, moved up by 2 bits so that the byte of
+// random bits is a byte of the word: under it 0x80 (half of its last place), above it 4, which
+// takes the 252 off. The code is in the low three bits of the top byte.
+BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float inv, uint32_t random, int byte) {
+  const float y = __fmul_rn(fabsf(v), inv);
+  const float z = fmaxf(y, __fmaf_rn(y, 0.5f, 0.5f));
+  return bit_cast<uint32_t>(z) * 4 + permute_bytes(random, 0x0480, 0x5046 + 256 * byte);
+}
+BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, uint32_t signs,
+                                               const uint32_t* random) {
+  uint32_t even[2], odd[2];  // two of each
 #pragma unroll
-  for (int i = 7; i >= 0; --i) {
-    const float y = __fmul_rn(v[i], inv), half = __fmul_rn(y, 0.5f);
-    const float z = fmaxf(fabsf(y), __fadd_rn(fabsf(half), 0.5f));
-    const uint32_t bytes = random[i / 4];
-    const int byte = i % 4;  // to bits 20..27
-    const uint32_t r = byte == 0   ? bytes << 20
-                       : byte == 1 ? bytes << 12
-                       : byte == 2 ? bytes << 4
-                                   : bytes >> 4;
-    const uint32_t t = bit_cast<uint32_t>(z) * 64u + ((r & 0x0FF00000) | 0x40080000);
-    word = shift_left_in(word, t, 4);
+  for (int i = 0; i < 2; ++i) {
+    uint32_t t[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) t[j] = fp4_stochastic(v[4 * i + j], inv, random[i], j);
+    even[i] = permute_bytes(t[0], t[2], 0x0073);
+    odd[i] = permute_bytes(t[1], t[3], 0x0073);
   }
-  return (word & ~kSignBits) | (signs_of_8(v) & kSignBits);
+  const uint32_t word = (permute_bytes(even[0], even[1], 0x5410) & 0x07070707) |
+                        (permute_bytes(odd[0], odd[1], 0x5410) << 4 & 0x70707070);
+  return word | (signs & kSignBits);
 }
 
 // What is known of an element format before the kernel starts.

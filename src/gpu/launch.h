@@ -76,6 +76,8 @@ inline void set_input(QuantizeParams& p, const ConstMatrix& x) {
       describe(p.x.map, x.data, x.rows, x.columns, x.batch, x.row_stride, x.batch_stride, kTile);
   p.tiles_down = static_cast<int>(ceil_div(x.rows, kTile));
   p.tiles_across = static_cast<int>(ceil_div(x.columns, kTile));
+  p.batch = static_cast<int>(x.batch);
+  p.aligned = is_aligned(x);
   p.tiles = static_cast<int>(x.batch * p.tiles_down * p.tiles_across);
 }
 // Its grid of at most `most` blocks of threads, and how far apart a block's tiles lie.

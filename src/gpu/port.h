@@ -241,6 +241,59 @@ BLOCKSCALE_DEVICE uint32_t shift_right_in(uint32_t high, uint32_t low, int n) {
 #endif
 }
 
+// Four bytes of (b : a), chosen by the nibbles of `which`, lowest first; a's are 0 to 3.
+BLOCKSCALE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which) {
+  return __byte_perm(a, b, which);
+}
+
+// Keeps a value in registers, where the compiler would rather find it again every time.
+template <class T>
+BLOCKSCALE_DEVICE void keep(T*& p) {
+#if !defined(__HIPCC__)
+  asm("" : "+l"(p));
+#endif
+}
+
+// The upper word of a product.
+BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+
+// 16 bytes that are not written while the kernel runs.
+BLOCKSCALE_DEVICE uint4 load_once(const uint4* p) { return __ldg(p); }
+
+// 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0.
+BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
+#if defined(__HIPCC__)
+  return x == 0.0f ? bit_cast<float>(kNanBits) : __frcp_rn(x);
+#else
+  float r;  // within one unit of the last place, so that one step of Newton's ends it
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+#endif
+}
+
+// a * b + c, rounded up. With a and b powers of two and c above 2^-30 of their product: as double,
+// both are exact, and so is the sum.
+BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
+#if defined(__HIPCC__)
+  const double exact = static_cast<double>(a) * b + c;
+  const float near = static_cast<float>(exact);
+  return near < exact ? bit_cast<float>(bit_cast<uint32_t>(near) + 1) : near;  // of a positive sum
+#else
+  return __fmaf_ru(a, b, c);
+#endif
+}
+
+// a * b + c with one rounding, then cut to [0, 1].
+BLOCKSCALE_DEVICE float fma_saturated(float a, float b, float c) {
+#if defined(__HIPCC__)
+  return fminf(fmaxf(__fmaf_rn(a, b, c), 0.0f), 1.0f);
+#else
+  float d;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+#endif
+}
+
 // max(|a|, |b|) of two BF16 pairs at once, with signs that mean nothing; NaN wins.
 BLOCKSCALE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860

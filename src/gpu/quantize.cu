@@ -1,5 +1,6 @@
 #include <span>
 
+#include "gpu/direct.h"
 #include "gpu/launch.h"
 #include "gpu/quantize.h"
 
@@ -14,6 +15,22 @@ void launch(QuantizeParams& p, NativeStream stream) {
   const unsigned blocks =
       set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
   kKernel<<<blocks, kThreads, kBytes, stream>>>(p);
+}
+template <class Row, bool kAligned>
+void launch_rows(QuantizeParams& p, NativeStream stream) {
+  const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
+  const int64_t all = runs * ceil_div(p.row.lines, kDirectLines);
+  const RowsParams d{p.x, p.row, Divisor::of(runs), static_cast<uint32_t>(all)};
+  const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),
+                  static_cast<unsigned>(p.row.out.batch));
+  rows_kernel<Row, kAligned><<<grid, kDirectThreads, 0, stream>>>(d);
+}
+template <class Row, class Column, bool kAligned>
+void launch_tiles(QuantizeParams& p, NativeStream stream) {
+  const dim3 grid(static_cast<unsigned>(p.tiles_down * kSideways),
+                  static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
+                  static_cast<unsigned>(p.batch));
+  tiles_kernel<Row, Column, kAligned><<<grid, kDirectThreads, 0, stream>>>({p.x, p.row, p.column});
 }
 using Launcher = void (*)(QuantizeParams&, NativeStream);
 
@@ -38,20 +55,22 @@ using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true
 // Whatever is not here runs as `any`.
 struct Entry {
   Pass row, column;
-  Launcher copied, unaligned;
+  Launcher aligned, unaligned;
 };
 template <class Row, class Column>
-constexpr Entry kEntry{Row::kPass, Column::kPass, launch<Row, Column, AlignedLoader>,
-                       launch<Row, Column, UnalignedLoader>};
+constexpr Entry kEntry{Row::kPass, Column::kPass, launch_tiles<Row, Column, true>,
+                       launch_tiles<Row, Column, false>};
 template <class P>
-constexpr Entry kRows = kEntry<P, None>;
+constexpr Entry kRows{P::kPass, None::kPass, launch_rows<P, true>, launch_rows<P, false>};
+template <class P>
+constexpr Entry kSquareRows = kEntry<P, None>;
 template <class P>
 constexpr Entry kColumns = kEntry<None, P>;
 
 template <Encoder kElement, Format kScale>
 constexpr Entry kFp8Entries[] = {
     kRows<Fp8<kElement, kScale>>,
-    kRows<Fp8Square<kElement, kScale>>,
+    kSquareRows<Fp8Square<kElement, kScale>>,
     kColumns<Fp8<kElement, kScale>>,
     kColumns<Fp8Square<kElement, kScale>>,
     kEntry<Fp8<kElement, kScale>, Fp8<kElement, kScale>>,
@@ -60,7 +79,7 @@ constexpr Entry kFp8Entries[] = {
 template <Format kScale>
 constexpr Entry kFp4Entries[] = {
     kRows<Fp4<kScale>>,
-    kRows<Fp4Square<kScale>>,
+    kSquareRows<Fp4Square<kScale>>,
     kRows<Fp4Hadamard<kScale>>,
     kRows<Stochastic<kScale>>,
     kRows<StochasticHadamard<kScale>>,
@@ -107,9 +126,18 @@ Pass pass_of(const QuantSpec& spec) {
 }
 
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
-  if (p.x.dtype == DType::bf16 && p.x.column_stride == 1)
+  // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
+  // bytes of 128 rows in 32.
+  const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
+  const bool fits =
+      p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 && runs < int64_t{1} << 31;
+  if (p.x.dtype == DType::bf16 && p.x.column_stride == 1 && fits)
     if (const Entry* e = find(row, column))
-      return p.copies ? e->copied(p, stream) : e->unaligned(p, stream);
+      return p.aligned ? e->aligned(p, stream) : e->unaligned(p, stream);
+  if (p.tiles == 0) {  // no element, but an outer scale for every matrix
+    p.tiles_down = p.tiles_across = 1;
+    p.tiles = p.batch;
+  }
   if (!column.present()) return launch<Any, None, AnyLoader>(p, stream);
   if (!row.present()) return launch<None, Any, AnyLoader>(p, stream);
   launch<Any, Any, AnyLoader>(p, stream);
@@ -132,6 +160,10 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.padded = static_cast<int>(s.shape.padded);
   s.blocks = static_cast<int>(s.shape.blocks);
   s.line_bytes = static_cast<int>(s.shape.line_bytes);
+  s.scale_rows = static_cast<int>(s.shape.scale_rows);
+  s.scales_up = out.spec.scale_rounding == ScaleRounding::up;
+  s.linear_codes = out.layout.codes == Layout::linear;
+  s.linear_scales = out.layout.scales == Layout::linear;
   return s;
 }
 
@@ -174,10 +206,6 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   prepare(row_out, row_options, p.row, row);
   prepare(column_out, column_options, p.column, column);
   set_input(p, y);
-  if (p.tiles == 0) {  // no element, but an outer scale for every matrix
-    p.tiles_down = p.tiles_across = 1;
-    p.tiles = static_cast<int>(x.batch);
-  }
   launch(p, row, column, native(stream));
   check_launch("quantize");
 }

@@ -42,7 +42,7 @@ struct Shared {
 
 // Moves on to the matrix of a tile, if it is another than `before`.
 BLOCKSCALE_DEVICE void refresh(const Side& s, const TileAt& at, int before, MatrixAt& m) {
-  if (at.batch != before) m = matrix_at(s, at.batch);
+  if (at.batch != before) m = matrix_at(s, at.batch, outer_of(s, at.batch));
 }
 // The first tile of a matrix stores its outer scale.
 BLOCKSCALE_DEVICE void store_outer(const Side& s, const TileAt& at, const MatrixAt& m) {

@@ -12,8 +12,8 @@ struct RowValues {
   PairRun transformed;
   uint32_t amax;
 
-  BLOCKSCALE_DEVICE void load(const Tile& tile, const Side& s, int r, int c) {
-    plain = tile.row(r, c);
+  BLOCKSCALE_DEVICE void take(const typename Tile::Run& run, const Side& s) {
+    plain = run;
     if (!transforms<kPass>(s)) {
       amax = plain.amax_bits();
       return;
@@ -30,7 +30,81 @@ struct RowValues {
     else
       plain.unpack(v);
   }
+  BLOCKSCALE_DEVICE uint2 signs(const Side& s) const {
+    return transforms<kPass>(s) ? transformed.signs() : plain.signs();
+  }
 };
+
+// The amax of a block along the row, from those of its runs, which neighbouring threads hold.
+template <Pass kPass>
+BLOCKSCALE_DEVICE uint32_t row_block_amax(const Side& s, uint32_t amax) {
+  const int block = block_length<kPass>(s);
+#pragma unroll
+  for (int step = 1; step < kRunsPerLine; step *= 2)
+    if (step * kRun < block) amax = max(amax, shuffle_xor(amax, step));
+  return amax;
+}
+
+// Where the codes and the scale of a run go in plain layouts: from one line to the next by
+// addition. In others addresses are found run by run.
+template <Pass kPass>
+struct RowTarget {
+  uint8_t *codes, *scale;
+
+  BLOCKSCALE_DEVICE RowTarget(const Side& s, const MatrixAt& m, int line, int pos) {
+    constexpr int kBytes = kPass.scale == Format::fp32 ? 4 : 1;
+    codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.fp4() ? pos / 2 : pos);
+    scale = m.scales + (static_cast<int64_t>(line) * s.blocks + pos / kPass.block()) * kBytes;
+    keep(codes);
+    keep(scale);
+  }
+  BLOCKSCALE_DEVICE void advance(const Side& s) {
+    codes += s.line_bytes;
+    scale += s.blocks * (kPass.scale == Format::fp32 ? 4 : 1);
+  }
+};
+
+template <Pass kPass>
+BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& codes) {
+  if (is_fp4<kPass>(s))
+    *reinterpret_cast<uint2*>(to) = {codes.word[0], codes.word[1]};
+  else
+    *reinterpret_cast<uint4*>(to) = {codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
+}
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
+                                       const Values& values, uint32_t amax, float inv, int line,
+                                       int pos) {
+  float v[kRun];
+  values.unpack(s, v);
+  return encode_run<kPass>(s, v, values.signs(s), inv, bit_cast<float>(amax), rng, 0, m.line + line,
+                           s.origin_pos + pos);
+}
+// Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
+                                     const Values& values, uint32_t amax, const Block& b, int line,
+                                     int pos) {
+  const int block = block_length<kPass>(s);
+  if (pos % block == 0) store_scale<kPass>(s, m, line, pos / block, b.stored);
+  store_codes<kPass>(codes_at<kPass>(s, m, line, pos), s,
+                     encode_row_run<kPass>(s, m, rng, values, amax, b.inv, line, pos));
+}
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
+                                     const Values& values, uint32_t amax, const Block& b, int line,
+                                     int pos, const RowTarget<kPass>& to) {
+  if (pos % kPass.block() == 0) {
+    if (!s.linear_scales || kPass.square)
+      store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
+    else if (kPass.scale == Format::fp32)
+      *reinterpret_cast<uint32_t*>(to.scale) = b.stored;
+    else
+      *to.scale = static_cast<uint8_t>(b.stored);
+  }
+  store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
+                     encode_row_run<kPass>(s, m, rng, values, amax, b.inv, line, pos));
+}
 
 // Runs of a thread: two of a tile, kRowStep rows apart.
 inline constexpr int kRowStep = kThreads / kRunsPerLine;
@@ -48,7 +122,7 @@ BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile
   const int first = static_cast<int>(threadIdx.x) / kRunsPerLine;
   RowValues<kPass, Tile> values[kRowRuns];
 #pragma unroll
-  for (int i = 0; i < kRowRuns; ++i) values[i].load(tile, s, first + i * kRowStep, pos);
+  for (int i = 0; i < kRowRuns; ++i) values[i].take(tile.row(first + i * kRowStep, pos), s);
   if (last_reader) loader.release(turn.stage);
   uint32_t* table = tables->amax[turn.three];
   if (square) {
@@ -68,26 +142,10 @@ BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile
 #pragma unroll
   for (int i = 0; i < kRowRuns; ++i) {
     const int line = first + i * kRowStep, r = at.row + line;
-    uint32_t a = values[i].amax;
-    if (square) {
-      a = table[table_index<kPass>(s, line, pos)];
-    } else {
-#pragma unroll
-      for (int step = 1; step < kRunsPerLine; step *= 2)
-        if (step * kRun < block) a = max(a, shuffle_xor(a, step));
-    }
-    if (r >= s.lines || c >= s.padded) continue;
-    const Block b = block_of<kPass>(s, m.outer, a);
-    if (pos % block == 0) store_scale<kPass>(s, m, r, c / block, b.stored);
-    float v[kRun];
-    values[i].unpack(s, v);
-    const Codes codes =
-        encode_run<kPass>(s, v, b.inv, bit_cast<float>(a), rng, 0, m.line + r, s.origin_pos + c);
-    uint8_t* to = codes_at<kPass>(s, m, r, c);
-    if (is_fp4<kPass>(s))
-      *reinterpret_cast<uint2*>(to) = {codes.word[0], codes.word[1]};
-    else
-      *reinterpret_cast<uint4*>(to) = {codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
+    const uint32_t amax =
+        square ? table[table_index<kPass>(s, line, pos)] : row_block_amax<kPass>(s, values[i].amax);
+    if (r < s.lines && c < s.padded)
+      store_row_run<kPass>(s, m, rng, values[i], amax, block_of<kPass>(s, m.outer, amax), r, c);
   }
 }
 

@@ -15,22 +15,26 @@ struct Side {
   const int64_t* offset;  // device memory, or null: then `rng`
   Rng rng;
   int64_t origin_line, origin_pos;
-  int lines, padded, blocks, line_bytes;  // those of `shape`
+  int lines, padded, blocks, line_bytes, scale_rows;  // those of `shape`
+  // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
+  int scales_up, linear_codes, linear_scales;
 };
 
 // The outer scale of one matrix, in the form its blocks need.
 struct Outer {
-  float sixth = 1.0f / 6.0f;  // fl(S_enc * fl(1/6))
-  float dec = 1;
-  bool finite = true;
+  float sixth;  // fl(S_enc * fl(1/6))
+  float dec;
+  uint32_t limit;     // amaxes from here on make blocks of NaN; 0 when `dec` is NaN
+  uint32_t ordinary;  // 1 / (scale * dec) is a normal number, or scale is 0
 };
 BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
-  if (!s.out.spec.outer) return {};
+  if (!s.out.spec.outer) return {1.0f / 6.0f, 1, kInfBits, true};
   const float a = s.amax[batch];
-  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), false};
+  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, true};
   const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
                                                             : outer_scale(Format::ue5m3, a);
-  return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, true};
+  const bool ordinary = outer.dec > exp2i(-90) && outer.dec < exp2i(90);
+  return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, kInfBits, ordinary};
 }
 
 // The matrix at hand: what changes with the batch.
@@ -40,9 +44,9 @@ struct MatrixAt {
   uint8_t* scales;
   uint32_t line;  // its first line, counted through the batch and from the origin
 };
-BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch) {
+BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch, const Outer& outer) {
   const int bytes = s.out.spec.scale == Format::fp32 ? 4 : 1;
-  return {outer_of(s, batch), s.out.codes + batch * s.shape.code_bytes,
+  return {outer, s.out.codes + batch * s.shape.code_bytes,
           s.out.scales + batch * s.shape.scale_count * bytes,
           static_cast<uint32_t>(s.origin_line + batch * s.shape.lines)};
 }
@@ -54,29 +58,28 @@ BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
 
 struct Block {
   float inv;
-  uint32_t stored;
+  uint32_t stored;  // of a scale of one byte, the low eight bits
 };
 
-// As two_level_scale(). Rounds to the scale format the way fp4_nearest_of_8() rounds to E2M1: with
-// P the power of two at or below the value, or the smallest normal, v + P 2^(23-m) has the
-// format's spacing as its last place.
+// As two_level_scale(). Rounds to the scale format by an addition: with P the power of two at or
+// below the value, or the smallest normal, v + P 2^(23-m) has the format's spacing as its last
+// place.
 template <Format kScale>
-BLOCKSCALE_DEVICE Block two_level_block(ScaleRounding rounding, float amax, const Outer& outer) {
+BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer) {
   constexpr FormatTraits t = traits(kScale);
   constexpr float kLargest = max_value(kScale), kNormal = exp2i(t.min_exponent());
-  constexpr float kUnit = exp2i(23 - t.mantissa_bits), kStep = exp2i(-t.mantissa_bits);
+  constexpr float kUnit = exp2i(23 - t.mantissa_bits);
   const float v = fminf(__fmul_rn(amax, outer.sixth), kLargest);
   const float p = bit_cast<float>(bit_cast<uint32_t>(fmaxf(v, kNormal)) & 0x7F800000);
-  const float w = __fmaf_rn(p, kUnit, v);
-  uint32_t units = bit_cast<uint32_t>(w) & 0x7FFFFF;
-  float value = __fmaf_rn(p, -kUnit, w);
-  if (rounding == ScaleRounding::up && value < v) {
-    ++units;
-    value = __fmaf_rn(p, kStep, value);
-  }
-  const uint32_t binade = (bit_cast<uint32_t>(p) >> 23) - (127 + t.min_exponent());
+  const float w = up ? fma_up(p, kUnit, v) : __fmaf_rn(p, kUnit, v);
+  const float value = __fmaf_rn(p, -kUnit, w);
+  // The low bits of w count units; each binade has 2^m of them.
+  const uint32_t stored = bit_cast<uint32_t>(w) +
+                          (bit_cast<uint32_t>(p) >> (23 - t.mantissa_bits)) -
+                          ((127 + t.min_exponent()) << t.mantissa_bits);
   const float decoded = __fmul_rn(value, outer.dec);
-  return {fminf(__frcp_rn(decoded), kFloatMax), units + (binade << t.mantissa_bits)};
+  const float inv = outer.ordinary ? reciprocal_of_normal(decoded) : __frcp_rn(decoded);
+  return {fminf(inv, kFloatMax), stored};
 }
 
 BLOCKSCALE_DEVICE Block e8m0_block(ScaleRule rule, const ElementFacts& e, float amax) {
@@ -100,10 +103,10 @@ BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t a
     if constexpr (kScale == Format::e8m0)
       b = e8m0_block(spec.rule, s.element, amax);
     else
-      b = two_level_block<kScale>(spec.scale_rounding, amax, outer);
+      b = two_level_block<kScale>(s.scales_up, amax, outer);
   }
   // inv = 0 stands for a block that is not finite: its codes are 0. No finite block has it.
-  return amax_bits < kInfBits && outer.finite ? b : Block{0.0f, nan};
+  return amax_bits < outer.limit ? b : Block{0.0f, nan};
 }
 
 template <Pass kPass>
@@ -147,17 +150,16 @@ BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
 template <Pass kPass>
 BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, int block,
                                    uint32_t stored) {
-  const StoredShape& shape = s.shape;
   int row = line;
-  if (is_square<kPass>(s) && shape.scale_rows != shape.lines) {
+  if (is_square<kPass>(s) && s.scale_rows != s.lines) {
     // The grid of square blocks: one row for a block of lines.
     if (line % block_length<kPass>(s) != 0) return;
     row = line / block_length<kPass>(s);
   }
-  const int64_t at = s.out.layout.scales == Layout::linear
-                         ? static_cast<int64_t>(row) * s.blocks + block
-                         : layout_offset(s.out.layout.scales, static_cast<int>(shape.scale_rows),
-                                         s.blocks, row, block);
+  const uint32_t at =
+      s.linear_scales
+          ? static_cast<uint32_t>(row * s.blocks + block)
+          : layout_offset_as<uint32_t>(s.out.layout.scales, s.scale_rows, s.blocks, row, block);
   if (has_wide_scales<kPass>(s))
     reinterpret_cast<uint32_t*>(m.scales)[at] = stored;
   else
@@ -168,8 +170,7 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
 template <Pass kPass>
 BLOCKSCALE_DEVICE uint8_t* codes_at(const Side& s, const MatrixAt& m, int line, int pos) {
   const int byte = is_fp4<kPass>(s) ? pos / 2 : pos;
-  if (s.out.layout.codes == Layout::linear)
-    return m.codes + static_cast<int64_t>(line) * s.line_bytes + byte;
+  if (s.linear_codes) return m.codes + static_cast<int64_t>(line) * s.line_bytes + byte;
   return m.codes + layout_offset(s.out.layout.codes, s.lines, s.line_bytes, line, byte);
 }
 

@@ -30,6 +30,11 @@ struct TileAt {
 
 // ---- BF16 tiles ----
 
+// Signs from the tops of the bytes of four even and four odd elements, to the tops of nibbles.
+BLOCKSCALE_DEVICE uint32_t spread_signs(uint32_t even, uint32_t odd) {
+  return (even >> 4 & 0x08080808) | (odd & 0x80808080);
+}
+
 // A run as BF16 pairs, element 2i in the low half of pair[i].
 struct PairRun {
   uint32_t pair[kRun / 2];
@@ -39,6 +44,19 @@ struct PairRun {
 #pragma unroll
     for (int i = 2; i < kRun / 2; ++i) m = max_magnitude_bf16x2(m, pair[i]);
     return max(m << 16 & 0x7FFF0000, m & 0x7FFF0000);
+  }
+  // Those of elements 0..7 and 8..15, at the top of nibbles; other bits hold other things.
+  BLOCKSCALE_DEVICE uint2 signs() const {
+    uint32_t of_8[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t* p = pair + 4 * i;
+      // Top bytes of elements 0 2 1 3 and 4 6 5 7.
+      const uint32_t low = permute_bytes(p[0], p[1], 0x7351);
+      const uint32_t high = permute_bytes(p[2], p[3], 0x7351);
+      of_8[i] = spread_signs(permute_bytes(low, high, 0x5410), permute_bytes(low, high, 0x7632));
+    }
+    return {of_8[0], of_8[1]};
   }
   // Flips the signs that are set in `mask`, bit i for element i.
   BLOCKSCALE_DEVICE void flip(uint32_t mask) {
@@ -69,6 +87,23 @@ struct PairColumns {
   BLOCKSCALE_DEVICE void flip(uint32_t mask) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) pair[i] ^= (mask >> i & 1) * 0x80008000u;
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE uint2 signs() const {
+    uint32_t of_8[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t* p = pair + 8 * i;
+      // Top bytes of both columns: rows 0 2, 4 6, 1 3, 5 7, the first column in the low half.
+      const uint32_t even[2] = {permute_bytes(p[0], p[2], 0x7351),
+                                permute_bytes(p[4], p[6], 0x7351)};
+      const uint32_t odd[2] = {permute_bytes(p[1], p[3], 0x7351),
+                               permute_bytes(p[5], p[7], 0x7351)};
+      constexpr uint32_t kHalf = kWhich == 0 ? 0x5410 : 0x7632;
+      of_8[i] = spread_signs(permute_bytes(even[0], even[1], kHalf),
+                             permute_bytes(odd[0], odd[1], kHalf));
+    }
+    return {of_8[0], of_8[1]};
   }
   template <int kWhich>
   BLOCKSCALE_DEVICE void unpack(float* v) const {
@@ -208,6 +243,15 @@ struct FloatRun {
     for (int i = 0; i < kRun; ++i) largest = max(largest, bit_cast<uint32_t>(value[i]) & kAbsMask);
     return largest;
   }
+  BLOCKSCALE_DEVICE uint2 signs() const {
+    uint2 of_8{};
+#pragma unroll
+    for (int i = kRun / 2 - 1; i >= 0; --i) {
+      of_8.x = shift_left_in(of_8.x, bit_cast<uint32_t>(value[i]), 4);
+      of_8.y = shift_left_in(of_8.y, bit_cast<uint32_t>(value[i + kRun / 2]), 4);
+    }
+    return of_8;
+  }
   BLOCKSCALE_DEVICE void flip(uint32_t mask) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
@@ -226,6 +270,10 @@ struct FloatColumns {
     largest[1] = run[1].amax_bits();
   }
   BLOCKSCALE_DEVICE void flip(uint32_t mask) { run[0].flip(mask), run[1].flip(mask); }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE uint2 signs() const {
+    return run[kWhich].signs();
+  }
   template <int kWhich>
   BLOCKSCALE_DEVICE void unpack(float* v) const {
     run[kWhich].unpack(v);

@@ -10,9 +10,11 @@ struct QuantizeParams {
   Side row, column;
   int tiles_down, tiles_across;
   int tiles;  // of all matrices
+  int batch;  // matrices
   // gridDim.x tiles further on, in tiles of Walk's two directions and in matrices.
   int step_first, step_second, step_batch;
-  bool copies;  // whether x.map describes x
+  bool copies;   // whether x.map describes x
+  bool aligned;  // whether rows start at multiples of 16 bytes
 };
 
 // Walks over tiles, gridDim.x at a time. Down first when columns leave: neighbours in time then
