@@ -248,7 +248,7 @@ BLOCKSCALE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which)
 
 // Keeps a value in registers, where the compiler would rather find it again every time.
 template <class T>
-BLOCKSCALE_DEVICE void keep(T*& p) {
+BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
 #if !defined(__HIPCC__)
   asm("" : "+l"(p));
 #endif
