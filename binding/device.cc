@@ -82,9 +82,9 @@ Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_
 Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes) {
   if (fresh.dim() == static_cast<int64_t>(sizes.size())) return fresh;
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-      fresh.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
-      contiguous_strides(sizes).data(), 0, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(fresh.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                     contiguous_strides(sizes).data(), 0, &made));
   return Tensor(made);
 }
 

@@ -1,11 +1,13 @@
 // A linear layer's forward and backward: which tensors are quantized along which axes, and what is
-// multiplied. One operator each, since in eager mode calls cost more than the work of a small layer.
+// multiplied. One operator each, since in eager mode calls cost more than the work of a small
+// layer.
 #include "linear.h"
 
 #include <array>
 #include <sstream>
 #include <unordered_map>
 
+#include "gpu/gpu.h"
 #include "matmul.h"
 
 namespace blockscale::binding {
@@ -13,6 +15,15 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 using Spec = std::optional<QuantSpec>;  // none: high precision
+
+// The first result of one of PyTorch's operators.
+template <class... Args>
+Tensor call(const char* op, const char* overload, const Args&... args) {
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
 
 struct Recipe {
   Spec fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x;
@@ -36,11 +47,19 @@ const Recipe& recipe_of(const Text& text) {
       .first->second;
 }
 
+// How the operands of a layer are stored: as GEMMs read them. FP32 scales of single lines lie
+// transposed, which is how Hopper's FP8 GEMM brings them in; everything else is linear.
+StorageLayout storage_of(const QuantSpec& spec) {
+  StorageLayout layout;
+  if (spec.scale == Format::fp32 && !spec.square) layout.scales = Layout::mn_major;
+  return layout;
+}
+
 // Where the parts of a quantized operand lie in its memory. Codes take whole blocks of at least 8
 // bytes, so that what follows is aligned.
 struct Parts {
   Parts(const QuantSpec& spec, int axis, int64_t rows, int64_t columns) {
-    const StoredShape s = stored_shape(spec, {}, axis, rows, columns);
+    const StoredShape s = stored_shape(spec, storage_of(spec), axis, rows, columns);
     outer = s.code_bytes;
     scales = outer + (spec.outer ? static_cast<int64_t>(sizeof(float)) : 0);
     bytes = scales + s.scale_count * scale_bytes(spec.scale);
@@ -60,9 +79,14 @@ struct Made {
       : parts(spec, axis, rows, columns),
         memory(empty({parts.bytes}, ScalarType::Byte, at.device())) {
     auto* base = static_cast<uint8_t*>(memory.mutable_data_ptr());
-    view = {base, base + parts.scales, reinterpret_cast<float*>(base + parts.outer),
-            spec, {},                  axis,
-            rows, columns};
+    view = {base,
+            base + parts.scales,
+            reinterpret_cast<float*>(base + parts.outer),
+            spec,
+            storage_of(spec),
+            axis,
+            rows,
+            columns};
   }
   Side side() const { return {memory, as_const(view)}; }
 
@@ -77,14 +101,16 @@ Side kept(const Place& at, const Tensor& saved, const QuantSpec& spec, int64_t l
   at.check("saved", saved);
   if (saved.scalar_type() != ScalarType::Byte || saved.numel() != parts.bytes)
     fail(at.op(), "saved", std::to_string(saved.numel()) + " elements",
-         std::to_string(parts.bytes) + " bytes for " + to_string(spec), "pass what linear returned");
+         std::to_string(parts.bytes) + " bytes for " + to_string(spec),
+         "pass what linear returned");
   Tensor memory = torch::stable::contiguous(saved);
   // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
   if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
     memory = torch::stable::clone(memory);
   const auto* base = static_cast<const uint8_t*>(memory.const_data_ptr());
   const auto* outer = reinterpret_cast<const float*>(base + parts.outer);
-  return {memory, ConstQuantized{base, base + parts.scales, outer, spec, {}, -1, lines, k}};
+  return {memory,
+          ConstQuantized{base, base + parts.scales, outer, spec, storage_of(spec), -1, lines, k}};
 }
 
 int64_t rows_of(const Tensor& x) {
@@ -155,8 +181,8 @@ Tensor values(const Place& at, const Side& side, ScalarType dtype) {
   const int64_t k = q.axis == -1 ? q.columns : q.rows;
   q.axis = -1, q.rows = lines, q.columns = k;
   Tensor out = empty({lines, k}, dtype, at.device());
-  const Matrix view{out.mutable_data_ptr(), dtype_of(at.op(), "dtype", dtype), lines, k, k, 1, 1,
-                    lines * k};
+  const Matrix view{
+      out.mutable_data_ptr(), dtype_of(at.op(), "dtype", dtype), lines, k, k, 1, 1, lines * k};
   run(at, lines * k, [&](const auto& on) { dequantize(q, view, on); });
   return out;
 }
@@ -165,11 +191,27 @@ Tensor values(const Place& at, const Side& side, ScalarType dtype) {
 Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
                ScalarType compute, ScalarType out_dtype, const Ints& sizes) {
   if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes);
-  const std::optional<Tensor> row =
-      bias ? std::optional<Tensor>(torch::stable::to(*bias, compute)) : std::nullopt;
-  const Tensor y =
-      call("aten::linear", "", values(at, a, compute), values(at, b, compute), row);
+  std::optional<Tensor> row;
+  if (bias) row = torch::stable::to(*bias, compute);
+  const Tensor y = call("aten::linear", "", values(at, a, compute), values(at, b, compute), row);
   return with_shape(torch::stable::to(y, out_dtype), sizes);
+}
+
+// The model's offset moves on in place, perhaps before the backward of this forward runs.
+Tensor snapshot(const Place& at, const std::optional<Tensor>& offset) {
+  require(offset.has_value(), at.op(), "offset", "none", "the offset of dy's random bits");
+  at.check("offset", *offset);
+  require(offset->scalar_type() == ScalarType::Long && offset->numel() == 1, at.op(), "offset",
+          "another tensor", "one int64");
+  Tensor copy =
+      empty(Ints(offset->sizes().begin(), offset->sizes().end()), ScalarType::Long, at.device());
+  auto* to = static_cast<int64_t*>(copy.mutable_data_ptr());
+  const auto* from = static_cast<const int64_t*>(offset->const_data_ptr());
+  if (at.cuda())
+    gpu::copy(to, from, TorchStream(at.device()));
+  else
+    *to = *from;
+  return copy;
 }
 
 }  // namespace
@@ -182,19 +224,15 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   at.check("w", w);
   require(w.dim() == 2 && x.dim() >= 1 && x.size(x.dim() - 1) == w.size(1), at.op(), "x, w",
           "other shapes", "x [..., K] and w [N, K]");
-  const Operands xs = operands(at, x, recipe.fprop_x, recipe.wgrad_x, true, dw && recipe.wgrad_x,
-                               {seed_x, offset});
-  const Operands ws = operands(at, w, recipe.fprop_w, recipe.dgrad_w, true, dx && recipe.dgrad_w,
-                               {seed_w, offset});
+  const Operands xs =
+      operands(at, x, recipe.fprop_x, recipe.wgrad_x, true, dw && recipe.wgrad_x, {seed_x, offset});
+  const Operands ws =
+      operands(at, w, recipe.fprop_w, recipe.dgrad_w, true, dx && recipe.dgrad_w, {seed_w, offset});
   std::vector<Tensor> results{
       product(at, *xs.row, *ws.row, bias, dtype, dtype, with_last(x, w.size(0)))};
   if (xs.column) results.push_back(xs.column->memory);
   if (ws.column) results.push_back(ws.column->memory);
-  // The model's offset moves on in place, perhaps before the backward of this forward runs.
-  if (recipe.backward_draws(dx, dw)) {
-    require(offset.has_value(), at.op(), "offset", "none", "the offset of dy's random bits");
-    results.push_back(torch::stable::clone(*offset));
-  }
+  if (recipe.backward_draws(dx, dw)) results.push_back(snapshot(at, offset));
   return results;
 }
 
@@ -221,10 +259,8 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
   const Operands dys = operands(at, dy, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw, {seed, offset});
   std::vector<Tensor> gradients;
   if (dx)
-    gradients.push_back(
-        product(at, *dys.row, *w, std::nullopt, dtype, x_dtype, with_last(dy, k)));
-  if (dw)
-    gradients.push_back(product(at, *dys.column, *x, std::nullopt, dtype, w_dtype, {n, k}));
+    gradients.push_back(product(at, *dys.row, *w, std::nullopt, dtype, x_dtype, with_last(dy, k)));
+  if (dw) gradients.push_back(product(at, *dys.column, *x, std::nullopt, dtype, w_dtype, {n, k}));
   if (bias_dtype) {
     const Ints rows{0};
     const Tensor sum = torch::stable::sum(matrix(dy), rows, false, ScalarType::Float);

@@ -11,9 +11,9 @@ namespace blockscale::binding {
 // A recipe arrives as the texts of its six specs, in the order of recipe.py's OPERANDS, with "none"
 // for high precision, one space apart.
 //
-// [y, what the backward reads]: with dw the wgrad operand of x, with dx the dgrad operand of w, and,
-// where that backward draws random bits, a copy of offset. An operand is one tensor of bytes: codes,
-// the outer scale if there is one, block scales, all linear. High-precision operands are not
+// [y, what the backward reads]: with dw the wgrad operand of x, with dx the dgrad operand of w,
+// and, where that backward draws random bits, a copy of offset. An operand is one tensor of bytes:
+// codes, the outer scale if there is one, block scales, all linear. High-precision operands are not
 // returned: they are x and w themselves.
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
                               bool dw, ScalarType dtype, std::optional<Tensor> seed_x,

@@ -4,8 +4,23 @@
 
 #include "gpu/gpu.h"
 
+// In PyTorch's builds for GPUs only: weak, so that one binary loads under every build.
+extern "C" __attribute__((weak, visibility("default"))) AOTITorchError aoti_torch_cuda_mm_dtype_out(
+    AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2, int32_t out_dtype);
+
 namespace blockscale::binding {
 namespace {
+
+using Ints = std::vector<int64_t>;
+
+// a·b with FP32 sums, rounded once to `dtype`. PyTorch's kernel itself, past its dispatcher: less
+// work for the host, and autocast has no say.
+void multiply(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType dtype) {
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), to<int32_t>(from(dtype))));
+}
 
 // scale * code in BF16, [lines, extent], without the outer scale: exact. A product of a code and a
 // block scale has at most 4 + 4 significant bits and BF16 holds 8 (NVFP4: 1.5 * 1.875 = 2.8125 =
@@ -28,8 +43,9 @@ Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, const 
   // Rows at multiples of 16 bytes, which the fast kernels of both sides ask for.
   const int64_t stride = round_up(s.extent, 8);
   Tensor values =
-      transposed ? empty_strided({s.extent, s.lines}, {1, stride}, ScalarType::BFloat16, at.device())
-                 : empty_strided({s.lines, s.extent}, {stride, 1}, ScalarType::BFloat16, at.device());
+      transposed
+          ? empty_strided({s.extent, s.lines}, {1, stride}, ScalarType::BFloat16, at.device())
+          : empty_strided({s.lines, s.extent}, {stride, 1}, ScalarType::BFloat16, at.device());
   dequantize(view,
              Matrix{values.mutable_data_ptr(), DType::bf16, s.lines, s.extent, stride, 1, 1,
                     s.lines * stride},
@@ -60,13 +76,13 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   // PyTorch's GEMM rounds its sums once, to whatever dtype it writes.
   const bool finished = !a.spec.outer && !b.spec.outer && !bias && out_dtype != ScalarType::Half;
   const ScalarType sum_dtype = finished ? out_dtype : ScalarType::Float;
-  Tensor sums = [&] {
+  const Tensor sums = [&] {
+    const Ints shape{sa.lines, sb.lines};
     if (sa.lines == 0 || sb.lines == 0 || sa.extent == 0)
-      return torch::stable::full(std::vector<int64_t>{sa.lines, sb.lines}, 0.0, sum_dtype,
-                                 std::nullopt, at.device());
-    // The overload that names the result's dtype; also the one that autocast leaves alone.
-    return call("aten::mm", "dtype", decoded(at, a, false, stream), decoded(at, b, true, stream),
-                sum_dtype);
+      return torch::stable::full(shape, 0.0, sum_dtype, std::nullopt, at.device());
+    Tensor out = empty(shape, sum_dtype, at.device());
+    multiply(decoded(at, a, false, stream), decoded(at, b, true, stream), out, sum_dtype);
+    return out;
   }();
   if (finished) return with_shape(sums, sizes);
   Tensor out = out_dtype == ScalarType::Float ? with_shape(sums, sizes)

@@ -1,22 +1,12 @@
 // D = A·Bᵀ + bias on the devices that can.
 #pragma once
 
-#include <array>
 #include <optional>
 #include <string>
 
 #include "boundary.h"
 
 namespace blockscale::binding {
-
-// The first result of one of PyTorch's operators.
-template <class... Args>
-Tensor call(const char* op, const char* overload, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
 
 // The operands' contraction axes are equally long, and their memory has been checked; bias is
 // [lines of b] of any dtype. `sizes` is the shape of D: the lines of a, perhaps in several

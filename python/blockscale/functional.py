@@ -17,6 +17,7 @@ from blockscale.tensor import stored_shapes
 _ops = torch.ops.blockscale
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+
 class Keys(NamedTuple):
     """Seeds of the three tensors of a linear layer, and their offset: int64 tensors of one
     element. None where nothing is drawn."""
@@ -84,7 +85,7 @@ def linear_with_keys(
     if recipe.high_precision:
         return torch.nn.functional.linear(x, w, bias)
     _check(x, w, bias)
-    if x.is_cuda and recipe.cuda_needs:
+    if recipe.cuda_needs and x.is_cuda:
         remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
         fail("linear", "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
     grad = torch.is_grad_enabled()
@@ -93,7 +94,7 @@ def linear_with_keys(
         dw=grad and w.requires_grad,
         db=grad and bias is not None and bias.requires_grad,
     )
-    if keys is None and _draws(recipe, needs):
+    if keys is None and recipe.stochastic and _draws(recipe, needs):
         fail(
             "linear",
             "rng",
@@ -200,13 +201,14 @@ class _Linear(torch.autograd.Function):
 
 def _specs(recipe: str) -> dict[str, Spec | None]:
     """The operands of a recipe's text."""
-    texts = (None if text == "none" else text for text in recipe.split(" "))
-    return {o: text and spec(text) for o, text in zip(OPERANDS, texts, strict=True)}
+    specs = (None if text == "none" else spec(text) for text in recipe.split(" "))
+    return dict(zip(OPERANDS, specs, strict=True))
 
 
 def _fake_operand(x: torch.Tensor, s: Spec) -> torch.Tensor:
-    """The memory of x's operand along axis -2."""
-    shapes = stored_shapes(s, -2, x.shape, "linear", 0)
+    """The memory of x's operand along axis -2, stored as GEMMs read it."""
+    layout = "mn_major" if s.scale == "fp32" and not s.square else "linear"
+    shapes = stored_shapes(s, -2, x.shape, layout, 0)
     scales = math.prod(shapes.scales) * s.scale_bytes
     outer = torch.float32.itemsize if s.outer else 0
     return x.new_empty(math.prod(shapes.codes) + outer + scales, dtype=torch.uint8)

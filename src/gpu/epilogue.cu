@@ -57,8 +57,7 @@ BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const
 
 // In double, like the CPU backend: no product of outer scales leaves the range, and equal sums give
 // equal bits. Two conversions an element are less than its share of the memory's time.
-__global__ void __launch_bounds__(kThreads)
-    finish_kernel(const __grid_constant__ FinishParams p) {
+__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishParams p) {
   const Epilogue& e = p.e;
   const double factor = static_cast<double>(e.alpha) * (e.a_outer ? *e.a_outer : 1.0f) *
                         (e.b_outer ? *e.b_outer : 1.0f);

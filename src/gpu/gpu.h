@@ -26,7 +26,11 @@ struct Epilogue {
   DType bias_dtype = DType::f32;
   bool accumulate = false;  // add to D, which is FP32 then
 };
-// `sums` and `d` are contiguous matrices at multiples of 16 bytes; an FP32 `d` may be `sums` itself.
+// `sums` and `d` are contiguous matrices at multiples of 16 bytes; an FP32 `d` may be `sums`
+// itself.
 void finish(const float* sums, const Matrix& d, const Epilogue& epilogue, const Stream& stream);
+
+// One word within the device, by a kernel: the copy engine takes longer, most of all in graphs.
+void copy(int64_t* to, const int64_t* from, const Stream& stream);
 
 }  // namespace blockscale::gpu

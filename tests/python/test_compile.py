@@ -42,8 +42,13 @@ def linear_samples() -> list[Any]:
     f32, bf16 = torch.float32, torch.bfloat16
     mixed = bs.recipe("mxfp8").replace(wgrad_x=None, fprop_w=None, dgrad_dy=None)
     samples: list[Any] = []
-    for recipe, dx, dw in ((bs.recipe("nvfp4"), True, True), (bs.recipe("amdfp4"), False, True),
-                           (mixed, True, True), (bs.recipe("nvfp4"), False, False)):  # fmt: skip
+    for recipe, dx, dw in (
+        (bs.recipe("nvfp4"), True, True),
+        (bs.recipe("nvfp4"), False, False),
+        (bs.recipe("amdfp4"), False, True),
+        (bs.recipe("fp8_blockwise"), True, True),
+        (mixed, True, True),
+    ):
         keys = (SEED, SEED, OFFSET) if recipe.stochastic else (None, None, None)
         forward = (x, w, bias, recipe.text, dx, dw, bf16, *keys)
         saved = OPS.linear(*forward)[1:]
