@@ -84,16 +84,18 @@ def between_events(call: Callable[[], Any], calls: int, rounds: int = 9) -> floa
     return float(statistics.median(times))
 
 
-def eager_microseconds(call: Callable[[], Any], calls: int = 50) -> float:
-    """Time of a call on the host, its launches waited for only at the end."""
-    call()
+def eager_microseconds(call: Callable[[], Any], calls: int, rounds: int = 25) -> float:
+    """Median time of a call on the host: launches are waited for between rounds only, and a round
+    launches less than the device's queue holds."""
+    times = []
+    for _ in range(rounds + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / calls)
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    took = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return 1e6 * took / calls
+    return statistics.median(times[3:])
 
 
 def size(*operands: bs.QuantizedTensor) -> int:
@@ -254,15 +256,39 @@ def gemm_rows() -> list[Row]:
                 "goal": 0.75 if recipe == "nvfp4" else None,
             }
         )
-    small = torch.randn(16, 16, dtype=torch.bfloat16, device="cuda")
-    layer = torch.nn.Linear(16, 16, dtype=torch.bfloat16, device="cuda")
-    model = torch.nn.Sequential(layer)
-    plain = eager_microseconds(lambda: model(small))
-    bs.convert(model, "nvfp4")
-    took = eager_microseconds(lambda: model(small))
-    rows.append(
-        {"case": "host, converted layer's forward, nvfp4", "us": took, "of_bf16": plain / took}
-    )
+    for row in rows:
+        print(f"{row['case']:70} {row['us']:8.1f} us {row['of_bf16']:6.2f}x BF16", flush=True)
+    return rows
+
+
+def host_rows() -> list[Row]:
+    """What the host spends on tiny layers in eager mode, a layer of a stack, against nn.Linear."""
+    rows: list[Row] = []
+    layers = 8
+    bf16: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+    x = torch.randn(16, 16, requires_grad=True, **bf16)
+    dy = torch.randn(16, 16, **bf16)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, **bf16) for _ in range(layers)))
+
+    def both() -> None:
+        torch.autograd.backward(model(x), dy)
+        model.zero_grad()
+        x.grad = None
+
+    def inference() -> None:
+        with torch.no_grad():
+            model(x)
+
+    def measure() -> dict[str, float]:
+        calls = {"inference": inference, "forward": lambda: model(x), "forward+backward": both}
+        return {what: eager_microseconds(call, 3) / layers for what, call in calls.items()}
+
+    plain = measure()
+    for recipe in ("mxfp8", "nvfp4"):
+        bs.convert(model, recipe)
+        for what, took in measure().items():
+            case = f"host, converted layer, {what}, {recipe}"
+            rows.append({"case": case, "us": took, "of_bf16": plain[what] / took})
     for row in rows:
         print(f"{row['case']:70} {row['us']:8.1f} us {row['of_bf16']:6.2f}x BF16", flush=True)
     return rows
@@ -312,6 +338,7 @@ def main() -> None:
         del bench
         torch.cuda.empty_cache()
     rows += gemm_rows()
+    rows += host_rows()
     where = provenance(copy)
     where["commit"] = options.commit or where["commit"]
     options.out.write_text(json.dumps({"provenance": where, "rows": rows}, indent=1) + "\n")

@@ -172,21 +172,23 @@ class _Linear(torch.autograd.Function):
         seed_dy: torch.Tensor | None,
         offset: torch.Tensor | None,
     ) -> torch.Tensor:
-        y, *saved = _ops.linear.default(
+        made = _ops.linear.default(
             x, w, bias, recipe.text, needs.dx, needs.dw, dtype, seed_x, seed_w, offset
         )
-        # The operator returns what it has made; operands in high precision are the inputs.
+        # The operator returns what it has made; operands in high precision are the inputs. (Tuples:
+        # PyTorch 2.11's compiler does not trace changes of a list here.)
+        saved = tuple(made[1:])
         if needs.dw and recipe.wgrad_x is None:
-            saved.insert(0, x)
+            saved = (x, *saved)
         if needs.dx and recipe.dgrad_w is None:
-            saved.insert(int(needs.dw), w)
+            saved = (saved[0], w, *saved[1:]) if needs.dw else (w, *saved)
         if len(saved) > needs.dx + needs.dw:  # the offset's copy: dy will draw
-            saved.append(seed_dy)
+            saved = (*saved, seed_dy)
         ctx.save_for_backward(*saved)
         ctx.needs = needs
         ctx.call = (recipe.text, w.shape[1], needs.dx, needs.dw, dtype, x.dtype, w.dtype,
                     bias.dtype if bias is not None and needs.db else None)  # fmt: skip
-        return y  # type: ignore[no-any-return]
+        return made[0]  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
