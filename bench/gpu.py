@@ -84,6 +84,17 @@ def between_events(call: Callable[[], Any], calls: int, rounds: int = 9) -> floa
     return float(statistics.median(times))
 
 
+def in_turn(*calls: Callable[[], Any], repeats: int, rounds: int = 9) -> list[float]:
+    """Median times of calls, each replayed from a graph, one round of each after another: they meet
+    the same clocks, which fall as the device warms."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    replays = [captured(lambda i, c=call: c(), repeats) for call in calls]  # type: ignore[misc]
+    times = [[between_events(replay, 1, 1) for replay in replays] for _ in range(rounds)]
+    return [statistics.median(column) / repeats for column in zip(*times, strict=True)]
+
+
 def eager_microseconds(call: Callable[[], Any], calls: int, rounds: int = 25) -> float:
     """Median time of a call on the host: launches are waited for between rounds only, and a round
     launches less than the device's queue holds."""
@@ -231,9 +242,8 @@ def gemm_rows() -> list[Row]:
     rows: list[Row] = []
     n = 8192
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    peer = microseconds(lambda i: torch.mm(a, b.t()), rounds=7, calls=4)
     qa, qb = bs.quantize(a, "nvfp4"), bs.quantize(b, "nvfp4[block=16x16]")
-    took = microseconds(lambda i: bs.matmul(qa, qb), rounds=7, calls=4)
+    peer, took = in_turn(lambda: torch.mm(a, b.t()), lambda: bs.matmul(qa, qb), repeats=4)
     rows.append({"case": f"matmul nvfp4 {n}^3", "us": took, "of_bf16": peer / took, "goal": 0.85})
     m, k, n = 8192, 4096, 14336
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -245,9 +255,10 @@ def gemm_rows() -> list[Row]:
         torch.autograd.backward(bs.linear(x, w, recipe=recipe, rng=rng), dy)
         x.grad = w.grad = None
 
-    peer = microseconds(lambda i: step("bf16"), rounds=7, calls=3)
-    for recipe in ("mxfp8", "mxfp4", "nvfp4", "amdfp4"):
-        took = microseconds(lambda i, r=recipe: step(r), rounds=7, calls=3)  # type: ignore[misc]
+    recipes = ("mxfp8", "mxfp4", "nvfp4", "amdfp4")
+    steps = [functools.partial(step, recipe) for recipe in ("bf16", *recipes)]
+    peer, *times = in_turn(*steps, repeats=2)
+    for recipe, took in zip(recipes, times, strict=True):
         rows.append(
             {
                 "case": f"linear {m},{n},{k} forward+backward {recipe}",
