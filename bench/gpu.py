@@ -16,31 +16,42 @@ import blockscale as bs
 import torch
 from blockscale.cli.bench import measure, print_tables, write
 from blockscale.cli.bench_cases import Row
-from blockscale.cli.bench_clock import CudaClock
+from blockscale.cli.bench_clock import between_events, captured
 from rich.console import Console
 
 
-def eager_microseconds(call: Callable[[], Any], calls: int = 50) -> float:
-    """Time of a call on the host, its launches waited for only at the end."""
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
+def in_turn(*calls: Callable[[], Any], repeats: int, rounds: int = 9) -> list[float]:
+    """Median times of calls, each replayed from a graph, one round of each after another: they meet
+    the same clocks, which fall as the device warms."""
+    for call in calls:
         call()
-    took = time.perf_counter() - start
     torch.cuda.synchronize()
-    return 1e6 * took / calls
+    replays = [captured(lambda i, c=call: c(), repeats) for call in calls]  # type: ignore[misc]
+    times = [[between_events(replay, 1, 1) for replay in replays] for _ in range(rounds)]
+    return [statistics.median(column) / repeats for column in zip(*times, strict=True)]
+
+
+def eager_microseconds(call: Callable[[], Any], calls: int, rounds: int = 25) -> float:
+    """Median time of a call on the host: launches are waited for between rounds only, and a round
+    launches less than the device's queue holds."""
+    times = []
+    for _ in range(rounds + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return statistics.median(times[3:])
 
 
 def gemm_rows() -> list[Row]:
     """matmul by decode, and one linear forward and backward, against BF16."""
     rows: list[Row] = []
-    clock = CudaClock()
     n = 8192
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    peer = clock.microseconds(lambda i: torch.mm(a, b.t()), rounds=7, calls=4)
     qa, qb = bs.quantize(a, "nvfp4"), bs.quantize(b, "nvfp4[block=16x16]")
-    took = clock.microseconds(lambda i: bs.matmul(qa, qb), rounds=7, calls=4)
+    peer, took = in_turn(lambda: torch.mm(a, b.t()), lambda: bs.matmul(qa, qb), repeats=4)
     rows.append({"case": f"matmul nvfp4 {n}^3", "us": took, "of_bf16": peer / took, "goal": 0.85})
     m, k, n = 8192, 4096, 14336
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -52,9 +63,10 @@ def gemm_rows() -> list[Row]:
         torch.autograd.backward(bs.linear(x, w, recipe=recipe, rng=rng), dy)
         x.grad = w.grad = None
 
-    peer = clock.microseconds(lambda i: step("bf16"), rounds=7, calls=3)
-    for recipe in ("mxfp8", "mxfp4", "nvfp4", "amdfp4"):
-        took = clock.microseconds(lambda i, r=recipe: step(r), rounds=7, calls=3)  # type: ignore[misc]
+    recipes = ("mxfp8", "mxfp4", "nvfp4", "amdfp4")
+    steps = [functools.partial(step, recipe) for recipe in ("bf16", *recipes)]
+    peer, *times = in_turn(*steps, repeats=2)
+    for recipe, took in zip(recipes, times, strict=True):
         rows.append(
             {
                 "case": f"linear {m},{n},{k} forward+backward {recipe}",
@@ -63,15 +75,41 @@ def gemm_rows() -> list[Row]:
                 "goal": 0.75 if recipe == "nvfp4" else None,
             }
         )
-    small = torch.randn(16, 16, dtype=torch.bfloat16, device="cuda")
-    layer = torch.nn.Linear(16, 16, dtype=torch.bfloat16, device="cuda")
-    model = torch.nn.Sequential(layer)
-    plain = eager_microseconds(lambda: model(small))
-    bs.convert(model, "nvfp4")
-    took = eager_microseconds(lambda: model(small))
-    rows.append(
-        {"case": "host, converted layer's forward, nvfp4", "us": took, "of_bf16": plain / took}
-    )
+    for row in rows:
+        print(f"{row['case']:70} {row['us']:8.1f} us {row['of_bf16']:6.2f}x BF16", flush=True)
+    return rows
+
+
+def host_rows() -> list[Row]:
+    """What the host spends on tiny layers in eager mode, a layer of a stack, against nn.Linear."""
+    rows: list[Row] = []
+    layers = 8
+    bf16: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+    x = torch.randn(16, 16, requires_grad=True, **bf16)
+    dy = torch.randn(16, 16, **bf16)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, **bf16) for _ in range(layers)))
+
+    def both() -> None:
+        torch.autograd.backward(model(x), dy)
+        model.zero_grad()
+        x.grad = None
+
+    def inference() -> None:
+        with torch.no_grad():
+            model(x)
+
+    def measure() -> dict[str, float]:
+        calls = {"inference": inference, "forward": lambda: model(x), "forward+backward": both}
+        return {what: eager_microseconds(call, 3) / layers for what, call in calls.items()}
+
+    plain = measure()
+    for recipe in ("mxfp8", "nvfp4"):
+        bs.convert(model, recipe)
+        for what, took in measure().items():
+            case = f"host, converted layer, {what}, {recipe}"
+            rows.append({"case": case, "us": took, "of_bf16": plain[what] / took})
+    for row in rows:
+        print(f"{row['case']:70} {row['us']:8.1f} us {row['of_bf16']:6.2f}x BF16", flush=True)
     return rows
 
 
@@ -83,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=120)
     found = measure("cuda", None, console)
-    found["rows"] += gemm_rows()
+    found["rows"] += gemm_rows() + host_rows()
     if options.commit:
         found["provenance"]["commit"] = options.commit
     print_tables(found, console)

@@ -192,12 +192,9 @@ Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
 Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
                 int64_t rows, int64_t columns, std::optional<int64_t> batch) {
   const Sizes sizes = sizes_of(spec, layout, axis, rows, columns, batch);
-  const auto make = [&](const std::vector<int64_t>& size, ScalarType dtype) {
-    return torch::stable::empty(size, dtype, std::nullopt, at.device());
-  };
-  Output out{make(sizes.codes, torch_dtype(spec.element)),
-             make(sizes.scales, torch_dtype(spec.scale)),
-             make(sizes.outer, ScalarType::Float),
+  Output out{empty(sizes.codes, torch_dtype(spec.element), at.device()),
+             empty(sizes.scales, torch_dtype(spec.scale), at.device()),
+             empty(sizes.outer, ScalarType::Float, at.device()),
              {}};
   out.view = {static_cast<uint8_t*>(out.codes.mutable_data_ptr()),
               static_cast<uint8_t*>(out.scales.mutable_data_ptr()),

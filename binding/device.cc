@@ -1,5 +1,6 @@
 #include "device.h"
 
+#include <algorithm>
 #include <string>
 
 // PyTorch has it in its builds for GPUs only: weak, so that one binary loads under every build.
@@ -32,6 +33,14 @@ std::string refusal(DeviceType type) {
   return aoti_torch_get_current_cuda_stream ? "" : "this PyTorch is built without CUDA";
 }
 
+// torch's own: a dimension without elements counts as one.
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t next = 1;
+  for (size_t d = sizes.size(); d-- > 0; next *= std::max<int64_t>(sizes[d], 1)) strides[d] = next;
+  return strides;
+}
+
 }  // namespace
 
 Place::Place(const char* op, const char* argument, const Tensor& first)
@@ -55,6 +64,30 @@ void Place::check(const char* argument, const Tensor& tensor) const {
        "move it with .to(\"" + device_text(device_) + "\")");
 }
 
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
+  return empty_strided(sizes, contiguous_strides(sizes), dtype, device);
+}
+
+Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                     ScalarType dtype, const Device& device) {
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
+      to<int32_t>(from(device.type())), device.index(), &made));
+  return Tensor(made);
+}
+
+Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes) {
+  if (fresh.dim() == static_cast<int64_t>(sizes.size())) return fresh;
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(fresh.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                     contiguous_strides(sizes).data(), 0, &made));
+  return Tensor(made);
+}
+
 TorchStream::TorchStream(const Device& device) : device_(device) {
   using namespace torch::stable::accelerator;
   if (getCurrentDeviceIndex() != device.index()) guard_.emplace(device.index());
@@ -62,8 +95,7 @@ TorchStream::TorchStream(const Device& device) : device_(device) {
 }
 
 void* TorchStream::workspace(int64_t bytes) const {
-  workspaces_.push_back(
-      torch::stable::empty(std::vector<int64_t>{bytes}, ScalarType::Byte, std::nullopt, device_));
+  workspaces_.push_back(empty({bytes}, ScalarType::Byte, device_));
   return workspaces_.back().mutable_data_ptr();
 }
 

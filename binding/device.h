@@ -35,6 +35,14 @@ class Place {
   Device device_;
 };
 
+// A fresh tensor, contiguous or with the strides given. Straight through the C shim: a call of
+// aten::empty through the dispatcher costs the host several times as much.
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device);
+Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                     ScalarType dtype, const Device& device);
+// The memory of a fresh contiguous tensor under another shape; to autograd it is no view.
+Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes);
+
 // PyTorch's own threads.
 class TorchExecutor final : public Executor {
  public:

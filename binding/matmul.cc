@@ -1,19 +1,25 @@
 // matmul. On a CPU it is the core's GEMM. On a GPU, until the core has one there: decode to BF16,
-// let PyTorch multiply with FP32 sums, then apply outer scales and bias.
+// let PyTorch multiply with FP32 sums, then apply outer scales and bias in one pass over them.
 #include "matmul.h"
 
-#include <array>
+#include "gpu/gpu.h"
+
+// In PyTorch's builds for GPUs only: weak, so that one binary loads under every build.
+extern "C" __attribute__((weak, visibility("default"))) AOTITorchError aoti_torch_cuda_mm_dtype_out(
+    AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2, int32_t out_dtype);
 
 namespace blockscale::binding {
 namespace {
 
-// The first result of one of PyTorch's operators.
-template <class... Args>
-Tensor call(const char* op, const char* overload, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+using Ints = std::vector<int64_t>;
+
+// a·b with FP32 sums, rounded once to `dtype`. PyTorch's kernel itself, past its dispatcher: less
+// work for the host, and autocast has no say.
+void multiply(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType dtype) {
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
   STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+      aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), to<int32_t>(from(dtype))));
 }
 
 // scale * code in BF16, [lines, extent], without the outer scale: exact. A product of a code and a
@@ -21,32 +27,30 @@ Tensor call(const char* op, const char* overload, const Args&... args) {
 // 0b10.1101, six bits), with FP32's exponents. The one exception: below 2^-126 BF16 keeps multiples
 // of 2^-133 only, so that an E8M0 block whose largest value is below about 2^-117 loses what is
 // smaller than 2^-134.
-Tensor decoded(const Place& at, const Operand& q, const Stream& stream) {
-  const StoredShape s = q.view.shape();
-  ConstQuantized view = q.view;
+//
+// With `transposed` the tensor is [extent, lines], over the same memory.
+Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, const Stream& stream) {
+  const StoredShape s = q.shape();
+  ConstQuantized view = q;
   // Both operands of a GEMM are transformed alike, and the product sums over all that the transform
   // has made of the tail: as an operand of that length without a transform, the codes are the same.
   view.spec.hadamard = {};
   view.spec.outer = false;
   view.outer = nullptr;
+  view.axis = -1;
+  view.rows = s.lines;
   view.columns = s.extent;
   // Rows at multiples of 16 bytes, which the fast kernels of both sides ask for.
-  const int64_t stride = (s.extent + 7) / 8 * 8;
-  Tensor values = torch::stable::empty(std::vector<int64_t>{s.lines, stride}, ScalarType::BFloat16,
-                                       std::nullopt, at.device());
+  const int64_t stride = round_up(s.extent, 8);
+  Tensor values =
+      transposed
+          ? empty_strided({s.extent, s.lines}, {1, stride}, ScalarType::BFloat16, at.device())
+          : empty_strided({s.lines, s.extent}, {stride, 1}, ScalarType::BFloat16, at.device());
   dequantize(view,
              Matrix{values.mutable_data_ptr(), DType::bf16, s.lines, s.extent, stride, 1, 1,
                     s.lines * stride},
              stream);
-  return stride == s.extent ? values : torch::stable::narrow(values, 1, 0, s.extent);
-}
-
-// The outer scale of the product; none when neither operand has one.
-std::optional<Tensor> outer_of(const Operand& a, const Operand& b) {
-  if (!a.view.spec.outer && !b.view.spec.outer) return std::nullopt;
-  if (!a.view.spec.outer) return b.outer;
-  if (!b.view.spec.outer) return a.outer;
-  return call("aten::mul", "Tensor", a.outer, b.outer);
+  return values;
 }
 
 void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
@@ -63,6 +67,67 @@ void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
          "use one block size for both operands of a GEMM");
 }
 
+Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                     const std::optional<Tensor>& bias, ScalarType out_dtype,
+                     const std::vector<int64_t>& sizes) {
+  check_pair(at, a.spec, b.spec);
+  const TorchStream stream(at.device());
+  const StoredShape sa = a.shape(), sb = b.shape();
+  // PyTorch's GEMM rounds its sums once, to whatever dtype it writes.
+  const bool finished = !a.spec.outer && !b.spec.outer && !bias && out_dtype != ScalarType::Half;
+  const ScalarType sum_dtype = finished ? out_dtype : ScalarType::Float;
+  const Tensor sums = [&] {
+    const Ints shape{sa.lines, sb.lines};
+    if (sa.lines == 0 || sb.lines == 0 || sa.extent == 0)
+      return torch::stable::full(shape, 0.0, sum_dtype, std::nullopt, at.device());
+    Tensor out = empty(shape, sum_dtype, at.device());
+    multiply(decoded(at, a, false, stream), decoded(at, b, true, stream), out, sum_dtype);
+    return out;
+  }();
+  if (finished) return with_shape(sums, sizes);
+  Tensor out = out_dtype == ScalarType::Float ? with_shape(sums, sizes)
+                                              : empty(sizes, out_dtype, at.device());
+  gpu::Epilogue epilogue;
+  if (a.spec.outer) epilogue.a_outer = a.outer;
+  if (b.spec.outer) epilogue.b_outer = b.outer;
+  std::optional<Tensor> row;  // keeps the memory of the bias
+  if (bias) {
+    row = torch::stable::contiguous(*bias);
+    epilogue.bias = row->const_data_ptr();
+    epilogue.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
+  }
+  gpu::finish(static_cast<const float*>(sums.const_data_ptr()),
+              Matrix{out.mutable_data_ptr(), dtype_of(at.op(), "out_dtype", out_dtype), sa.lines,
+                     sb.lines, sb.lines, 1, 1, sa.lines * sb.lines},
+              epilogue, stream);
+  return out;
+}
+
+Tensor matmul_on_cpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                     const std::optional<Tensor>& bias, ScalarType out_dtype,
+                     const std::vector<int64_t>& sizes) {
+  const int64_t rows = a.shape().lines, columns = b.shape().lines;
+  GemmOptions options;
+  std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
+  if (bias) {
+    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
+    options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
+  }
+  // The core's GEMM writes FP32 and BF16.
+  const bool half = out_dtype == ScalarType::Half;
+  Tensor out = empty(sizes, half ? ScalarType::Float : out_dtype, at.device());
+  const DType type = dtype_of(at.op(), "out_dtype", out.scalar_type());
+  const Matrix d{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns};
+  try {
+    // A multiply-add costs about 1/16 of quantizing an element.
+    gemm(a, b, d, options, executor_for(rows * columns / 16 * a.shape().extent));
+  } catch (const Error& error) {  // the core's name of this operator is gemm
+    const std::string text = error.what();
+    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
+  }
+  return half ? torch::stable::to(out, out_dtype) : out;
+}
+
 }  // namespace
 
 std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
@@ -71,49 +136,19 @@ std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
   return "";
 }
 
-Tensor matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
-                     const std::optional<Tensor>& bias, ScalarType out_dtype) {
-  check_pair(at, a.view.spec, b.view.spec);
-  const TorchStream stream(at.device());
-  const StoredShape sa = a.view.shape(), sb = b.view.shape();
-  const std::optional<Tensor> outer = outer_of(a, b);
-  const ScalarType sum_dtype = outer || bias ? ScalarType::Float : out_dtype;
-  Tensor sum = [&] {
-    if (sa.lines == 0 || sb.lines == 0 || sa.extent == 0)
-      return torch::stable::full(std::vector<int64_t>{sa.lines, sb.lines}, 0.0, sum_dtype,
-                                 std::nullopt, at.device());
-    Tensor b_values = decoded(at, b, stream);
-    // The overload that names the result's dtype; also the one that autocast leaves alone.
-    return call("aten::mm", "dtype", decoded(at, a, stream),
-                torch::stable::transpose(b_values, 0, 1), sum_dtype);
-  }();
-  if (outer) sum = call("aten::mul_", "Tensor", sum, *outer);
-  // sum + bias: the stable ABI has no other way to pass add's scalar.
-  if (bias) sum = torch::stable::subtract(sum, *bias, -1.0);
-  return sum.scalar_type() == out_dtype ? sum : torch::stable::to(sum, out_dtype);
-}
-
-Tensor matmul_on_cpu(const Place& at, const Operand& a, const Operand& b,
-                     const std::optional<Tensor>& bias, ScalarType out_dtype) {
-  const int64_t rows = a.view.rows, columns = b.view.rows;
-  GemmOptions options;
-  std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
+Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+              const std::optional<Tensor>& bias, ScalarType out_dtype,
+              const std::vector<int64_t>& sizes) {
   if (bias) {
-    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
-    options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
+    at.check("bias", *bias);
+    dtype_of(at.op(), "bias.dtype", bias->scalar_type());
+    const int64_t lines = b.shape().lines;
+    if (bias->dim() != 1 || bias->numel() != lines)
+      fail(at.op(), "bias.numel()", bias->numel(),
+           "one dimension of " + std::to_string(lines) + ", the rows of b");
   }
-  Tensor out = torch::stable::empty(std::vector<int64_t>{rows, columns}, out_dtype, std::nullopt,
-                                    at.device());
-  const DType type = dtype_of(at.op(), "out_dtype", out_dtype);
-  const Matrix d{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns};
-  try {
-    // A multiply-add costs about 1/16 of quantizing an element.
-    gemm(a.view, b.view, d, options, executor_for(rows * columns / 16 * a.view.columns));
-  } catch (const Error& error) {  // the core's name of this operator is gemm
-    const std::string text = error.what();
-    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
-  }
-  return out;
+  return at.cuda() ? matmul_on_gpu(at, a, b, bias, out_dtype, sizes)
+                   : matmul_on_cpu(at, a, b, bias, out_dtype, sizes);
 }
 
 }  // namespace blockscale::binding

@@ -1,4 +1,4 @@
-// D = A·Bᵀ + bias on the devices that can. The operands have been checked against their specs.
+// D = A·Bᵀ + bias on the devices that can.
 #pragma once
 
 #include <optional>
@@ -8,10 +8,12 @@
 
 namespace blockscale::binding {
 
-Tensor matmul_on_cpu(const Place& at, const Operand& a, const Operand& b,
-                     const std::optional<Tensor>& bias, ScalarType out_dtype);
-Tensor matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
-                     const std::optional<Tensor>& bias, ScalarType out_dtype);
+// The operands' contraction axes are equally long, and their memory has been checked; bias is
+// [lines of b] of any dtype. `sizes` is the shape of D: the lines of a, perhaps in several
+// dimensions, and the lines of b. out_dtype is float32, bfloat16 or float16.
+Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+              const std::optional<Tensor>& bias, ScalarType out_dtype,
+              const std::vector<int64_t>& sizes);
 
 // What a GEMM of operands of this spec still needs on a kind of device ("cpu", "cuda"); empty when
 // it can run.

@@ -2,6 +2,7 @@
 // by where its tensors lie; a device without one is refused by name, where the dispatcher would
 // only say that nothing is registered. Autograd and fake kernels are Python, over these.
 #include "boundary.h"
+#include "linear.h"
 #include "matmul.h"
 
 namespace blockscale::binding {
@@ -65,7 +66,7 @@ Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims)
   const Place at(kOp, "x", x);
   const Input in = input(at, x, axis, batch_dims);
   const Ints sizes = batch_dims ? Ints{in.view.batch} : Ints{};
-  Tensor out = torch::stable::empty(sizes, ScalarType::Float, std::nullopt, at.device());
+  Tensor out = empty(sizes, ScalarType::Float, at.device());
   float* const found = static_cast<float*>(out.mutable_data_ptr());
   run(at, x.numel(), [&](const auto& on) { amax(in.view, spec, axis, found, on); });
   return out;
@@ -80,7 +81,7 @@ Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, 
   const Operand q = operand(at, "", codes, scales, outer, spec_of(spec_text),
                             layout_of(layout_text), axis, e.rows, e.columns, e.batch);
   const DType type = dtype_of(kOp, "dtype", dtype);
-  Tensor out = torch::stable::empty(shape, dtype, std::nullopt, at.device());
+  Tensor out = empty(shape, dtype, at.device());
   const Matrix view{
       out.mutable_data_ptr(), type, e.rows, e.columns, e.columns, 1, e.batch.value_or(1),
       e.rows * e.columns};
@@ -100,7 +101,7 @@ std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_te
   const StorageLayout& to = layout_of(to_text);
   validate(spec, to);
   const Place at(kOp, "codes", codes);
-  const Tensor none = torch::stable::empty(Ints{0}, ScalarType::Float, std::nullopt, at.device());
+  const Tensor none = empty({0}, ScalarType::Float, at.device());
   const Operand from = operand(at, "", codes, scales, none, spec, layout_of(from_text), axis,
                                e.rows, e.columns, e.batch);
   Output out = allocate(at, spec, to, axis, e.rows, e.columns, e.batch);
@@ -124,15 +125,7 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
                             layout_of(a_layout), -1, a_rows, k, std::nullopt);
   const Operand b = operand(at, "b_", b_codes, b_scales, b_outer, spec_of(b_spec),
                             layout_of(b_layout), -1, b_rows, k, std::nullopt);
-  if (bias) {
-    at.check("bias", *bias);
-    dtype_of(kOp, "bias.dtype", bias->scalar_type());
-    if (bias->dim() != 1 || bias->numel() != b_rows)
-      fail(kOp, "bias.numel()", bias->numel(),
-           "one dimension of " + std::to_string(b_rows) + ", the rows of b");
-  }
-  return at.cuda() ? matmul_on_gpu(at, a, b, bias, out_dtype)
-                   : matmul_on_cpu(at, a, b, bias, out_dtype);
+  return matmul(at, a.view, b.view, bias, out_dtype, {a_rows, b_rows});
 }
 
 // A copy that a compiler keeps as it is. A plain clone would be recomputed in the backward pass
@@ -166,6 +159,13 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "matmul(Tensor a_codes, Tensor a_scales, Tensor a_outer, str a_spec, str a_layout, "
       "SymInt a_rows, Tensor b_codes, Tensor b_scales, Tensor b_outer, str b_spec, str b_layout, "
       "SymInt b_rows, SymInt k, Tensor? bias, ScalarType out_dtype) -> Tensor");
+  m.def(
+      "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, ScalarType dtype, "
+      "Tensor? seed_x, Tensor? seed_w, Tensor? offset) -> Tensor[]");
+  m.def(
+      "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
+      "ScalarType dtype, ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype) "
+      "-> Tensor[]");
   m.def("snapshot(Tensor x) -> Tensor");
 }
 
@@ -177,5 +177,7 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("dequantize", TORCH_BOX(&dequantize_op));
   m.impl("relayout", TORCH_BOX(&relayout_op));
   m.impl("matmul", TORCH_BOX(&matmul_op));
+  m.impl("linear", TORCH_BOX(&linear_op));
+  m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
   m.impl("snapshot", TORCH_BOX(&snapshot_op));
 }

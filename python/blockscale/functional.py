@@ -9,29 +9,31 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from blockscale._errors import fail, fail_type
-from blockscale.recipe import Recipe, Spec
+from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, as_tensor
+from blockscale.tensor import stored_shapes
 
 _ops = torch.ops.blockscale
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-Tensors = tuple[torch.Tensor, ...]
-
 
 class Keys(NamedTuple):
     """Seeds of the three tensors of a linear layer, and their offset: int64 tensors of one
-    element."""
+    element. None where nothing is drawn."""
 
-    x: torch.Tensor
-    w: torch.Tensor
-    dy: torch.Tensor
-    offset: torch.Tensor
+    x: torch.Tensor | None
+    w: torch.Tensor | None
+    dy: torch.Tensor | None
+    offset: torch.Tensor | None
 
     @staticmethod
     def of(rng: Rng, device: torch.device) -> Keys:
         x, w, dy = (as_tensor(rng.role(role).seed, device) for role in ("x", "w", "dy"))
         return Keys(x, w, dy, as_tensor(rng.offset, device))
+
+
+_NO_KEYS = Keys(None, None, None, None)
 
 
 def linear(
@@ -67,7 +69,8 @@ def linear(
     chosen = recipe_named(recipe)
     if rng is not None and not isinstance(rng, Rng):
         fail_type("linear", "rng", rng, "bs.Rng(seed, offset)")
-    keys = None if rng is None else Keys.of(rng, x.device)
+    # Tensors of keys cost launches on a GPU: none for what draws nothing.
+    keys = Keys.of(rng, x.device) if rng is not None and chosen.stochastic else None
     return linear_with_keys(x, w, bias, chosen, keys)
 
 
@@ -82,7 +85,7 @@ def linear_with_keys(
     if recipe.high_precision:
         return torch.nn.functional.linear(x, w, bias)
     _check(x, w, bias)
-    if x.is_cuda and recipe.cuda_needs:
+    if recipe.cuda_needs and x.is_cuda:
         remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
         fail("linear", "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
     grad = torch.is_grad_enabled()
@@ -91,7 +94,7 @@ def linear_with_keys(
         dw=grad and w.requires_grad,
         db=grad and bias is not None and bias.requires_grad,
     )
-    if keys is None and _draws(recipe, needs):
+    if keys is None and recipe.stochastic and _draws(recipe, needs):
         fail(
             "linear",
             "rng",
@@ -102,8 +105,13 @@ def linear_with_keys(
     dtype, device = x.dtype, x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # torch refuses to ask for meta
         dtype = torch.get_autocast_dtype(device)
+    seeds = keys or _NO_KEYS
+    if not any(needs):  # nothing to differentiate: the operator alone
+        call = (x, w, bias, recipe.text, False, False, dtype, seeds.x, seeds.w, seeds.offset)
+        result: list[torch.Tensor] = _ops.linear.default(*call)
+        return result[0]
     y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, w, bias, recipe, needs, dtype, *(keys or (None,) * 4)
+        x, w, bias, recipe, needs, dtype, *seeds
     )
     return y
 
@@ -114,10 +122,6 @@ class _Needs(NamedTuple):
     dx: bool
     dw: bool
     db: bool
-
-    @property
-    def any(self) -> bool:
-        return self.dx or self.dw
 
 
 def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -151,88 +155,6 @@ def _draws(recipe: Recipe, needs: _Needs) -> bool:
     )
 
 
-# --- operands: lines whose last dimension is contracted -------------------------------------------
-#
-# A quantized operand is (codes, scales, outer) with its Spec; a high-precision one is (tensor,)
-# with None. Codes quantized along axis -2 are stored transposed, so that both kinds of axis give
-# lines x contraction length; a high-precision operand is a transposed view to the same effect.
-
-
-def _operands(
-    x: torch.Tensor,
-    row: Spec | None,
-    col: Spec | None,
-    want_row: bool,
-    want_col: bool,
-    seed: torch.Tensor | None,
-    offset: torch.Tensor | None,
-) -> tuple[Tensors, Tensors]:
-    """The row (axis -1) and column (axis -2) operands of `x`, in one pass where both are asked
-    for; an operand that is not wanted is ()."""
-    if want_row and want_col and row is not None and col is not None:
-        out = _ops.quantize_dual(
-            x, str(row), str(col), None, None, seed, offset, [], "linear", "linear", 0
-        )
-        return tuple(out[:3]), tuple(out[3:])
-    first: Tensors = _operand(x, row, -1, seed, offset) if want_row else ()
-    second: Tensors = _operand(x, col, -2, seed, offset) if want_col else ()
-    return first, second
-
-
-def _operand(
-    x: torch.Tensor,
-    spec: Spec | None,
-    axis: int,
-    seed: torch.Tensor | None,
-    offset: torch.Tensor | None,
-) -> Tensors:
-    if spec is None:
-        return (x if axis == -1 else x.t(),)
-    return tuple(_ops.quantize(x, str(spec), axis, None, seed, offset, [], "linear", 0))
-
-
-def _values(operand: Tensors, spec: Spec | None, lines: int, k: int, dtype: torch.dtype) -> Any:
-    if spec is None:
-        return operand[0].to(dtype)
-    return _ops.dequantize(*operand, str(spec), -1, [lines, k], "linear", dtype)
-
-
-def _gemm(
-    a: Tensors,
-    a_spec: Spec | None,
-    b: Tensors,
-    b_spec: Spec | None,
-    extents: tuple[int, int, int],
-    bias: torch.Tensor | None,
-    compute: torch.dtype,
-    out: torch.dtype,
-) -> torch.Tensor:
-    """A·Bᵀ + bias as [m, n]; in torch's own GEMM of dtype `compute` unless both are quantized."""
-    m, n, k = extents
-    if a_spec is None or b_spec is None:
-        a_values = _values(a, a_spec, m, k, compute)
-        b_values = _values(b, b_spec, n, k, compute)
-        bias = None if bias is None else bias.to(compute)
-        return _cast(torch.nn.functional.linear(a_values, b_values, bias), out)
-    gemm_out = torch.float32 if out == torch.float16 else out
-    y: torch.Tensor = _ops.matmul(
-        *(*a, str(a_spec), "linear", m, *b, str(b_spec), "linear", n, k, bias, gemm_out)
-    )
-    return _cast(y, out)
-
-
-def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`t.to(dtype)`, but no operation at all where there is nothing to do: torch 2.11's compiler
-    loses the gradient of an output that another traced tensor is."""
-    return t if t.dtype == dtype else t.to(dtype)
-
-
-def _with_shape(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A fresh matrix with its leading dimensions restored. Not as a view, to autograd: users may
-    change the output of a layer in place, and FSDP hangs hooks on it."""
-    return matrix if matrix.dim() == len(shape) else torch.ops.aten._unsafe_view(matrix, shape)
-
-
 class _Linear(torch.autograd.Function):
     """x [..., K], w [N, K] -> y [..., N]."""
 
@@ -250,48 +172,95 @@ class _Linear(torch.autograd.Function):
         seed_dy: torch.Tensor | None,
         offset: torch.Tensor | None,
     ) -> torch.Tensor:
-        if offset is not None:
-            # The model's offset moves on in place, perhaps before this forward's backward runs.
-            # The forward's own operands read the copy too: that keeps compilers from moving it.
-            offset = _ops.snapshot(offset)
-        shape, (n, k) = x.shape, w.shape
-        m = math.prod(shape[:-1])
-        x_row, x_col = _operands(
-            x.reshape(m, k), recipe.fprop_x, recipe.wgrad_x, True, needs.dw, seed_x, offset
+        made = _ops.linear.default(
+            x, w, bias, recipe.text, needs.dx, needs.dw, dtype, seed_x, seed_w, offset
         )
-        w_row, w_col = _operands(w, recipe.fprop_w, recipe.dgrad_w, True, needs.dx, seed_w, offset)
-        y = _gemm(x_row, recipe.fprop_x, w_row, recipe.fprop_w, (m, n, k), bias, dtype, dtype)
-
-        backward_draws = needs.any and _stochastic(recipe.dgrad_dy, recipe.wgrad_dy)
-        key = (seed_dy, offset) if backward_draws else ()
-        ctx.save_for_backward(*x_col, *w_col, *key)
-        ctx.counts = (len(x_col), len(w_col))
-        ctx.recipe, ctx.needs, ctx.extents, ctx.compute = recipe, needs, (m, n, k), dtype
-        ctx.shape = tuple(shape)
-        ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
-        return _with_shape(y, (*shape[:-1], n))
+        # The operator returns what it has made; operands in high precision are the inputs. (Tuples:
+        # PyTorch 2.11's compiler does not trace changes of a list here.)
+        saved = tuple(made[1:])
+        if needs.dw and recipe.wgrad_x is None:
+            saved = (x, *saved)
+        if needs.dx and recipe.dgrad_w is None:
+            saved = (saved[0], w, *saved[1:]) if needs.dw else (w, *saved)
+        if len(saved) > needs.dx + needs.dw:  # the offset's copy: dy will draw
+            saved = (*saved, seed_dy)
+        ctx.save_for_backward(*saved)
+        ctx.needs = needs
+        ctx.call = (recipe.text, w.shape[1], needs.dx, needs.dw, dtype, x.dtype, w.dtype,
+                    bias.dtype if bias is not None and needs.db else None)  # fmt: skip
+        return made[0]  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, (x_count, w_count) = ctx.saved_tensors, ctx.counts
-        x_col, rest = saved[:x_count], saved[x_count:]
-        w_col, key = rest[:w_count], rest[w_count:]
-        seed, offset = key if key else (None, None)
-        recipe, needs, (m, n, k) = ctx.recipe, ctx.needs, ctx.extents
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        made = iter(_ops.linear_backward.default(dy, list(ctx.saved_tensors), *ctx.call))
+        gradients = [next(made) if needed else None for needed in ctx.needs]
+        return (*gradients, *(None,) * 7)
 
-        dy = dy.reshape(m, n)
-        dy_row, dy_col = _operands(
-            dy, recipe.dgrad_dy, recipe.wgrad_dy, needs.dx, needs.dw, seed, offset
-        )
-        dx = dw = db = None
-        if needs.dx:
-            dgrad = (recipe.dgrad_dy, w_col, recipe.dgrad_w, (m, k, n))
-            dx = _with_shape(_gemm(dy_row, *dgrad, None, ctx.compute, x_dtype), ctx.shape)
-        if needs.dw:
-            wgrad = (recipe.wgrad_dy, x_col, recipe.wgrad_x, (n, k, m))
-            dw = _gemm(dy_col, *wgrad, None, ctx.compute, w_dtype)
-        if needs.db:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return (dx, dw, db, *(None,) * 7)
+
+# --- fake kernels: shape, dtype and stride of every result, without data --------------------------
+
+
+def _specs(recipe: str) -> dict[str, Spec | None]:
+    """The operands of a recipe's text."""
+    specs = (None if text == "none" else spec(text) for text in recipe.split(" "))
+    return dict(zip(OPERANDS, specs, strict=True))
+
+
+def _fake_operand(x: torch.Tensor, s: Spec) -> torch.Tensor:
+    """The memory of x's operand along axis -2, stored as GEMMs read it."""
+    layout = "mn_major" if s.scale == "fp32" and not s.square else "linear"
+    shapes = stored_shapes(s, -2, x.shape, layout, 0)
+    scales = math.prod(shapes.scales) * s.scale_bytes
+    outer = torch.float32.itemsize if s.outer else 0
+    return x.new_empty(math.prod(shapes.codes) + outer + scales, dtype=torch.uint8)
+
+
+def _fake_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: str,
+    dx: bool,
+    dw: bool,
+    dtype: torch.dtype,
+    seed_x: torch.Tensor | None,
+    seed_w: torch.Tensor | None,
+    offset: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    specs = _specs(recipe)
+    made = [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype)]
+    for tensor, s, needed in ((x, specs["wgrad_x"], dw), (w, specs["dgrad_w"], dx)):
+        if needed and s is not None:
+            made.append(_fake_operand(tensor, s))
+    draws = (needed and _stochastic(specs[o]) for needed, o in ((dx, "dgrad_dy"), (dw, "wgrad_dy")))
+    if offset is not None and any(draws):
+        made.append(torch.empty_like(offset))
+    return made
+
+
+def _fake_linear_backward(
+    dy: torch.Tensor,
+    saved: list[torch.Tensor],
+    recipe: str,
+    k: int,
+    dx: bool,
+    dw: bool,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    n = dy.shape[-1]
+    gradients = []
+    if dx:
+        gradients.append(dy.new_empty((*dy.shape[:-1], k), dtype=x_dtype))
+    if dw:
+        gradients.append(dy.new_empty((n, k), dtype=w_dtype))
+    if bias_dtype is not None:
+        gradients.append(dy.new_empty((n,), dtype=bias_dtype))
+    return gradients
+
+
+torch.library.register_fake("blockscale::linear", _fake_linear)
+torch.library.register_fake("blockscale::linear_backward", _fake_linear_backward)

@@ -71,7 +71,8 @@ class Linear(torch.nn.Linear):
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
         keys = None
         if self.recipe.stochastic:
-            keys = Keys(**self._seeds, offset=self._rng_state.offset)
+            seeds = self._seeds
+            keys = Keys(seeds["x"], seeds["w"], seeds["dy"], self._rng_state.offset)
         return linear_with_keys(input, self.weight, self.bias, self.recipe, keys)
 
     def extra_repr(self) -> str:

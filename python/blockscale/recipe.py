@@ -134,8 +134,13 @@ OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
 class Recipe:
     """A spec for each operand of the three GEMMs of a linear layer; None is high precision.
 
-    `name` is only a label: recipes are equal when their operands are. `cuda_needs` says what its
-    GEMMs still need on a GPU; it is empty for a recipe that runs there.
+    `name` is only a label: recipes are equal when their operands are.
+
+    Attributes:
+        text: the operands as the operators take them: their texts in the order of `OPERANDS`.
+        high_precision: no operand is quantized.
+        stochastic: some operand draws random bits.
+        cuda_needs: what its GEMMs still need on a GPU; empty for a recipe that runs there.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -145,10 +150,22 @@ class Recipe:
     dgrad_w: Spec | None = None
     wgrad_dy: Spec | None = None
     wgrad_x: Spec | None = None
-    # Found once: a layer looks at it in every forward.
+    # Found once: a layer looks at them in every forward.
+    text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
+    high_precision: bool = dataclasses.field(default=True, init=False, repr=False, compare=False)
+    stochastic: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     cuda_needs: str = dataclasses.field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        operands = [getattr(self, operand) for operand in OPERANDS]
+        made = [s for s in operands if s is not None]
+        facts = {
+            "text": " ".join("none" if s is None else str(s) for s in operands),
+            "high_precision": not made,
+            "stochastic": any(s.stochastic for s in made),
+        }
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
         for gemm, (a, b) in _GEMMS.items():
             self._check_pair(gemm, a, b)
             specs = (getattr(self, a), getattr(self, b))
@@ -200,17 +217,6 @@ class Recipe:
         changed = ",".join(f"{k}={'none' if v is None else v}" for k, v in specs.items())
         label = f"{self.name}[{changed}]" if changed else self.name
         return dataclasses.replace(self, name=str(name or label), **specs)  # type: ignore[arg-type]
-
-    @property
-    def high_precision(self) -> bool:
-        """No operand is quantized."""
-        return all(getattr(self, operand) is None for operand in OPERANDS)
-
-    @property
-    def stochastic(self) -> bool:
-        """Some operand draws random bits."""
-        specs = (getattr(self, operand) for operand in OPERANDS)
-        return any(s is not None and s.stochastic for s in specs)
 
     def __str__(self) -> str:
         return self.name

@@ -145,7 +145,7 @@ class RngState:
         """
         if torch.compiler.is_compiling() or not _is_new_forward():
             return
-        leaves = pytree.tree_leaves(output)
+        leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
         if not tensors:
             return

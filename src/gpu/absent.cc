@@ -20,5 +20,7 @@ void quantize(const ConstMatrix&, const Quantized*, const QuantizeOptions&, cons
 void amax(const ConstMatrix&, const QuantSpec&, int, float*, const Stream&) { refuse("amax"); }
 void dequantize(const ConstQuantized&, const Matrix&, const Stream&) { refuse("dequantize"); }
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
+void finish(const float*, const Matrix&, const Epilogue&, const Stream&) { refuse("gemm"); }
+void copy(int64_t*, const int64_t*, const Stream&) { refuse("copy"); }
 
 }  // namespace blockscale::gpu

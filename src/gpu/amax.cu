@@ -12,10 +12,11 @@ struct AmaxShared {
   typename Loader::Shared loader;
 };
 
-// `out` holds 0 before. The order of bits is that of magnitudes, NaN above all.
-template <int kAxis, bool kTransform, class Loader>
+// `out` holds 0 before, and so does `before`, which takes the maximum before the transform with
+// kBoth. The order of bits is that of magnitudes, NaN above all.
+template <int kAxis, bool kTransform, bool kBoth, class Loader>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
-    amax_kernel(const __grid_constant__ QuantizeParams p, float* out) {
+    amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
   // The encoder plays no part; the pass says whether values are transformed.
   constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
@@ -30,7 +31,12 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   int left = p.tiles - static_cast<int>(blockIdx.x);
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
     if (left > i * grid) loader.begin(p.x, ahead.at(), tile[i], i);
-  uint32_t largest = 0;
+  uint32_t largest = 0, plain = 0;
+  const auto add = [](uint32_t& found, float* to) {
+    found = warp_max(found > kInfBits ? kNanBits : found);
+    if (threadIdx.x % 32 == 0 && found != 0) atomicMax(reinterpret_cast<unsigned int*>(to), found);
+    found = 0;
+  };
   Turn<kAhead + 1> turn;
 #pragma unroll 1
   for (; left > 0; left -= grid, turn.advance()) {
@@ -50,6 +56,7 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
                                          thread % kRunsPerLine * kRun),
                     side);
         largest = max(largest, values.amax);
+        if constexpr (kBoth) plain = max(plain, values.plain.amax_bits());
       }
     } else {
       ColumnValues<kPass, typename Loader::Tile> values;
@@ -58,33 +65,37 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
                                            warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2),
                   side);
       largest = max(largest, max(values.amax[0], values.amax[1]));
+      if constexpr (kBoth) {
+        uint32_t two[2];
+        values.plain.amax_bits(two);
+        plain = max(plain, max(two[0], two[1]));
+      }
     }
     loader.release(turn.stage);
     if (left <= grid || walk.batch != at.batch) {
-      largest = warp_max(largest > kInfBits ? kNanBits : largest);
-      if (thread % 32 == 0 && largest != 0)
-        atomicMax(reinterpret_cast<unsigned int*>(out + at.batch), largest);
-      largest = 0;
+      add(largest, out + at.batch);
+      if constexpr (kBoth) add(plain, before + at.batch);
     }
   }
 }
 
-template <int kAxis, bool kTransform, class Loader>
-void launch(QuantizeParams& p, float* out, NativeStream stream) {
+template <int kAxis, bool kTransform, bool kBoth, class Loader>
+void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   constexpr int kBytes = sizeof(AmaxShared<Loader>);
-  constexpr auto kKernel = amax_kernel<kAxis, kTransform, Loader>;
+  constexpr auto kKernel = amax_kernel<kAxis, kTransform, kBoth, Loader>;
   const unsigned blocks = set_grid(p, false, Loader::kBlocks * prepare<kKernel>(kBytes));
-  kKernel<<<blocks, kThreads, kBytes, stream>>>(p, out);
+  kKernel<<<blocks, kThreads, kBytes, stream>>>(p, out, before);
 }
 
 template <class Loader>
-void launch_on_axis(QuantizeParams& p, int axis, float* out, NativeStream stream) {
-  if (p.row.out.spec.hadamard.dim == 0)
-    launch<-1, false, Loader>(p, out, stream);  // the order of a maximum does not matter
-  else if (axis == -1)
-    launch<-1, true, Loader>(p, out, stream);
-  else
-    launch<-2, true, Loader>(p, out, stream);
+void launch_on_axis(QuantizeParams& p, int axis, float* out, float* before, NativeStream stream) {
+  if (p.row.out.spec.hadamard.dim == 0)  // the order of a maximum does not matter
+    return launch<-1, false, false, Loader>(p, out, before, stream);
+  if (axis == -1)
+    return before ? launch<-1, true, true, Loader>(p, out, before, stream)
+                  : launch<-1, true, false, Loader>(p, out, before, stream);
+  before ? launch<-2, true, true, Loader>(p, out, before, stream)
+         : launch<-2, true, false, Loader>(p, out, before, stream);
 }
 
 // One warp transforms one block of kDim elements, element lane + 32 j in lane's value[j].
@@ -159,6 +170,11 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream) {
   if (x.batch == 0) return;
   clear_async(out, static_cast<size_t>(x.batch) * sizeof(float), native(stream));
+  add_amax(x, spec, axis, out, nullptr, stream);
+}
+
+void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, float* before,
+              const Stream& stream) {
   QuantizeParams p{};
   p.row.out.spec = spec;
   ConstMatrix y = x;
@@ -169,11 +185,11 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, con
   set_input(p, y);
   if (p.tiles == 0) return;
   if (!is_bf16_rows(y))
-    launch_on_axis<AnyLoader>(p, axis, out, native(stream));
+    launch_on_axis<AnyLoader>(p, axis, out, before, native(stream));
   else if (p.copies)
-    launch_on_axis<AlignedLoader>(p, axis, out, native(stream));
+    launch_on_axis<AlignedLoader>(p, axis, out, before, native(stream));
   else
-    launch_on_axis<UnalignedLoader>(p, axis, out, native(stream));
+    launch_on_axis<UnalignedLoader>(p, axis, out, before, native(stream));
   check_launch("amax");
 }
 

@@ -7,6 +7,8 @@ namespace {
 // Stands for every kernel of the build: where it loads, all do.
 __global__ void probe_kernel() {}
 
+__global__ void copy_kernel(int64_t* to, const int64_t* from) { *to = *from; }
+
 }  // namespace
 
 std::string unavailable() {
@@ -19,6 +21,11 @@ std::string unavailable() {
   (void)last_error();
   return std::string("this build has GPU code for ") + BLOCKSCALE_GPU_TARGETS + ", the GPU is a " +
          device_text() + "; build for it with -DCMAKE_CUDA_ARCHITECTURES=...";
+}
+
+void copy(int64_t* to, const int64_t* from, const Stream& stream) {
+  copy_kernel<<<1, 1, 0, native(stream)>>>(to, from);
+  check_launch("copy");
 }
 
 }  // namespace blockscale::gpu

@@ -108,6 +108,9 @@ inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis
   hadamard(x, h, axis, y, stream);
   return y;
 }
+// amax into `out`, which holds zeros; and max |x| before a transform of 16 into `before`, if given.
+void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, float* before,
+              const Stream& stream);
 // Writes the padding of a storage layout and nothing else.
 void fill_padding(const Quantized& out, const Stream& stream);
 

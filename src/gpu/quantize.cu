@@ -167,13 +167,30 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   return s;
 }
 
-// The amax of specs with an outer scale, where the caller has not given it.
-void find_amax(const ConstMatrix& x, Side& s, const Stream& stream) {
-  if (!s.out.spec.outer || s.amax) return;
-  float* found =
-      static_cast<float*>(stream.workspace(x.batch * static_cast<int64_t>(sizeof(float))));
-  gpu::amax(x, s.out.spec, s.out.axis, found, stream);
-  s.amax = found;
+// The amaxes of specs with an outer scale, where the caller has not given them: both from one read
+// of x where at most one of them follows a transform.
+void find_amaxes(const ConstMatrix& x, Side& row, Side& column, const Stream& stream) {
+  const auto lacks = [](const Side& s) { return s.out.spec.outer && !s.amax; };
+  if (!lacks(row) && !lacks(column)) return;
+  const int64_t bytes = x.batch * static_cast<int64_t>(sizeof(float));
+  float* found = static_cast<float*>(stream.workspace(2 * bytes));
+  clear_async(found, static_cast<size_t>(2 * bytes), native(stream));
+  const auto transforms = [](const Side& s) { return s.out.spec.hadamard.dim != 0; };
+  if (lacks(row) && lacks(column) && !(transforms(row) && transforms(column))) {
+    Side& first = transforms(row) ? row : column;
+    Side& plain = transforms(row) ? column : row;
+    float* before = transforms(first) ? found + x.batch : nullptr;
+    add_amax(x, first.out.spec, first.out.axis, found, before, stream);
+    first.amax = found;
+    plain.amax = before ? before : found;
+    return;
+  }
+  for (Side* s : {&row, &column}) {
+    if (!lacks(*s)) continue;
+    add_amax(x, s->out.spec, s->out.axis, found, nullptr, stream);
+    s->amax = found;
+    found += x.batch;
+  }
 }
 
 }  // namespace
@@ -192,10 +209,11 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   QuantizeParams p{};
   ConstMatrix y = x;
   Pass row, column;
-  auto prepare = [&](const Quantized* out, const QuantizeOptions& o, Side& side, Pass& pass) {
+  if (row_out) p.row = side_of(*row_out, row_options);
+  if (column_out) p.column = side_of(*column_out, column_options);
+  find_amaxes(x, p.row, p.column, stream);
+  auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
     if (!out) return;
-    side = side_of(*out, o);
-    find_amax(x, side, stream);
     fill_padding(*out, stream);
     if (wide) {
       y = transformed(x, side.out.spec.hadamard, out->axis, stream);
@@ -203,8 +221,8 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
     }
     pass = pass_of(side.out.spec);
   };
-  prepare(row_out, row_options, p.row, row);
-  prepare(column_out, column_options, p.column, column);
+  prepare(row_out, p.row, row);
+  prepare(column_out, p.column, column);
   set_input(p, y);
   launch(p, row, column, native(stream));
   check_launch("quantize");

@@ -36,6 +36,31 @@ def stored(spec: str, layout: str = "linear", rows: int = 5) -> tuple[torch.Tens
     return out
 
 
+def linear_samples() -> list[Any]:
+    """Forwards, and the backwards of what they return: quantized, with random bits, and mixed."""
+    x, w, bias, dy = normal(2, 3, 70), normal(9, 70), normal(9), normal(2, 3, 9)
+    f32, bf16 = torch.float32, torch.bfloat16
+    mixed = bs.recipe("mxfp8").replace(wgrad_x=None, fprop_w=None, dgrad_dy=None)
+    samples: list[Any] = []
+    for recipe, dx, dw in (
+        (bs.recipe("nvfp4"), True, True),
+        (bs.recipe("nvfp4"), False, False),
+        (bs.recipe("amdfp4"), False, True),
+        (bs.recipe("fp8_blockwise"), True, True),
+        (mixed, True, True),
+    ):
+        keys = (SEED, SEED, OFFSET) if recipe.stochastic else (None, None, None)
+        forward = (x, w, bias, recipe.text, dx, dw, bf16, *keys)
+        saved = OPS.linear(*forward)[1:]
+        if recipe is mixed:
+            saved.insert(0, x)
+        if recipe.stochastic and (dx or dw):
+            saved.append(SEED)
+        backward = (dy, saved, recipe.text, 70, dx, dw, bf16, f32, bf16, f32 if dw else None)
+        samples += [("linear", forward), ("linear_backward", backward)]
+    return samples
+
+
 def op_samples() -> list[Any]:
     stochastic, square = "nvfp4[rounding=stochastic,hadamard=16]", "mxfp8[block=32x32]"
     # opcheck compares inputs with allclose, which knows no FP8 dtype: these are stored as uint8.
@@ -54,6 +79,7 @@ def op_samples() -> list[Any]:
         ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
         ("matmul", (*pair, 9, 70, normal(9), torch.float32)),
         ("snapshot", (OFFSET,)),
+        *linear_samples(),
     ]  # fmt: skip
     return [pytest.param(*s, id=f"{s[0]}-{i}") for i, s in enumerate(samples)]
 

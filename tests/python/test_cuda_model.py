@@ -115,6 +115,26 @@ def test_matmul_reads_any_layout(device: torch.device, random: torch.Generator) 
         assert torch.equal(bs.matmul(qa, qb, out_dtype=torch.float32), want), (a, b)
 
 
+def test_what_follows_the_sums(cuda: torch.device, random: torch.Generator) -> None:
+    """Outer scales and bias are applied to the FP32 sums as on the CPU: in double, one rounding
+    to FP32, one more to BF16. The same sums come from the same operands without outer scales."""
+    for m, n, k in ((1, 1, 16), (17, 33, 70), (300, 1001, 128), (64, 4096, 300)):
+        x, w = (bs.quantize(normal(random, r, k).to(cuda), "nvfp4") for r in (m, n))
+        plain = bs.spec("nvfp4", outer=False)
+        a, b = (bs.QuantizedTensor(q.codes, q.scales, None, plain, -1, q.shape) for q in (x, w))
+        sums = bs.matmul(a, b, out_dtype=torch.float32)
+        assert x.outer is not None
+        assert w.outer is not None
+        exact = sums.double() * (x.outer.double() * w.outer.double())
+        for bias_type, out in itertools.product(
+            (None, torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)
+        ):
+            bias = None if bias_type is None else normal(random, n).to(cuda, bias_type)
+            want = exact if bias is None else exact + bias.double()
+            got = bs.matmul(x, w, bias, out)
+            assert torch.equal(got, want.float().to(out)), (m, n, k, bias_type, out)
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 70), (5, 0, 70), (5, 7, 0), (0, 0, 0)])
 @pytest.mark.parametrize("spec", ["nvfp4", "mxfp8"])
 def test_matmul_of_nothing(spec: str, m: int, n: int, k: int, device: torch.device) -> None:

@@ -56,10 +56,23 @@ def op_samples(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
         ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
         ("matmul", (*pair, 9, 70, normal(device, 9), torch.float32)),
         ("snapshot", (offset,)),
+        *linear_samples(device),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(11))
+def linear_samples(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
+    x, w, bias, dy = (normal(device, *shape) for shape in ((2, 3, 70), (9, 70), (9,), (2, 3, 9)))
+    seed, offset = (torch.tensor(i, device=device) for i in (5, 6))
+    recipe, types = bs.recipe("nvfp4").text, (torch.bfloat16, torch.float32, torch.bfloat16)
+    forward = (x, w, bias, recipe, True, True, types[0], seed, seed, offset)
+    saved = [*OPS.linear(*forward)[1:], seed]
+    return [
+        ("linear", forward),
+        ("linear_backward", (dy, saved, recipe, 70, True, True, *types, torch.float16)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(13))
 def test_opcheck(index: int, cuda: torch.device) -> None:
     name, args = op_samples(cuda)[index]
     torch.library.opcheck(getattr(OPS, name), args)

@@ -54,17 +54,22 @@ class CudaClock:
         for i in range(self.warm_up):
             call(i)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(calls):
-                call(i)
-        return between_events(graph.replay, 1, rounds) / calls
+        return between_events(captured(call, calls), 1, rounds) / calls
 
     def copy_speed(self) -> float:
         # Not in a graph: there copies go to another engine, which is slower.
         a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
         b = torch.empty_like(a)
         return 2 * a.nbytes / between_events(lambda: b.copy_(a), calls=4) / 1e6
+
+
+def captured(call: Callable[[int], Any], calls: int) -> Callable[[], Any]:
+    """What replays `calls` calls, captured in one CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    return graph.replay
 
 
 def between_events(call: Callable[[], Any], calls: int, rounds: int = 9) -> float:

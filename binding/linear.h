@@ -1,0 +1,28 @@
+// y = x·Wᵀ + bias and its gradients, each as one operator.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "boundary.h"
+
+namespace blockscale::binding {
+
+// A recipe arrives as the texts of its six specs, in the order of recipe.py's OPERANDS, with "none"
+// for high precision, one space apart.
+//
+// [y, what the backward reads]: with dw the wgrad operand of x, with dx the dgrad operand of w,
+// and, where that backward draws random bits, a copy of offset. An operand is one tensor of bytes:
+// codes, the outer scale if there is one, block scales, all linear. High-precision operands are not
+// returned: they are x and w themselves.
+std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
+                              bool dw, ScalarType dtype, std::optional<Tensor> seed_x,
+                              std::optional<Tensor> seed_w, std::optional<Tensor> offset);
+
+// The gradients asked for, of [dx, dw, db]; db where bias_dtype is given. `saved`: x's operand (or
+// x) with dw, w's (or w) with dx, then, where bits are drawn, the offset's copy and dy's seed.
+std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
+                                       bool dx, bool dw, ScalarType dtype, ScalarType x_dtype,
+                                       ScalarType w_dtype, std::optional<ScalarType> bias_dtype);
+
+}  // namespace blockscale::binding

@@ -1,0 +1,149 @@
+// What follows the sums of a GEMM on a GPU: from equal sums, the bits that the CPU's GEMM gives.
+#include <gtest/gtest.h>
+
+#ifdef BLOCKSCALE_CUDA
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include "cases.h"
+#include "gpu/gpu.h"
+
+namespace blockscale::testing {
+namespace {
+
+class DefaultStream final : public Stream {
+ public:
+  void* handle() const override { return nullptr; }
+  void* workspace(int64_t) const override { return nullptr; }
+};
+
+// Host bytes on the device, with a guard behind them.
+class OnDevice {
+ public:
+  static constexpr size_t kGuard = 64;
+  OnDevice(const void* from, size_t size) : size_(size) {
+    EXPECT_EQ(cudaMalloc(&data, size + kGuard), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data, 0xA5, size + kGuard), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(data, from, size, cudaMemcpyHostToDevice), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
+  OnDevice(const OnDevice&) = delete;
+  ~OnDevice() { cudaFree(data); }
+  std::vector<uint8_t> read() const {
+    std::vector<uint8_t> bytes(size_ + kGuard);
+    EXPECT_EQ(cudaMemcpy(bytes.data(), data, bytes.size(), cudaMemcpyDeviceToHost), cudaSuccess);
+    for (size_t i = size_; i < bytes.size(); ++i) EXPECT_EQ(bytes[i], 0xA5) << "written past D";
+    bytes.resize(size_);
+    return bytes;
+  }
+  void* data = nullptr;
+
+ private:
+  size_t size_;
+};
+
+std::vector<uint8_t> stored(const std::vector<float>& values, DType dtype) {
+  std::vector<uint8_t> bytes(values.size() * dtype_bytes(dtype));
+  const Matrix to{bytes.data(), dtype};
+  for (size_t i = 0; i < values.size(); ++i) store_element(to, static_cast<int64_t>(i), values[i]);
+  return bytes;
+}
+
+struct EpilogueTest : public ::testing::TestWithParam<uint64_t> {
+  void SetUp() override {
+    for (const Backend& b : backends())
+      if (b.name == "cuda" && !b.available) GTEST_SKIP() << b.reason;
+    std::printf("seed %llu\n", static_cast<unsigned long long>(GetParam()));
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Seeds, EpilogueTest, ::testing::ValuesIn(test_seeds()));
+
+// Every dtype, with and without each part of the formula, extents that no vector divides, outer
+// scales whose product leaves FP32's range, and values that are not numbers.
+TEST_P(EpilogueTest, GivesTheBitsOfTheCpuFromItsSums) {
+  for (int i = 0; i < 60; ++i) {
+    Random random(GetParam() * 1000003 + static_cast<uint64_t>(i));
+    const auto m = static_cast<int64_t>(1 + random.below(70));
+    const auto n = static_cast<int64_t>(1 + random.below(i % 4 == 0 ? 9000 : 150));
+    const int64_t k = 16;
+    // The sums: the CPU's own, without outer scales.
+    QuantSpec plain = kNvfp4;
+    plain.outer = false;
+    Output a(plain, {}, -1, m, k), b(plain, {}, -1, n, k);
+    for (Output* o : {&a, &b}) {
+      const Input x(DType::f32, 1, o->view.rows, k, Strides::row_major,
+                    [&](int64_t, int64_t, int64_t) { return static_cast<float>(random.normal()); });
+      quantize(x.view(), o->view, {}, serial_executor());
+    }
+    std::vector<float> sums(static_cast<size_t>(m * n));
+    gemm(as_const(a.view), as_const(b.view), {sums.data(), DType::f32, m, n, n, 1, 1, m * n});
+
+    const bool extreme = random.one_in(4);
+    const auto scale = [&](int exponent) {
+      return static_cast<float>(std::ldexp(random.normal(), extreme ? exponent : 0));
+    };
+    const float outers[] = {scale(-110), scale(-100)};
+    GemmOptions options;
+    options.alpha = random.one_in(2) || extreme ? scale(120) : 1.0f;
+    const DType bias_dtype = random.pick(std::array{DType::f32, DType::bf16, DType::f16});
+    std::vector<float> bias(static_cast<size_t>(n));
+    for (float& v : bias) v = from_bf16(to_bf16(static_cast<float>(random.normal())));
+    const std::vector<uint8_t> bias_bytes = stored(bias, bias_dtype);
+    const Matrix bias_view{const_cast<uint8_t*>(bias_bytes.data()), bias_dtype};
+    for (int64_t c = 0; c < n; ++c)  // FP16 may have rounded it
+      bias[c] = load_element({bias_view.data, bias_dtype}, c);
+    if (random.one_in(2)) options.bias = bias.data();
+    const DType dtype = random.pick(std::array{DType::f32, DType::bf16, DType::f16});
+    options.accumulate = dtype == DType::f32 && random.one_in(2);
+    const bool a_outer = !random.one_in(4), b_outer = !random.one_in(4);
+
+    // What the CPU makes of them. It writes no FP16: that is its FP32 rounded.
+    a.view.spec.outer = a_outer, b.view.spec.outer = b_outer;
+    a.view.outer = const_cast<float*>(&outers[0]), b.view.outer = const_cast<float*>(&outers[1]);
+    std::vector<float> before(sums.size(), 0.75f), want = before;
+    gemm(as_const(a.view), as_const(b.view), {want.data(), DType::f32, m, n, n, 1, 1, m * n},
+         options);
+
+    const OnDevice device_sums(sums.data(), sums.size() * 4), scales(outers, sizeof outers),
+        device_bias(bias_bytes.data(), bias_bytes.size());
+    const std::vector<uint8_t> initial = stored(before, dtype);
+    const OnDevice d(initial.data(), initial.size());
+    const bool in_place = dtype == DType::f32 && !options.accumulate && random.one_in(2);
+    gpu::Epilogue e;
+    e.alpha = options.alpha;
+    if (a_outer) e.a_outer = static_cast<const float*>(scales.data);
+    if (b_outer) e.b_outer = static_cast<const float*>(scales.data) + 1;
+    if (options.bias) e.bias = device_bias.data;
+    e.bias_dtype = bias_dtype;
+    e.accumulate = options.accumulate;
+    gpu::finish(static_cast<const float*>(device_sums.data),
+                {in_place ? device_sums.data : d.data, dtype, m, n, n, 1, 1, m * n}, e,
+                DefaultStream());
+    ASSERT_EQ((in_place ? device_sums : d).read(), stored(want, dtype))
+        << m << "x" << n << ", seed " << GetParam() << " case " << i;
+  }
+}
+
+TEST_P(EpilogueTest, HidesNoNan) {
+  const float sums[] = {NAN, HUGE_VALF, -HUGE_VALF, 1, 0}, outers[] = {NAN, 0.0f};
+  for (const float& outer : outers) {
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      const std::vector<uint8_t> none(5 * dtype_bytes(dtype));
+      const OnDevice s(sums, sizeof sums), o(&outer, 4), d(none.data(), none.size());
+      gpu::Epilogue e;
+      e.b_outer = static_cast<const float*>(o.data);
+      gpu::finish(static_cast<const float*>(s.data), {d.data, dtype, 1, 5, 5, 1, 1, 5}, e,
+                  DefaultStream());
+      const std::vector<uint8_t> got = d.read();
+      for (int i = 0; i < 5; ++i)
+        EXPECT_EQ(std::isnan(load_element({got.data(), dtype}, i)), std::isnan(sums[i] * outer));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace blockscale::testing
+#endif
