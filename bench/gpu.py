@@ -7,6 +7,8 @@ draws it.
 from __future__ import annotations
 
 import argparse
+import functools
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
