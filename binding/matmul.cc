@@ -67,6 +67,32 @@ void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
          "use one block size for both operands of a GEMM");
 }
 
+// The core's GEMM.
+template <class On>
+Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                   const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
+                   const On& on) {
+  const int64_t rows = a.shape().lines, columns = b.shape().lines;
+  GemmOptions options;
+  std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
+  if (bias) {
+    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
+    options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
+  }
+  // It writes FP32 and BF16.
+  const bool half = out_dtype == ScalarType::Half;
+  Tensor out = empty(sizes, half ? ScalarType::Float : out_dtype, at.device());
+  const DType type = dtype_of(at.op(), "out_dtype", out.scalar_type());
+  const Matrix d{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns};
+  try {
+    gemm(a, b, d, options, on);
+  } catch (const Error& error) {  // the core's name of this operator is gemm
+    const std::string text = error.what();
+    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
+  }
+  return half ? torch::stable::to(out, out_dtype) : out;
+}
+
 Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                      const std::optional<Tensor>& bias, ScalarType out_dtype,
                      const std::vector<int64_t>& sizes) {
@@ -103,31 +129,6 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   return out;
 }
 
-Tensor matmul_on_cpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-                     const std::optional<Tensor>& bias, ScalarType out_dtype,
-                     const std::vector<int64_t>& sizes) {
-  const int64_t rows = a.shape().lines, columns = b.shape().lines;
-  GemmOptions options;
-  std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
-  if (bias) {
-    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
-    options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
-  }
-  // The core's GEMM writes FP32 and BF16.
-  const bool half = out_dtype == ScalarType::Half;
-  Tensor out = empty(sizes, half ? ScalarType::Float : out_dtype, at.device());
-  const DType type = dtype_of(at.op(), "out_dtype", out.scalar_type());
-  const Matrix d{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns};
-  try {
-    // A multiply-add costs about 1/16 of quantizing an element.
-    gemm(a, b, d, options, executor_for(rows * columns / 16 * a.shape().extent));
-  } catch (const Error& error) {  // the core's name of this operator is gemm
-    const std::string text = error.what();
-    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
-  }
-  return half ? torch::stable::to(out, out_dtype) : out;
-}
-
 }  // namespace
 
 std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
@@ -147,8 +148,10 @@ Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
       fail(at.op(), "bias.numel()", bias->numel(),
            "one dimension of " + std::to_string(lines) + ", the rows of b");
   }
-  return at.cuda() ? matmul_on_gpu(at, a, b, bias, out_dtype, sizes)
-                   : matmul_on_cpu(at, a, b, bias, out_dtype, sizes);
+  if (at.cuda()) return matmul_on_gpu(at, a, b, bias, out_dtype, sizes);
+  // A multiply-add costs about 1/16 of quantizing an element.
+  const int64_t work = a.shape().lines * b.shape().lines / 16 * a.shape().extent;
+  return core_matmul(at, a, b, bias, out_dtype, sizes, executor_for(work));
 }
 
 }  // namespace blockscale::binding
