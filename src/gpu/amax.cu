@@ -154,7 +154,8 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
   check_launch("quantize");
 }
 
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream) {
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
+          const Stream& stream) {
   if (x.batch == 0) return;
   clear_async(out, static_cast<size_t>(x.batch) * sizeof(float), native(stream));
   QuantizeParams p{};

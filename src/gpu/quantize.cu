@@ -140,7 +140,7 @@ void find_amax(const ConstMatrix& x, Side& s, const Stream& stream) {
   if (!s.out.spec.outer || s.amax) return;
   float* found =
       static_cast<float*>(stream.workspace(x.batch * static_cast<int64_t>(sizeof(float))));
-  gpu::amax(x, s.out.spec, s.out.axis, found, stream);
+  gpu::amax(x, s.out.spec, s.out.axis, s.out.groups, found, stream);
   s.amax = found;
 }
 
