@@ -68,19 +68,7 @@ void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t ba
   if (batch != 1) fail(op, "batch", batch, "one matrix: offsets cut the rows of one");
   if (memory == Memory::device)
     fail(op, "offsets", "given", "none on a GPU yet", "quantize each group alone");
-  int64_t before = 0;
-  for (int64_t g = 0; g < groups.count; before = groups.end(g++)) {
-    const int64_t end = groups.end(g);
-    const std::string name = "offsets[" + std::to_string(g) + "]";
-    if (end < before)
-      fail(op, name,
-           std::to_string(end) + " is smaller than " +
-               (g ? "offsets[" + std::to_string(g - 1) + "] = " : "") + std::to_string(before),
-           "the cumulative ends of groups of rows", "offsets must not decrease");
-    if (end > rows)
-      fail(op, name, end, "at most " + std::to_string(rows) + ", the rows of x",
-           "offsets are the cumulative ends of groups of rows");
-  }
+  check_offsets(op, groups, rows);
 }
 
 template <class Byte, class Float>
@@ -205,6 +193,22 @@ void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memo
 }
 
 }  // namespace
+
+void check_offsets(const char* op, const Groups& groups, int64_t rows) {
+  const auto name = [](int64_t g) { return "offsets[" + std::to_string(g) + "]"; };
+  int64_t before = 0;
+  for (int64_t g = 0; g < groups.count; before = groups.end(g++)) {
+    const int64_t end = groups.end(g);
+    if (end < before)
+      fail(op, name(g),
+           std::to_string(end) + " is smaller than " + (g ? name(g - 1) + " = " : "") +
+               std::to_string(before),
+           "the cumulative ends of groups of rows", "offsets must not decrease");
+    if (end > rows)
+      fail(op, name(g), end, "at most " + std::to_string(rows) + ", the rows of x",
+           "offsets are the cumulative ends of groups of rows");
+  }
+}
 
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
               const Executor& executor) {

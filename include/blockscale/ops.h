@@ -100,6 +100,11 @@ struct GemmOptions {
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
 
+// What the operators check of offsets in host memory, for `rows` rows of x; `op` names the operator
+// in the error. Offsets in device memory are not looked at (see quantize): this is for debugging
+// with a copy of them.
+void check_offsets(const char* op, const Groups& groups, int64_t rows);
+
 // Why an operator cannot run, in the words of its error; empty when it can.
 std::string explain(std::string_view spec, std::string_view layout, std::string_view device);
 
