@@ -66,9 +66,7 @@ void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t ba
   if (groups.count < 0 || !groups.offsets)
     fail(op, "offsets", groups.offsets ? "a negative count" : "null", "the end of every group");
   if (batch != 1) fail(op, "batch", batch, "one matrix: offsets cut the rows of one");
-  if (memory == Memory::device)
-    fail(op, "offsets", "given", "none on a GPU yet", "quantize each group alone");
-  check_offsets(op, groups, rows);
+  if (memory == Memory::host) check_offsets(op, groups, rows);
 }
 
 template <class Byte, class Float>

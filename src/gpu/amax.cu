@@ -13,7 +13,7 @@ struct AmaxShared {
 };
 
 // `out` holds 0 before. The order of bits is that of magnitudes, NaN above all.
-template <int kAxis, bool kTransform, class Loader>
+template <int kAxis, bool kTransform, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out) {
   // The encoder plays no part; the pass says whether values are transformed.
@@ -25,23 +25,30 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   const int thread = static_cast<int>(threadIdx.x);
   Loader loader(shared.loader);
   constexpr int kAhead = Loader::kStages - 1;
-  Walk<false> walk(p), ahead(p);
+  WalkOver<false, kGrouped> walk(p), ahead(p);
   const int grid = static_cast<int>(gridDim.x);
-  int left = p.tiles - static_cast<int>(blockIdx.x);
+  int left = walk.tiles(p) - static_cast<int>(blockIdx.x);
+  if constexpr (kGrouped)
+    if (p.plan.head->bad)
+      for (int g = static_cast<int>(blockIdx.x) * kThreads + thread; g < p.plan.count;
+           g += grid * kThreads)
+        out[g] = bit_cast<float>(kNanBits);
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
-    if (left > i * grid) loader.begin(p.x, ahead.at(), tile[i], i);
+    if (left > i * grid) loader.begin(p.x, ahead.source(), tile[i], i);
   uint32_t largest = 0;
   Turn<kAhead + 1> turn;
 #pragma unroll 1
   for (; left > 0; left -= grid, turn.advance()) {
-    const TileAt at = walk.at();
+    const auto now = walk;
+    const int matrix = now.at().batch;
     walk.advance(p);
     loader.finish(tile[turn.stage], turn.stage);
     if (loader.asks()) {
       const int stage = turn.stage == 0 ? kAhead : turn.stage - 1;
-      if (left > kAhead * grid) loader.begin(p.x, ahead.at(), tile[stage], stage);
+      if (left > kAhead * grid) loader.begin(p.x, ahead.source(), tile[stage], stage);
       ahead.advance(p);
     }
+    if constexpr (kGrouped) cut(tile[turn.stage], now.rows_left());
     if constexpr (kAxis == -1) {
 #pragma unroll
       for (int i = 0; i < kRowRuns; ++i) {
@@ -58,31 +65,49 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       largest = max(largest, max(values.amax[0], values.amax[1]));
     }
     loader.release(turn.stage);
-    if (left <= grid || walk.batch != at.batch) {
+    if (left <= grid || walk.at().batch != matrix) {
       largest = warp_max(largest > kInfBits ? kNanBits : largest);
       if (thread % 32 == 0 && largest != 0)
-        atomicMax(reinterpret_cast<unsigned int*>(out + at.batch), largest);
+        atomicMax(reinterpret_cast<unsigned int*>(out + matrix), largest);
       largest = 0;
     }
   }
 }
 
-template <int kAxis, bool kTransform, class Loader>
+template <int kAxis, bool kTransform, class Loader, bool kGrouped>
 void launch(QuantizeParams& p, float* out, NativeStream stream) {
   constexpr int kBytes = sizeof(AmaxShared<Loader>);
-  constexpr auto kKernel = amax_kernel<kAxis, kTransform, Loader>;
+  constexpr auto kKernel = amax_kernel<kAxis, kTransform, Loader, kGrouped>;
   const unsigned blocks = set_grid(p, false, Loader::kBlocks * prepare<kKernel>(kBytes));
   kKernel<<<blocks, kThreads, kBytes, stream>>>(p, out);
 }
 
-template <class Loader>
+template <class Loader, bool kGrouped>
 void launch_on_axis(QuantizeParams& p, int axis, float* out, NativeStream stream) {
   if (p.row.out.spec.hadamard.dim == 0)
-    launch<-1, false, Loader>(p, out, stream);  // the order of a maximum does not matter
+    launch<-1, false, Loader, kGrouped>(p, out, stream);  // the order of a maximum does not matter
   else if (axis == -1)
-    launch<-1, true, Loader>(p, out, stream);
+    launch<-1, true, Loader, kGrouped>(p, out, stream);
   else
-    launch<-2, true, Loader>(p, out, stream);
+    launch<-2, true, Loader, kGrouped>(p, out, stream);
+}
+template <class Loader>
+void launch_on_axis(QuantizeParams& p, int axis, float* out, NativeStream stream) {
+  if (p.plan.head)
+    launch_on_axis<Loader, true>(p, axis, out, stream);
+  else
+    launch_on_axis<Loader, false>(p, axis, out, stream);
+}
+
+// The group of position `pos` along the contraction axis; behind the last one, one without rows.
+BLOCKSCALE_DEVICE const GroupAt& group_of(const Plan& plan, int64_t pos) {
+  const GroupAt* at = plan.side[plan.side[0] ? 0 : 1];
+  int low = 0, high = plan.count + 1;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (at[middle].position <= pos ? low : high) = middle;
+  }
+  return at[low];
 }
 
 // One warp transforms one block of kDim elements, element lane + 32 j in lane's value[j].
@@ -90,7 +115,7 @@ template <int kDim>
 __global__ void __launch_bounds__(kThreads)
     hadamard_kernel(const __grid_constant__ Source source, Hadamard h, int axis, int64_t lines,
                     int64_t blocks, uint16_t* y, int64_t line_stride, int64_t pos_stride,
-                    int64_t batch_stride) {
+                    int64_t batch_stride, const __grid_constant__ Plan plan) {
   constexpr int kEach = kDim / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t block = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / 32;
@@ -98,12 +123,20 @@ __global__ void __launch_bounds__(kThreads)
   const int line = static_cast<int>(block / blocks);
   const int pos = static_cast<int>(block % blocks) * kDim;
   const int64_t batch = blockIdx.y;
+  int source_pos = pos, end = axis == -1 ? source.columns : source.rows;
+  if (plan.head) {
+    const GroupAt& g = group_of(plan, pos);
+    source_pos = pos - static_cast<int>(g.position) + g.row;
+    end = g.row + g.rows;
+  }
   float v[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int i = lane + 32 * j;
-    v[j] = axis == -1 ? AnyLoader::load(source, batch, line, pos + i)
-                      : AnyLoader::load(source, batch, pos + i, line);
+    const int at = source_pos + i;
+    v[j] = at >= end    ? 0.0f
+           : axis == -1 ? AnyLoader::load(source, batch, line, at)
+                        : AnyLoader::load(source, batch, at, line);
     if (h.negates(i)) v[j] = -v[j];
   }
 #pragma unroll
@@ -133,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatrix& y,
-              const Stream& stream) {
+              const Plan* plan, const Stream& stream) {
   const int64_t lines = axis == -1 ? y.rows : y.columns;
   const int64_t blocks = (axis == -1 ? y.columns : y.rows) / h.dim;
   if (lines * blocks * y.batch == 0) return;
@@ -143,7 +176,7 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
   auto run = [&](auto kernel) {
     kernel<<<grid, kThreads, 0, native(stream)>>>(
         source_of(x), h, axis, lines, blocks, to, axis == -1 ? y.row_stride : y.column_stride,
-        axis == -1 ? y.column_stride : y.row_stride, y.batch_stride);
+        axis == -1 ? y.column_stride : y.row_stride, y.batch_stride, plan ? *plan : Plan{});
   };
   if (h.dim == 32)
     run(hadamard_kernel<32>);
@@ -156,17 +189,29 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
           const Stream& stream) {
-  if (x.batch == 0) return;
-  clear_async(out, static_cast<size_t>(x.batch) * sizeof(float), native(stream));
+  const int64_t matrices = groups ? groups.count : x.batch;
+  if (matrices == 0) return;
+  clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
+  const bool wide = spec.hadamard.dim > kRun;
+  ConstQuantized operand;  // only its shape is of interest
+  operand.spec = spec, operand.axis = axis, operand.groups = groups;
+  operand.rows = x.rows, operand.columns = x.columns;
+  Plan plan;
+  const bool positions = groups && wide && axis == -2;
+  if (groups)
+    plan = make_plan(groups, x.rows, x.columns, positions ? &operand : nullptr, nullptr, positions,
+                     stream);
   QuantizeParams p{};
   p.row.out.spec = spec;
   ConstMatrix y = x;
-  if (spec.hadamard.dim > kRun) {
-    y = transformed(x, spec.hadamard, axis, stream);
+  if (wide) {
+    const StoredShape s = operand.shape();
+    y = transformed(x, spec.hadamard, axis, positions ? s.padded : s.extent,
+                    positions ? &plan : nullptr, stream);
     p.row.out.spec.hadamard = {};
   }
-  set_input(p, y);
-  if (p.tiles == 0) return;
+  set_input(p, y, groups ? &plan : nullptr);
+  if (p.tiles == 0 && !groups) return;
   if (!is_bf16_rows(y))
     launch_on_axis<AnyLoader>(p, axis, out, native(stream));
   else if (p.copies)

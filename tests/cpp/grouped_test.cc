@@ -284,6 +284,44 @@ TEST_P(GroupedTest, RelayoutIsQuantizingIntoThatLayoutAndComesBack) {
   }
 }
 
+// On a device nothing waits for the offsets: where they make no sense, everything is NaN.
+TEST_P(GroupedTest, OffsetsThatMakeNoSenseGiveNan) {
+  if (std::get<0>(GetParam()) == "cpu") GTEST_SKIP() << "refused there";
+  for (int i = 0; i < kCases / 4; ++i) {
+    GroupedCase c(seed(), 5000000 + i);
+    const size_t wrong = c.random.below(c.ends.size());
+    if (wrong > 0 && c.ends[wrong - 1] > 0 && c.random.one_in(2))
+      c.ends[wrong] = c.ends[wrong - 1] - 1;
+    else
+      c.ends[wrong] = c.random.one_in(2) ? -1 : c.rows + 1;
+    c.offsets = Offsets(c.ends, c.random.one_in(2));
+    SCOPED_TRACE(c.text + ", wrong " + std::to_string(wrong));
+    Output q = c.output();
+    runner->quantize(c.x, q, c.options(), seed() + i);
+    for (int64_t k = 0; k < q.codes.size(); ++k) ASSERT_EQ(q.codes.data()[k], 0) << "code " << k;
+    const int bytes = scale_bytes(c.spec.scale);
+    for (int64_t k = 0; k < q.shape.scale_count; ++k) {
+      uint32_t bits = q.scales.data()[bytes * k];
+      if (bytes == 4) std::memcpy(&bits, q.scales.data() + 4 * k, 4);
+      ASSERT_EQ(bits, bytes == 4 ? kNanBits : traits(c.spec.scale).nan_code()) << "scale " << k;
+    }
+    ASSERT_TRUE(q.codes.guards_whole() && q.scales.guards_whole() && q.outer.guards_whole());
+    std::vector<float> amaxes(c.ends.size(), 0);
+    runner->amax(c.x, c.spec, c.axis, amaxes.data(), 0, c.offsets.view());
+    for (size_t g = 0; g < c.ends.size(); ++g) {
+      ASSERT_EQ(bits_of(amaxes[g]), kNanBits) << g;
+      if (c.spec.outer) {
+        ASSERT_EQ(bits_of(q.view.outer[g]), kNanBits) << g;
+      }
+    }
+    Guarded values(c.rows * c.columns * 4);
+    const Matrix to{values.data(), DType::f32, c.rows, c.columns, c.columns, 1, 1, 0};
+    runner->dequantize(q, to, values, 0);
+    for (int64_t k = 0; k < c.rows * c.columns; ++k)
+      ASSERT_EQ(bits_of(static_cast<const float*>(to.data)[k]), kNanBits) << "value " << k;
+  }
+}
+
 // ---- sizes and places ----
 
 TEST(Grouped, BuffersAreLargeEnoughForAnyGroupsAndNoLarger) {

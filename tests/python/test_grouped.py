@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 
 import blockscale as bs
 import pytest
@@ -187,6 +190,48 @@ def test_a_grouped_operand_is_a_tree_and_moves_and_prints() -> None:
     assert same(again.dequantize(), q.dequantize())
     assert q.to("cpu").offsets is not None
     assert "groups=3" in repr(q)
+
+
+def test_captured_graphs_see_new_offsets(cuda: torch.device) -> None:
+    x, offsets = data(cuda), torch.tensor([0, 0, 300], device=cuda)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        row, col = bs.quantize_dual(x, "nvfp4", "nvfp4[hadamard=64]", offsets=offsets)
+        return row.codes, row.scales, col.codes, col.scales, bs.dequantize(col)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    for ends in ([5, 140, 300], [1, 2, 3], [128, 256, 290]):
+        offsets.copy_(torch.tensor(ends))
+        graph.replay()
+        assert all(same(a, b) for a, b in zip(held, step(), strict=True))
+
+
+def test_wrong_offsets_on_a_gpu_give_nan_or_an_error(cuda: torch.device) -> None:
+    x = data(cuda)
+    for ends in ([5, 256, 200], [5, 301], [-1, 300]):
+        q = bs.quantize(x, "nvfp4", offsets=torch.tensor(ends, device=cuda))
+        assert q.dequantize().isnan().all()
+        assert bs.relayout(q, "nv_128x4").dequantize().isnan().all()
+    code = """
+import blockscale as bs, torch
+x = torch.randn(300, 64, device="cuda")
+try:
+    bs.quantize(x, "nvfp4", offsets=torch.tensor([5, 256, 200], device="cuda"))
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "BLOCKSCALE_CHECK_OFFSETS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "offsets[2] = 200 is smaller than offsets[1] = 256" in done.stdout, done.stderr
 
 
 # --- refusals -------------------------------------------------------------------------------------
