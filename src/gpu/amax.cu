@@ -25,27 +25,26 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   const int thread = static_cast<int>(threadIdx.x);
   Loader loader(shared.loader);
   constexpr int kAhead = Loader::kStages - 1;
-  WalkOver<false, kGrouped> walk(p), ahead(p);
-  const int grid = static_cast<int>(gridDim.x);
-  int left = walk.tiles(p) - static_cast<int>(blockIdx.x);
+  WalkOver<false, kGrouped, true> walk(p), ahead(p);
+  int left = walk.count(p);  // tiles
   if constexpr (kGrouped)
     if (p.plan.head->bad)
       for (int g = static_cast<int>(blockIdx.x) * kThreads + thread; g < p.plan.count;
-           g += grid * kThreads)
+           g += static_cast<int>(gridDim.x) * kThreads)
         out[g] = bit_cast<float>(kNanBits);
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
-    if (left > i * grid) loader.begin(p.x, ahead.source(), tile[i], i);
+    if (left > i) loader.begin(p.x, ahead.source(), tile[i], i);
   uint32_t largest = 0;
   Turn<kAhead + 1> turn;
 #pragma unroll 1
-  for (; left > 0; left -= grid, turn.advance()) {
+  for (; left > 0; --left, turn.advance()) {
     const auto now = walk;
     const int matrix = now.at().batch;
     walk.advance(p);
     loader.finish(tile[turn.stage], turn.stage);
     if (loader.asks()) {
       const int stage = turn.stage == 0 ? kAhead : turn.stage - 1;
-      if (left > kAhead * grid) loader.begin(p.x, ahead.source(), tile[stage], stage);
+      if (left > kAhead) loader.begin(p.x, ahead.source(), tile[stage], stage);
       ahead.advance(p);
     }
     if constexpr (kGrouped) cut(tile[turn.stage], now.rows_left());
@@ -65,10 +64,11 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       largest = max(largest, max(values.amax[0], values.amax[1]));
     }
     loader.release(turn.stage);
-    if (left <= grid || walk.at().batch != matrix) {
+    if (left == 1 || walk.at().batch != matrix) {
       largest = warp_max(largest > kInfBits ? kNanBits : largest);
-      if (thread % 32 == 0 && largest != 0)
-        atomicMax(reinterpret_cast<unsigned int*>(out + matrix), largest);
+      // Most warps find that a larger one has been there.
+      auto* to = reinterpret_cast<volatile unsigned int*>(out + matrix);
+      if (thread % 32 == 0 && largest > *to) atomicMax(const_cast<unsigned int*>(to), largest);
       largest = 0;
     }
   }

@@ -78,14 +78,13 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   using Memory = Shared<kRow, kColumn, Loader>;
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<Memory*>(memory);
-  const int grid = static_cast<int>(gridDim.x);
   constexpr int kAhead = Memory::kStages - 1;
 
   Loader loader(shared.loader);
   WalkOver<kColumns, kGrouped> walk(p), ahead(p);
-  int left = walk.tiles(p) - static_cast<int>(blockIdx.x);
+  int left = walk.count(p);  // tiles
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
-    if (left > i * grid) loader.begin(p.x, ahead.source(), shared.tile[i], i);
+    if (left > i) loader.begin(p.x, ahead.source(), shared.tile[i], i);
   shared.row.tables.clear();
   shared.column.tables.clear();
   __syncthreads();
@@ -98,13 +97,13 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   int before = -1;
   Turn<kAhead + 1> turn;
 #pragma unroll 1
-  for (; left > 0; left -= grid, turn.advance(), walk.advance(p)) {
+  for (; left > 0; --left, turn.advance(), walk.advance(p)) {
     auto& tile = shared.tile[turn.stage];
     const TileAt at = walk.at();
     loader.finish(tile, turn.stage);
     if (loader.asks()) {
       const int stage = turn.stage == 0 ? kAhead : turn.stage - 1;
-      if (left > kAhead * grid) loader.begin(p.x, ahead.source(), shared.tile[stage], stage);
+      if (left > kAhead) loader.begin(p.x, ahead.source(), shared.tile[stage], stage);
       ahead.advance(p);
     }
     if constexpr (kGrouped) cut(tile, walk.rows_left());

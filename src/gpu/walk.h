@@ -46,11 +46,16 @@ struct Walk {
     return {batch, (kDown ? first : second) * kTile, (kDown ? second : first) * kTile};
   }
   BLOCKSCALE_DEVICE TileAt source() const { return at(); }
-  BLOCKSCALE_DEVICE static int tiles(const QuantizeParams& p) { return p.tiles; }
+  // Tiles of this block of threads.
+  BLOCKSCALE_DEVICE static int count(const QuantizeParams& p) {
+    const int grid = static_cast<int>(gridDim.x);
+    return (p.tiles - static_cast<int>(blockIdx.x) + grid - 1) / grid;
+  }
 };
 
-// The same over the tiles of groups: the tiles of one start anew at its first row.
-template <bool kDown>
+// The same over the tiles of groups: those of one start anew at its first row. A block of threads
+// takes every gridDim.x-th tile, or consecutive ones, so that it rarely meets another group.
+template <bool kDown, bool kConsecutive>
 struct GroupWalk {
   int first, second;  // `first` moving faster; one of them counts rows of tiles through all groups
   int firsts, step_first, step_second;
@@ -58,10 +63,11 @@ struct GroupWalk {
 
   BLOCKSCALE_DEVICE explicit GroupWalk(const QuantizeParams& p) {
     firsts = max(kDown ? p.plan.head->tile_rows : p.tiles_across, 1);
-    first = static_cast<int>(blockIdx.x % firsts);
-    second = static_cast<int>(blockIdx.x / firsts);
-    step_first = static_cast<int>(gridDim.x % firsts);
-    step_second = static_cast<int>(gridDim.x / firsts);
+    const int step = kConsecutive ? 1 : static_cast<int>(gridDim.x);
+    first = start(p) % firsts;
+    second = start(p) / firsts;
+    step_first = step % firsts;
+    step_second = step / firsts;
     look(p);
   }
   BLOCKSCALE_DEVICE void advance(const QuantizeParams& p) {
@@ -83,13 +89,25 @@ struct GroupWalk {
     return {0, row.begin + row.row, (kDown ? second : first) * kTile};
   }
   BLOCKSCALE_DEVICE int rows_left() const { return row.rows - row.row; }
+
   BLOCKSCALE_DEVICE static int tiles(const QuantizeParams& p) {
     return p.plan.head->tile_rows * p.tiles_across;
   }
+  BLOCKSCALE_DEVICE static int each(const QuantizeParams& p) {
+    return (tiles(p) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  }
+  BLOCKSCALE_DEVICE static int start(const QuantizeParams& p) {
+    return static_cast<int>(blockIdx.x) * (kConsecutive ? each(p) : 1);
+  }
+  BLOCKSCALE_DEVICE static int count(const QuantizeParams& p) {
+    if (kConsecutive) return min(each(p), tiles(p) - start(p));
+    const int grid = static_cast<int>(gridDim.x);
+    return (tiles(p) - start(p) + grid - 1) / grid;
+  }
 };
 
-template <bool kDown, bool kGrouped>
-using WalkOver = std::conditional_t<kGrouped, GroupWalk<kDown>, Walk<kDown>>;
+template <bool kDown, bool kGrouped, bool kConsecutive = false>
+using WalkOver = std::conditional_t<kGrouped, GroupWalk<kDown, kConsecutive>, Walk<kDown>>;
 
 // Which of several buffers a tile uses.
 template <int kStages>

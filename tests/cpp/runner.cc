@@ -200,7 +200,9 @@ class CudaRunner final : public Runner {
   }
   void relayout(const Output& from, Output& to, uint64_t) override {
     const TestStream stream;
-    const DeviceOutput f(from), t(to);
+    const DeviceOutput f(from);
+    DeviceOutput t(to);
+    t.view.groups = f.view.groups;
     blockscale::relayout(as_const(f.view), t.view, stream);
     stream.wait();
     t.read(to);
