@@ -33,8 +33,8 @@ class Stream {
   virtual ~Stream() = default;
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done. Its size depends on shapes
-  // alone: one FP32 a matrix for an amax that is not given, a BF16 copy of x for a Hadamard transform
-  // wider than 16, and some bytes a group and a row of tiles for groups.
+  // alone: one FP32 a matrix for an amax that is not given, a BF16 copy of x for a Hadamard
+  // transform wider than 16, and with groups some bytes for each of them and for 128 rows of x.
   virtual void* workspace(int64_t bytes) const = 0;
 };
 
