@@ -7,11 +7,11 @@
 namespace blockscale::gpu {
 namespace {
 
-template <class Row, class Column, class Loader>
+template <class Row, class Column, class Loader, bool kGrouped = false>
 void launch(QuantizeParams& p, NativeStream stream) {
   constexpr int kBytes = sizeof(Shared<Row::kPass, Column::kPass, Loader>);
   static_assert(kBytes * Loader::kBlocks <= kSharedBytes);
-  constexpr auto kKernel = quantize_kernel<Row, Column, Loader>;
+  constexpr auto kKernel = quantize_kernel<Row, Column, Loader, kGrouped>;
   const unsigned blocks =
       set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
   kKernel<<<blocks, kThreads, kBytes, stream>>>(p);
@@ -55,13 +55,16 @@ using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true
 // Whatever is not here runs as `any`.
 struct Entry {
   Pass row, column;
-  Launcher aligned, unaligned;
+  Launcher aligned, unaligned, grouped;  // groups: of rows that the copy engine reads
 };
 template <class Row, class Column>
+constexpr Launcher kGrouped = launch<Row, Column, AlignedLoader, true>;
+template <class Row, class Column>
 constexpr Entry kEntry{Row::kPass, Column::kPass, launch_tiles<Row, Column, true>,
-                       launch_tiles<Row, Column, false>};
+                       launch_tiles<Row, Column, false>, kGrouped<Row, Column>};
 template <class P>
-constexpr Entry kRows{P::kPass, None::kPass, launch_rows<P, true>, launch_rows<P, false>};
+constexpr Entry kRows{P::kPass, None::kPass, launch_rows<P, true>, launch_rows<P, false>,
+                      kGrouped<P, None>};
 template <class P>
 constexpr Entry kSquareRows = kEntry<P, None>;
 template <class P>
@@ -125,22 +128,32 @@ Pass pass_of(const QuantSpec& spec) {
   return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
 }
 
+template <bool kGrouped>
+void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+  if (!column.present()) return launch<Any, None, AnyLoader, kGrouped>(p, stream);
+  if (!row.present()) return launch<None, Any, AnyLoader, kGrouped>(p, stream);
+  launch<Any, Any, AnyLoader, kGrouped>(p, stream);
+}
+
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+  const bool bf16 = p.x.dtype == DType::bf16 && p.x.column_stride == 1;
+  if (p.plan.head) {
+    const Entry* e = bf16 && p.copies ? find(row, column) : nullptr;
+    return e ? e->grouped(p, stream) : launch_any<true>(p, row, column, stream);
+  }
   // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
   // bytes of 128 rows in 32.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
-  const bool fits =
-      p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 && runs < int64_t{1} << 31;
-  if (p.x.dtype == DType::bf16 && p.x.column_stride == 1 && fits)
+  const bool fits = p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 &&
+                    runs < int64_t{1} << 31 && p.x.row_stride >= 0 && p.x.row_stride < 1 << 23;
+  if (bf16 && fits)
     if (const Entry* e = find(row, column))
       return p.aligned ? e->aligned(p, stream) : e->unaligned(p, stream);
   if (p.tiles == 0) {  // no element, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = p.batch;
   }
-  if (!column.present()) return launch<Any, None, AnyLoader>(p, stream);
-  if (!row.present()) return launch<None, Any, AnyLoader>(p, stream);
-  launch<Any, Any, AnyLoader>(p, stream);
+  launch_any<false>(p, row, column, stream);
 }
 
 Side side_of(const Quantized& out, const QuantizeOptions& o) {
@@ -159,8 +172,8 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.lines = static_cast<int>(s.shape.lines);
   s.padded = static_cast<int>(s.shape.padded);
   s.blocks = static_cast<int>(s.shape.blocks);
-  s.line_bytes = static_cast<int>(s.shape.line_bytes);
-  s.scale_rows = static_cast<int>(s.shape.scale_rows);
+  s.line_bytes = static_cast<int>(s.shape.code_columns);
+  s.scale_columns = static_cast<int>(s.shape.scale_columns);
   s.scales_up = out.spec.scale_rounding == ScaleRounding::up;
   s.linear_codes = out.layout.codes == Layout::linear;
   s.linear_scales = out.layout.scales == Layout::linear;
@@ -169,27 +182,29 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
 
 // The amaxes of specs with an outer scale, where the caller has not given them: both from one read
 // of x where at most one of them follows a transform.
-void find_amaxes(const ConstMatrix& x, Side& row, Side& column, const Stream& stream) {
+void find_amaxes(const ConstMatrix& x, const Groups& groups, Side& row, Side& column,
+                 const Stream& stream) {
   const auto lacks = [](const Side& s) { return s.out.spec.outer && !s.amax; };
   if (!lacks(row) && !lacks(column)) return;
-  const int64_t bytes = x.batch * static_cast<int64_t>(sizeof(float));
+  const int64_t matrices = groups ? groups.count : x.batch;
+  const int64_t bytes = matrices * static_cast<int64_t>(sizeof(float));
   float* found = static_cast<float*>(stream.workspace(2 * bytes));
   clear_async(found, static_cast<size_t>(2 * bytes), native(stream));
   const auto transforms = [](const Side& s) { return s.out.spec.hadamard.dim != 0; };
-  if (lacks(row) && lacks(column) && !(transforms(row) && transforms(column))) {
+  if (!groups && lacks(row) && lacks(column) && !(transforms(row) && transforms(column))) {
     Side& first = transforms(row) ? row : column;
     Side& plain = transforms(row) ? column : row;
-    float* before = transforms(first) ? found + x.batch : nullptr;
-    add_amax(x, first.out.spec, first.out.axis, found, before, stream);
+    float* before = transforms(first) ? found + matrices : nullptr;
+    add_amax(x, first.out.spec, first.out.axis, groups, found, before, stream);
     first.amax = found;
     plain.amax = before ? before : found;
     return;
   }
   for (Side* s : {&row, &column}) {
     if (!lacks(*s)) continue;
-    add_amax(x, s->out.spec, s->out.axis, found, nullptr, stream);
+    add_amax(x, s->out.spec, s->out.axis, groups, found, nullptr, stream);
     s->amax = found;
-    found += x.batch;
+    found += matrices;
   }
 }
 
@@ -206,24 +221,39 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
     gpu::quantize(x, nullptr, {}, column_out, column_options, stream);
     return;
   }
+  const Groups groups = (row_out ? row_out : column_out)->groups;
+  const bool positions = groups && wide && column_out;
+  Plan plan;
+  if (groups) {
+    ConstQuantized a, b;
+    if (row_out) a = as_const(*row_out);
+    if (column_out) b = as_const(*column_out);
+    plan = make_plan(groups, x.rows, x.columns, row_out ? &a : nullptr, column_out ? &b : nullptr,
+                     positions, stream);
+  }
   QuantizeParams p{};
   ConstMatrix y = x;
   Pass row, column;
   if (row_out) p.row = side_of(*row_out, row_options);
   if (column_out) p.column = side_of(*column_out, column_options);
-  find_amaxes(x, p.row, p.column, stream);
+  find_amaxes(x, groups, p.row, p.column, stream);
   auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
     if (!out) return;
-    fill_padding(*out, stream);
+    if (groups)
+      fill_groups(side, plan, out == row_out ? 0 : 1, stream);
+    else
+      fill_padding(*out, stream);
     if (wide) {
-      y = transformed(x, side.out.spec.hadamard, out->axis, stream);
+      y = transformed(x, side.out.spec.hadamard, out->axis,
+                      positions ? side.shape.padded : side.shape.extent,
+                      positions ? &plan : nullptr, stream);
       side.out.spec.hadamard = {};
     }
     pass = pass_of(side.out.spec);
   };
   prepare(row_out, p.row, row);
   prepare(column_out, p.column, column);
-  set_input(p, y);
+  set_input(p, y, groups ? &plan : nullptr);
   launch(p, row, column, native(stream));
   check_launch("quantize");
 }

@@ -54,13 +54,14 @@ struct RowTarget {
   BLOCKSCALE_DEVICE RowTarget(const Side& s, const MatrixAt& m, int line, int pos) {
     constexpr int kBytes = kPass.scale == Format::fp32 ? 4 : 1;
     codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.fp4() ? pos / 2 : pos);
-    scale = m.scales + (static_cast<int64_t>(line) * s.blocks + pos / kPass.block()) * kBytes;
+    scale =
+        m.scales + (static_cast<int64_t>(line) * s.scale_columns + pos / kPass.block()) * kBytes;
     keep(codes);
     keep(scale);
   }
   BLOCKSCALE_DEVICE void advance(const Side& s) {
     codes += s.line_bytes;
-    scale += s.blocks * (kPass.scale == Format::fp32 ? 4 : 1);
+    scale += s.scale_columns * (kPass.scale == Format::fp32 ? 4 : 1);
   }
 };
 
