@@ -1,5 +1,5 @@
-// matmul. On a CPU it is the core's GEMM. On a GPU, until the core has one there: decode to BF16,
-// let PyTorch multiply with FP32 sums, then apply outer scales and bias.
+// matmul. On a CPU, and on a GPU for FP32 scales, it is the core's GEMM. For the other specs on a
+// GPU: decode to BF16, let PyTorch multiply with FP32 sums, then apply outer scales and bias.
 #include "matmul.h"
 
 #include <array>
@@ -63,17 +63,37 @@ void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
          "use one block size for both operands of a GEMM");
 }
 
+// The core's GEMM into a fresh tensor.
+Tensor fp8_matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
+                         const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const TorchStream stream(at.device());
+  const int64_t rows = a.view.rows, columns = b.view.rows;
+  GemmOptions options;
+  std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
+  if (bias) {
+    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
+    options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
+  }
+  Tensor out = torch::stable::empty(std::vector<int64_t>{rows, columns}, out_dtype, std::nullopt,
+                                    at.device());
+  const DType type = dtype_of(at.op(), "out_dtype", out_dtype);
+  gemm(a.view, b.view,
+       Matrix{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns}, options,
+       stream);
+  return out;
+}
+
 }  // namespace
 
 std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
-  // An FP32 scale times a code does not fit in BF16.
-  if (device == "cuda" && spec.scale == Format::fp32) return "the FP8 GEMM, which is not built yet";
-  return "";
+  // An FP32 scale times a code does not fit in BF16: such operands need the core's own GEMM.
+  return spec.scale == Format::fp32 ? gemm_needs(spec, device) : "";
 }
 
 Tensor matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
                      const std::optional<Tensor>& bias, ScalarType out_dtype) {
   check_pair(at, a.view.spec, b.view.spec);
+  if (a.view.spec.scale == Format::fp32) return fp8_matmul_on_gpu(at, a, b, bias, out_dtype);
   const TorchStream stream(at.device());
   const StoredShape sa = a.view.shape(), sb = b.view.shape();
   const std::optional<Tensor> outer = outer_of(a, b);

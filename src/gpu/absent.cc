@@ -20,5 +20,9 @@ void quantize(const ConstMatrix&, const Quantized*, const QuantizeOptions&, cons
 void amax(const ConstMatrix&, const QuantSpec&, int, float*, const Stream&) { refuse("amax"); }
 void dequantize(const ConstQuantized&, const Matrix&, const Stream&) { refuse("dequantize"); }
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
+void gemm(const ConstQuantized&, const ConstQuantized&, const Matrix&, const GemmOptions&,
+          const Stream&) {
+  refuse("gemm");
+}
 
 }  // namespace blockscale::gpu

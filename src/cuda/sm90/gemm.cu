@@ -36,20 +36,58 @@ bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, cons
 
 namespace {
 
-using Launch = cudaError_t (*)(const Fp8Gemm&, cudaStream_t);
-template <bool kSquare, int... kIndex>
-constexpr std::array<Launch, sizeof...(kIndex)> table(std::integer_sequence<int, kIndex...>) {
-  return {launch<kIndex, kSquare, false, false>...};
+using Launch = cudaError_t (*)(const Fp8Gemm&, int device, int multiprocessors, cudaStream_t);
+using Table = std::array<Launch, cuda::kTileCount>;
+
+// Every tile's kernel for one kind of operands; null where it is not compiled.
+template <bool kSquare, bool kAE5m2, bool kBE5m2, int... kIndex>
+constexpr Table table(std::integer_sequence<int, kIndex...>) {
+  const auto one = []<int i>() -> Launch {
+    if constexpr (cuda::kTiles[i].e5m2 || !(kAE5m2 || kBE5m2))
+      return launch<i, kSquare, kAE5m2, kBE5m2>;
+    return nullptr;
+  };
+  return {one.template operator()<kIndex>()...};
+}
+template <bool kSquare>
+const Table& table_for(bool a_e5m2, bool b_e5m2) {
+  constexpr auto kAll = std::make_integer_sequence<int, cuda::kTileCount>();
+  static constexpr Table tables[] = {
+      table<kSquare, false, false>(kAll), table<kSquare, false, true>(kAll),
+      table<kSquare, true, false>(kAll), table<kSquare, true, true>(kAll)};
+  return tables[2 * a_e5m2 + b_e5m2];
+}
+
+cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
+  const bool by_rows = g.grouping == Grouping::rows;
+  const bool by_contraction = g.grouping == Grouping::contraction;
+  cuda::GemmSize s;
+  s.groups = g.grouping == Grouping::dense ? 1 : g.groups;
+  s.rows = by_rows ? ceil_of(g.m, s.groups) : g.m;
+  s.columns = g.n;
+  s.blocks = ceil_of(ceil_of(g.k, kBlock), by_contraction ? s.groups : 1);
+  s.square = g.b_square;
+  s.e5m2 = g.a_e5m2 || g.b_e5m2;
+  s.multiprocessors = multiprocessors;
+  return s;
 }
 
 }  // namespace
 
 cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream) {
-  if (g.m == 0 || g.n == 0) return cudaSuccess;
-  static constexpr auto square = table<true>(std::make_integer_sequence<int, cuda::kTileCount>());
-  static constexpr auto rows = table<false>(std::make_integer_sequence<int, cuda::kTileCount>());
-  const int tile = g.tile < 0 ? 0 : g.tile;
-  return (g.b_square ? square : rows)[tile](g, stream);
+  if (g.m == 0 || g.n == 0 || g.groups == 0) return cudaSuccess;
+  int device = 0, multiprocessors = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e != cudaSuccess) return e;
+  const cuda::GemmSize size = size_of(g, multiprocessors);
+  Fp8Gemm chosen = g;
+  if (g.tile < 0) chosen.tile = cuda::choose_tile(size);
+  if (g.band <= 0) chosen.band = cuda::choose_band(cuda::kTiles[chosen.tile], size);
+  const Table& launches =
+      g.b_square ? table_for<true>(g.a_e5m2, g.b_e5m2) : table_for<false>(g.a_e5m2, g.b_e5m2);
+  return launches[chosen.tile](chosen, device, multiprocessors, stream);
 }
 
 }  // namespace blockscale::sm90

@@ -28,11 +28,13 @@ struct Fp8Gemm {
   bool b_square = true;  // blocks of 128x128
   // Of 128x128 scales: elements between blocks along N, along K, and between groups.
   int64_t b_scale_n = 0, b_scale_k = 0, b_scale_group = 0;
-  void* d = nullptr;  // contiguous, FP32 or BF16
+  void* d = nullptr;     // FP32 or BF16
+  int64_t d_stride = 0;  // elements between its rows; its groups follow each other
   bool d_f32 = false;
-  bool accumulate = false;       // FP32 only
-  const float* alpha = nullptr;  // device memory; none means 1
-  const float* bias = nullptr;   // n values
+  bool accumulate = false;  // FP32 only
+  float alpha = 1;
+  const float* device_alpha = nullptr;  // one more factor, in device memory
+  const float* bias = nullptr;          // n values
   Grouping grouping = Grouping::dense;
   int groups = 1;
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory

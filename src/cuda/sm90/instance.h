@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstdint>
 
 #include "cuda/sm90/gemm.h"
 #include "cuda/sm90/multiply.h"
@@ -22,32 +23,23 @@ struct Extents {
 bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
               int box_across, int box_down, bool swizzled);
 
-struct Device {
-  int multiprocessors;
-};
-
 template <int kIndex>
 struct TileOf {
   static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
-  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.chunks>;
+  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.held>;
 };
 
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
-cudaError_t launch(const Fp8Gemm& g, cudaStream_t stream) {
+cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream_t stream) {
   using T = typename TileOf<kIndex>::type;
   const auto kernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];  // multiprocessors of a device that is prepared
-  int device = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  int count = device < kDevices ? known[device].load() : 0;
-  if (count == 0) {
-    cudaError_t e = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    if (e == cudaSuccess)
-      e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               shared_bytes<T, kSquare>(0) + (kMaxGroups + 1) * 4);
+  static std::atomic<bool> prepared[kDevices];
+  if (device >= kDevices || !prepared[device]) {
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               shared_bytes<T, kSquare>(kMaxGroups));
     if (e != cudaSuccess) return e;
-    if (device < kDevices) known[device] = count;
+    if (device < kDevices) prepared[device] = true;
   }
 
   GemmParams p{};
@@ -77,30 +69,30 @@ cudaError_t launch(const Fp8Gemm& g, cudaStream_t stream) {
   problem.groups = g.grouping == Grouping::dense ? 1 : g.groups;
   problem.offsets = g.offsets;
   problem.wide_offsets = g.wide_offsets;
-  problem.units_across =
-      static_cast<int>(ceil_of(g.n, T::kColumns * (T::kPairsColumns ? T::kCluster : 1)));
-  problem.units_down =
-      static_cast<int>(ceil_of(g.m, T::kRows * (T::kPairsColumns ? 1 : T::kCluster)));
-  problem.band = g.band > 0 ? g.band : 8;
+  problem.units_across = static_cast<int>(ceil_of(g.n, T::kUnitColumns));
+  problem.units_down = static_cast<int>(ceil_of(g.m, T::kUnitRows));
+  problem.band = g.band;
 
   Output& out = p.out;
   const int64_t size = g.d_f32 ? 4 : 2;
   out.d = g.d;
-  out.row_stride = g.n;
-  out.group_stride = g.m * g.n;
+  out.row_stride = g.d_stride;
+  out.group_stride = g.m * g.d_stride;
   out.alpha = g.alpha;
+  out.device_alpha = g.device_alpha;
   out.bias = g.bias;
   out.f32 = g.d_f32;
   out.add = g.accumulate;
   const auto address = reinterpret_cast<uintptr_t>(g.d);
-  out.pairs = address % (2 * size) == 0 && g.n % 2 == 0;
+  out.pairs = address % (2 * size) == 0 && g.d_stride % 2 == 0;
   out.boxes =
-      T::kN % 64 == 0 && address % 16 == 0 && g.n * size % 16 == 0 &&
-      describe(p.d, g.d_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-               g.d, {{g.n, g.m, by_contraction ? g.groups : 1}, {g.n * size, g.m * g.n * size}},
-               static_cast<int>(128 / size), 64, true);
+      T::kN % 64 == 0 && address % 16 == 0 && g.d_stride * size % 16 == 0 &&
+      describe(
+          p.d, g.d_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, g.d,
+          {{g.n, g.m, by_contraction ? g.groups : 1}, {g.d_stride * size, g.m * g.d_stride * size}},
+          static_cast<int>(128 / size), 64, true);
 
-  int clusters = count / T::kCluster;
+  int clusters = multiprocessors / T::kCluster;
   if (!by_rows) {
     const int64_t units = int64_t{1} * problem.units_down * problem.units_across * problem.groups;
     if (units < clusters) clusters = static_cast<int>(units);

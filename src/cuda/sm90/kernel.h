@@ -17,7 +17,8 @@ namespace blockscale::sm90 {
 struct Output {
   void* d = nullptr;
   int64_t row_stride = 0, group_stride = 0;  // in elements
-  const float* alpha = nullptr;              // in device memory; none means 1
+  float alpha = 1;
+  const float* device_alpha = nullptr;  // one more factor
   const float* bias = nullptr;
   bool f32 = false;
   bool add = false;    // to what D holds; FP32 only
@@ -39,15 +40,19 @@ struct GemmParams {
 // A tile of output: `kGroups_` math warpgroups, side by side along N (kSideBySide) or one below the
 // other, with kWaves wgmmas of 64 x kN each. Clusters of two share the operand they have in common.
 template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
-          int kChunks_>
+          int kHeld_>
 struct Tile {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
   static constexpr int kCluster = kCluster_;
-  static constexpr int kChunks = kChunks_;  // 8 KB pieces of D that a warpgroup stages at once
+  // A warpgroup stages its output where its own part of a tile's last kHeld stages was (of A, or
+  // of B when they lie side by side), in chunks of 8 KB, and gives these stages back afterwards.
+  static constexpr int kHeld = kHeld_;
   static constexpr bool kSideBySide = kSideBySide_;
   static constexpr int kRows = 64 * kWaves * (kSideBySide ? 1 : kGroups);
   static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
   static constexpr bool kPairsColumns = kRows >= kColumns;  // and share A; else rows, and B
+  static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kCluster);  // of a cluster
+  static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kCluster : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160;
   static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 32;
@@ -59,8 +64,11 @@ struct Tile {
   static constexpr int kAScaleBytes = (kRows * 4 + 16 + 127) / 128 * 128;
   static constexpr int kBScaleBytes = (kColumns * 4 + 127) / 128 * 128;
   static constexpr int kChunkBytes = 8192;
-  static constexpr int kChunksAt = kStages * (kABytes + kBBytes);
-  static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
+  static constexpr int kOwnBytes = kSideBySide ? kN * kBlock : kWaves * 64 * kBlock;
+  static constexpr bool kStaged = kHeld > 0 && kN % 64 == 0;
+  static constexpr int kChunksPerStage = kOwnBytes / kChunkBytes;
+  static constexpr int kChunks = kHeld * kChunksPerStage;
+  static constexpr int kScalesAt = kStages * (kABytes + kBBytes);
 };
 template <class T, bool kSquare>
 inline constexpr int kBarriersAt = T::kScalesAt +
@@ -93,8 +101,9 @@ struct Shared {
   BLOCKSCALE_INLINE uint32_t b(int stage) const {
     return base + T::kStages * T::kABytes + stage * T::kBBytes;
   }
-  BLOCKSCALE_INLINE uint32_t chunk(int group, int i) const {
-    return base + T::kChunksAt + (group * T::kChunks + i) * T::kChunkBytes;
+  // Of this warpgroup's own part of a stage.
+  BLOCKSCALE_INLINE uint32_t own(int stage, int group) const {
+    return (T::kSideBySide ? b(stage) : a(stage)) + group * T::kOwnBytes;
   }
   BLOCKSCALE_INLINE uint32_t a_scales(int stage) const {
     return base + T::kScalesAt + stage * T::kAScaleBytes;

@@ -65,8 +65,8 @@ BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2]
 // alpha and bias.
 template <class T>
 BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int column) {
-  if (p.out.alpha) {
-    const float alpha = __ldg(p.out.alpha);
+  const float alpha = p.out.device_alpha ? p.out.alpha * __ldg(p.out.device_alpha) : p.out.alpha;
+  if (alpha != 1.0f) {
 #pragma unroll
     for (int w = 0; w < T::kWaves; ++w)
 #pragma unroll
@@ -90,33 +90,45 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
   }
 }
 
-// Through shared memory in pieces of 64 rows of 128 bytes; the copy engine cuts off what lies
-// outside of D.
-template <class T, bool kF32>
+// Through shared memory in chunks of 64 rows of 128 bytes; the copy engine cuts off what lies
+// outside of D. `stage` is the first of the held ones.
+template <class T, bool kSquare, bool kF32>
 BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
-                                   uint32_t chunks, int group, const Work& w, int row, int column) {
+                                   const Shared<T, kSquare>& shared, int stage, int group,
+                                   const Work& w, int row, int column) {
   constexpr int kColumns = kF32 ? 32 : 64, kEights = kColumns / 8;
   constexpr int kAcross = T::kN / kColumns, kTotal = T::kWaves * kAcross;
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int warp_row = thread / 32 * 16;
+  const auto chunk_at = [&](int i) {
+    const int held = stage + i / T::kChunksPerStage;
+    return shared.own(held < T::kStages ? held : held - T::kStages, group) +
+           i % T::kChunksPerStage * T::kChunkBytes;
+  };
 #pragma unroll
   for (int done = 0; done < kTotal; done += T::kChunks) {
-    if (thread == 0) stores_wait_read();
+    // Until all warps are done with the stages, and the engine with what it stores.
+    if (done > 0 && thread == 0) stores_wait_read();
     named_sync(1 + group, 128);
 #pragma unroll
     for (int i = 0; i < T::kChunks; ++i) {
       if (done + i >= kTotal) break;
       const int wave = (done + i) / kAcross, first = (done + i) % kAcross * kEights;
-      const uint32_t chunk = chunks + i * T::kChunkBytes;
+      const uint32_t chunk = chunk_at(i);
       // Piece x of 16 bytes of row r lies at x ^ r % 8: the engine's swizzle of 128 bytes.
       if constexpr (kF32) {
-        const int r = warp_row + lane / 4;
+        // Neighbouring lanes exchange halves: even ones then hold four columns of the upper row,
+        // odd ones of the lower. (Pairs of sums stored together would have to be pairs of
+        // registers, which the multiply-adds of the main loop would pay for in bank conflicts.)
+        const bool odd = lane % 2 != 0;
+        const int r = warp_row + lane / 4 + (odd ? 8 : 0);
 #pragma unroll
         for (int g = 0; g < kEights; ++g) {
           const float* v = sum[wave] + 4 * (first + g);
-          const int piece = ((g * 2 + lane % 4 / 2) ^ (r % 8)) * 16 + lane % 2 * 8;
-          store_shared2(chunk + r * 128 + piece, v[0], v[1]);
-          store_shared2(chunk + (r + 8) * 128 + piece, v[2], v[3]);
+          const float x = __shfl_xor_sync(~0u, odd ? v[0] : v[2], 1);
+          const float y = __shfl_xor_sync(~0u, odd ? v[1] : v[3], 1);
+          store_shared4(chunk + r * 128 + ((g * 2 + lane % 4 / 2) ^ (r % 8)) * 16, odd ? x : v[0],
+                        odd ? y : v[1], odd ? v[2] : x, odd ? v[3] : y);
         }
       } else {
         const int r = warp_row + lane % 16;
@@ -135,7 +147,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
 #pragma unroll
       for (int i = 0; i < T::kChunks; ++i) {
         if (done + i >= kTotal) break;
-        store_box(chunks + i * T::kChunkBytes, p.d, column + (done + i) % kAcross * kColumns,
+        store_box(chunk_at(i), p.d, column + (done + i) % kAcross * kColumns,
                   row + (done + i) / kAcross * 64,
                   p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
       }
@@ -149,17 +161,8 @@ BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, f
   const bool second = column + 1 < p.problem.n;
   if (out.f32) {
     float* d = static_cast<float*>(out.d) + at;
-    if (out.pairs && second) {
-      float2 v = {x, y};
-      if (out.add) {
-        const float2 old = *reinterpret_cast<float2*>(d);
-        v = {v.x + old.x, v.y + old.y};
-      }
-      *reinterpret_cast<float2*>(d) = v;
-    } else {
-      d[0] = out.add ? d[0] + x : x;
-      if (second) d[1] = out.add ? d[1] + y : y;
-    }
+    d[0] = out.add ? d[0] + x : x;
+    if (second) d[1] = out.add ? d[1] + y : y;
   } else {
     uint16_t* d = static_cast<uint16_t*>(out.d) + at;
     const uint32_t both = to_bf16x2(x, y);
@@ -210,70 +213,102 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   const Problem& problem = p.problem;
   const int units = unit_count(problem, starts);
   const int step = static_cast<int>(gridDim.x) / T::kCluster;
+  const uint32_t a_tiles = tile_low_word(shared.a(0) + group_row * kBlock);
+  const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
   int group = 0;
   Ring<T::kStages> ring;
-  const auto release = [&] {
-    if constexpr (T::kCluster == 1) {
-      if (lane == 0) barrier_arrive(shared.empty(ring.stage));
-    } else {
-      if (lane < T::kCluster) barrier_arrive(shared.empty(ring.stage), lane);
+  const auto release = [&](int stage) {
+    if (lane < T::kCluster) barrier_arrive(shared.empty(stage), lane);
+  };
+  // The stages that the last tile's output is still being stored from.
+  int held = -1;
+  const auto release_held = [&] {
+    if (held < 0) return;
+    if (threadIdx.x % 128 == 0) {
+      stores_wait_read();
+#pragma unroll
+      for (int i = 0; i < T::kHeld; ++i) {
+        const int stage = held + i < T::kStages ? held + i : held + i - T::kStages;
+#pragma unroll
+        for (int cta = 0; cta < T::kCluster; ++cta) barrier_arrive(shared.empty(stage), cta, 4);
+      }
     }
+    __syncwarp();
+    held = -1;
   };
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
     const Work w = work_of<T>(problem, starts, unit, rank, group);
-    const int column = w.column + group_column;
+    const int row = w.row + group_row, column = w.column + group_column;
+    const bool whole = row + 64 * T::kWaves <= w.row_end || w.row_end == problem.m;
+    const bool staged = T::kStaged && p.out.boxes && whole && w.blocks >= T::kHeld;
+    const int releases = staged ? w.blocks - T::kHeld : w.blocks;  // stages released at once
     float sum[T::kWaves][kN / 2] = {};
     float part[kN / 2];
     SquareScales<kN> square(p, w, column);
-    const int first_scale = w.row % 4 + thread_row;
+    const int first_scale = w.row % 4 + group_row + thread_row;
     const bool early_split = column % kBlock != 0;
-    for (int i = 0; i < w.blocks; ++i, ring.next()) {
-      const float b_first = square.first, b_second = square.second;
-      if (kSquare && i + 1 < w.blocks) square.load();
-      barrier_wait(shared.full(ring.stage), ring.phase);
-      const uint64_t b_tile = tile_descriptor(shared.b(ring.stage) + group_column * kBlock);
-      const uint32_t b_scales = shared.b_scales(ring.stage) + (group_column + lane % 4 * 2) * 4;
+    bool ready = false;  // whether the next stage is known to be full
+    int i = 0;
+    // In two parts: after the first, the stages that are held have been stored from.
+    for (int end = min(2, w.blocks);; end = w.blocks) {
+#pragma unroll 1
+      for (; i < end; ++i) {
+        const float b_first = square.first, b_second = square.second;
+        if (kSquare && i + 1 < w.blocks) square.load();
+        const int stage = ring.stage;
+        if (!ready) barrier_wait(shared.full(stage), ring.phase);
+        const uint32_t a_tile = a_tiles + stage * (T::kABytes / 16);
+        const uint32_t b_tile = b_tiles + stage * (T::kBBytes / 16);
+        const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
+        const uint32_t b_scales = shared.b_scales(stage) + (group_column + lane % 4 * 2) * 4;
+        ring.next();
+        float upper[T::kWaves], lower[T::kWaves];
 #pragma unroll
-      for (int wave = 0; wave < T::kWaves; ++wave) {
-        const int row = group_row + wave * 64;
-        const uint32_t a_scales = shared.a_scales(ring.stage) + (row + first_scale) * 4;
-        const float upper = load_shared(a_scales), lower = load_shared(a_scales + 32);
-        const uint64_t a_tile = tile_descriptor(shared.a(ring.stage) + row * kBlock);
-        pin(part);
-        wgmma_begin();
-#pragma unroll
-        for (int k = 0; k < kBlock / 32; ++k)
-          wgmma<kN, kAE5m2, kBE5m2>(part, a_tile + 2 * k, b_tile + 2 * k, k != 0);
-        wgmma_commit();
-        pin(part);
-        wgmma_wait();
-        if (kSquare && wave == T::kWaves - 1) release();
-        if constexpr (!kSquare) {
-          promote<kN>(sum[wave], part, upper, lower, b_scales);
-        } else if (kN > kBlock && early_split) {
-          promote<8, kN>(sum[wave], part, upper * b_first, lower * b_first, upper * b_second,
-                         lower * b_second);
-        } else {
-          promote<16, kN>(sum[wave], part, upper * b_first, lower * b_first, upper * b_second,
-                          lower * b_second);
+        for (int wave = 0; wave < T::kWaves; ++wave) {
+          upper[wave] = load_shared(a_scales + wave * 256);
+          lower[wave] = load_shared(a_scales + wave * 256 + 32);
         }
-        if (!kSquare && wave == T::kWaves - 1) release();
+#pragma unroll
+        for (int wave = 0; wave < T::kWaves; ++wave) {
+          constexpr int kLast = T::kWaves - 1;
+          pin(part);
+          wgmma_begin();
+#pragma unroll
+          for (int k = 0; k < kBlock / 32; ++k)
+            wgmma<kN, kAE5m2, kBE5m2>(part,
+                                      tile_descriptor(a_tile + wave * (64 * kBlock / 16) + 2 * k),
+                                      tile_descriptor(b_tile + 2 * k), k != 0);
+          wgmma_commit();
+          pin(part);
+          wgmma_wait();
+          if (kSquare && wave == kLast && i < releases) release(stage);
+          if (wave == kLast) ready = barrier_test(shared.full(ring.stage), ring.phase);
+          const float u = upper[wave], l = lower[wave];
+          if constexpr (!kSquare) {
+            promote<kN>(sum[wave], part, u, l, b_scales);
+          } else if (kN > kBlock && early_split) {
+            promote<8, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+          } else {
+            promote<16, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+          }
+          if (!kSquare && wave == kLast && i < releases) release(stage);
+        }
       }
+      if (T::kStaged) release_held();
+      if (end == w.blocks) break;
     }
     finish<T>(sum, p, column);
-    const int row = w.row + group_row;
-    if (w.column >= problem.n) continue;
-    const bool whole = row + 64 * T::kWaves <= w.row_end || w.row_end == problem.m;
-    if (kN % 64 == 0 && p.out.boxes && whole) {
-      if constexpr (kN % 64 == 0) {
+    if constexpr (T::kStaged) {
+      if (staged) {
+        held = ring.stage - T::kHeld + (ring.stage < T::kHeld ? T::kStages : 0);
         if (p.out.f32)
-          store_boxes<T, true>(sum, p, shared.chunk(group_index, 0), group_index, w, row, column);
+          store_boxes<T, kSquare, true>(sum, p, shared, held, group_index, w, row, column);
         else
-          store_boxes<T, false>(sum, p, shared.chunk(group_index, 0), group_index, w, row, column);
+          store_boxes<T, kSquare, false>(sum, p, shared, held, group_index, w, row, column);
+        continue;
       }
-    } else {
-      store_elements<T>(sum, p, w, row, column);
     }
+    store_elements<T>(sum, p, w, row, column);
   }
   if (threadIdx.x % 128 == 0) stores_wait_read();
 }
@@ -283,7 +318,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     fp8_gemm_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ uint8_t memory[];
   const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
-  const Shared<T, kSquare> shared{base};
+  const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
   int* starts = reinterpret_cast<int*>(memory + (base - start) + kStartsAt<T, kSquare>);
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
@@ -293,7 +328,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     barrier_init_done();
   }
-  list_groups<T::kRows>(p.problem, starts);
+  list_groups<T::kUnitRows>(p.problem, starts);
   if constexpr (T::kCluster > 1)
     cluster_sync();
   else

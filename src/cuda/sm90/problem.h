@@ -46,13 +46,14 @@ __device__ __forceinline__ int group_end(const Problem& p, int group) {
 
 // starts[g]: units (rows) or blocks along K (contraction) before group g. All threads call it; the
 // caller synchronizes.
-template <int kRows>
+template <int kUnitRows>
 __device__ __forceinline__ void list_groups(const Problem& p, int* starts) {
   if (p.grouping == Grouping::dense) return;
   for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += static_cast<int>(blockDim.x)) {
     const int size = max(0, group_end(p, g) - group_end(p, g - 1));
-    starts[g + 1] = p.grouping == Grouping::rows ? (size + kRows - 1) / kRows * p.units_across
-                                                 : (size + kBlock - 1) / kBlock;
+    starts[g + 1] = p.grouping == Grouping::rows
+                        ? (size + kUnitRows - 1) / kUnitRows * p.units_across
+                        : (size + kBlock - 1) / kBlock;
   }
   __syncthreads();
   if (threadIdx.x >= 32) return;
@@ -99,10 +100,8 @@ __device__ __forceinline__ Work work_of(const Problem& p, const int* starts, int
   unit -= first * p.units_across;
   const int height = min(p.band, units_down - first);
   const int across = unit / height, down = first + unit % height;
-  constexpr int kDown = Tile::kPairsColumns ? 1 : Tile::kCluster;
-  constexpr int kAcross = Tile::kPairsColumns ? Tile::kCluster : 1;
-  w.row += (down * kDown + (Tile::kPairsColumns ? 0 : rank)) * Tile::kRows;
-  w.column = (across * kAcross + (Tile::kPairsColumns ? rank : 0)) * Tile::kColumns;
+  w.row += down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : rank * Tile::kRows);
+  w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? rank * Tile::kColumns : 0);
   return w;
 }
 

@@ -33,15 +33,12 @@ BLOCKSCALE_INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) {
 // Arrives at the same barrier of CTA `rank` of the cluster. What the barriers order are the copy
 // engine's writes and the tensor cores' reads, so neither here nor in the wait is a wider scope
 // than the default asked for: that would flush caches.
-BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier, uint32_t rank) {
+BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier, uint32_t rank, int count = 1) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
-      "r"(rank)
+      "mbarrier.arrive.shared::cluster.b64 _, [there], %2; }" ::"r"(barrier),
+      "r"(rank), "r"(count)
       : "memory");
-}
-BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -50,6 +47,18 @@ BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
       "@!done bra again; }" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+// Whether the phase is over, without waiting for it.
+BLOCKSCALE_INLINE bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 // A barrier of `threads` threads of the block, other than 0, which is __syncthreads'.
 BLOCKSCALE_INLINE void named_sync(int id, int threads) {
@@ -121,8 +130,10 @@ BLOCKSCALE_INLINE float2 load_shared2(uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
-BLOCKSCALE_INLINE void store_shared2(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+BLOCKSCALE_INLINE void store_shared4(uint32_t address, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
 }
 // Four 8 x 8 matrices of 16-bit words; lane l gives the address of row l % 8 of matrix l / 8.
 BLOCKSCALE_INLINE void store_matrices(uint32_t address, const uint32_t (&v)[4]) {

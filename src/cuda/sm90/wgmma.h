@@ -11,24 +11,24 @@ namespace blockscale::sm90 {
 #define BLOCKSCALE_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define BLOCKSCALE_R32 \
   BLOCKSCALE_R16       \
-      ", "             \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  ", "                 \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define BLOCKSCALE_R48 \
   BLOCKSCALE_R32       \
-      ", "             \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+  ", "                 \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define BLOCKSCALE_R64 \
   BLOCKSCALE_R48       \
-      ", "             \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  ", "                 \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define BLOCKSCALE_R80 \
   BLOCKSCALE_R64       \
-      ", "             \
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+  ", "                 \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define BLOCKSCALE_R96 \
   BLOCKSCALE_R80       \
-      ", "             \
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+  ", "                 \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define BLOCKSCALE_R4 "%0, %1, %2, %3"
 #define BLOCKSCALE_R8 BLOCKSCALE_R4 ", %4, %5, %6, %7"
 #define BLOCKSCALE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -87,10 +87,19 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint6
 #undef BLOCKSCALE_R4
 
 // A tile of rows of 128 bytes in the 128-byte swizzle, K contiguous, at a multiple of 1024 bytes of
-// shared memory: groups of 8 rows are 1024 bytes apart. Adding 2 to it moves on by 32 codes.
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
-  constexpr uint64_t kSwizzle128 = 1, kGroupBytes = 1024;
-  return kSwizzle128 << 62 | (kGroupBytes >> 4) << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
+// shared memory: groups of 8 rows are 1024 bytes apart. The low word of its descriptor holds the
+// address in units of 16 bytes, so 2 more is 32 codes on. (The shuffle tells the compiler that it
+// is the same in a warp.)
+__device__ __forceinline__ uint32_t tile_low_word(uint32_t shared) {
+  return __shfl_sync(~0u, (shared & 0x3FFFF) >> 4 | 1 << 16, 0);
+}
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t low_word) {
+  constexpr uint32_t kSwizzle128 = 1, kGroupBytes = 1024;
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(descriptor)
+      : "r"(low_word), "n"(kSwizzle128 << 30 | kGroupBytes >> 4));
+  return descriptor;
 }
 
 __device__ __forceinline__ void wgmma_begin() {
