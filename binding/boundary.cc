@@ -1,6 +1,7 @@
 #include "boundary.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <unordered_map>
 
 namespace blockscale::binding {
@@ -62,25 +63,26 @@ ScalarType torch_dtype(Format format) {
 struct Sizes {
   std::vector<int64_t> codes, scales, outer;
 };
-Sizes sizes_of(const QuantSpec& spec, const StorageLayout& layout, int axis, int64_t rows,
-               int64_t columns, std::optional<int64_t> batch) {
-  const StoredShape s = stored_shape(spec, layout, axis, rows, columns);
+Sizes sizes_of(const ConstQuantized& q, std::optional<int64_t> batch) {
+  const StoredShape s = q.shape();
+  const StorageLayout& layout = q.layout;
   Sizes sizes;
   if (batch) sizes.codes = sizes.scales = sizes.outer = {*batch};
+  if (q.groups) sizes.outer = {q.groups.count};
   auto append = [](std::vector<int64_t>& to, std::initializer_list<int64_t> extents) {
     to.insert(to.end(), extents);
   };
   if (layout.codes == Layout::linear)
-    append(sizes.codes, {s.lines, s.line_bytes});
+    append(sizes.codes, {s.code_rows, s.code_columns});
   else
     append(sizes.codes, {s.code_bytes});
   if (layout.scales == Layout::linear)
-    append(sizes.scales, {s.scale_rows, s.blocks});
+    append(sizes.scales, {s.scale_rows, s.scale_columns});
   else if (layout.scales == Layout::mn_major)
-    append(sizes.scales, {s.blocks, padded_rows(layout.scales, s.scale_rows)});
+    append(sizes.scales, {s.scale_columns, padded_rows(layout.scales, s.scale_rows)});
   else
     append(sizes.scales, {s.scale_count});
-  if (!spec.outer) sizes.outer = {0};
+  if (!q.spec.outer) sizes.outer = {0};
   return sizes;
 }
 
@@ -189,48 +191,67 @@ Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
   return result;
 }
 
+Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
+                 std::optional<int64_t> batch, int64_t rows) {
+  if (!offsets) return {};
+  const char* op = at.op();
+  at.check("offsets", *offsets);
+  const ScalarType type = offsets->scalar_type();
+  if (type != ScalarType::Int && type != ScalarType::Long)
+    fail(op, "offsets.dtype", dtype_text(type), "int32 or int64");
+  if (offsets->dim() != 1 || offsets->numel() == 0 || !offsets->is_contiguous())
+    fail(op, "offsets.shape", shape_text(*offsets), "one contiguous dimension of at least 1 group",
+         "offsets are the cumulative ends of groups of rows");
+  if (batch)
+    fail(op, "batch_dims", 1, "0: offsets cut the rows of one matrix", "pass either of the two");
+  const Groups groups{offsets->const_data_ptr(), type == ScalarType::Long, offsets->numel()};
+  static const bool checks = std::getenv("BLOCKSCALE_CHECK_OFFSETS") != nullptr;
+  if (at.cuda() && checks) {
+    const Tensor copy = torch::stable::to(*offsets, Device(DeviceType::CPU));
+    check_offsets(op, {copy.const_data_ptr(), groups.wide, groups.count}, rows);
+  }
+  return groups;
+}
+
 Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
-                int64_t rows, int64_t columns, std::optional<int64_t> batch) {
-  const Sizes sizes = sizes_of(spec, layout, axis, rows, columns, batch);
-  Output out{empty(sizes.codes, torch_dtype(spec.element), at.device()),
-             empty(sizes.scales, torch_dtype(spec.scale), at.device()),
-             empty(sizes.outer, ScalarType::Float, at.device()),
-             {}};
-  out.view = {static_cast<uint8_t*>(out.codes.mutable_data_ptr()),
-              static_cast<uint8_t*>(out.scales.mutable_data_ptr()),
-              static_cast<float*>(out.outer.mutable_data_ptr()),
-              spec,
-              layout,
-              axis,
-              rows,
-              columns,
-              batch.value_or(1)};
+                int64_t rows, int64_t columns, std::optional<int64_t> batch, const Groups& groups) {
+  Output out{.codes = {}, .scales = {}, .outer = {}, .view = {}};
+  Quantized& q = out.view;
+  q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
+  q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
+  const Sizes sizes = sizes_of(as_const(q), batch);
+  out.codes = empty(sizes.codes, torch_dtype(spec.element), at.device());
+  out.scales = empty(sizes.scales, torch_dtype(spec.scale), at.device());
+  out.outer = empty(sizes.outer, ScalarType::Float, at.device());
+  q.codes = static_cast<uint8_t*>(out.codes.mutable_data_ptr());
+  q.scales = static_cast<uint8_t*>(out.scales.mutable_data_ptr());
+  q.outer = static_cast<float*>(out.outer.mutable_data_ptr());
   return out;
 }
 
 Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
                 const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
-                std::optional<int64_t> batch) {
+                std::optional<int64_t> batch, const Groups& groups) {
   validate(spec, layout);
-  const Sizes sizes = sizes_of(spec, layout, axis, rows, columns, batch);
-  Operand result{
-      checked(at, prefix + "codes", codes, torch_dtype(spec.element), sizes.codes, spec),
-      checked(at, prefix + "scales", scales, torch_dtype(spec.scale), sizes.scales, spec),
-      checked(at, prefix + "outer", outer, ScalarType::Float, sizes.outer, spec),
-      {}};
+  Operand result{.codes = {}, .scales = {}, .outer = {}, .view = {}};
+  ConstQuantized& q = result.view;
+  q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
+  q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
+  const Sizes sizes = sizes_of(q, batch);
+  const auto check = [&](const char* name, const Tensor& t, ScalarType dtype,
+                         const std::vector<int64_t>& size) {
+    return checked(at, prefix + name, t, dtype, size, spec);
+  };
+  result.codes = check("codes", codes, torch_dtype(spec.element), sizes.codes);
+  result.scales = check("scales", scales, torch_dtype(spec.scale), sizes.scales);
+  result.outer = check("outer", outer, ScalarType::Float, sizes.outer);
   // A part of a larger tensor may begin anywhere, and GPU kernels read codes 16 bytes at a time.
   if (at.cuda() && reinterpret_cast<uintptr_t>(result.codes.const_data_ptr()) % 16 != 0)
     result.codes = torch::stable::clone(result.codes);
-  result.view = {static_cast<const uint8_t*>(result.codes.const_data_ptr()),
-                 static_cast<const uint8_t*>(result.scales.const_data_ptr()),
-                 static_cast<const float*>(result.outer.const_data_ptr()),
-                 spec,
-                 layout,
-                 axis,
-                 rows,
-                 columns,
-                 batch.value_or(1)};
+  q.codes = static_cast<const uint8_t*>(result.codes.const_data_ptr());
+  q.scales = static_cast<const uint8_t*>(result.scales.const_data_ptr());
+  q.outer = static_cast<const float*>(result.outer.const_data_ptr());
   return result;
 }
 
@@ -245,7 +266,7 @@ Extents extents(const char* op, const std::vector<int64_t>& shape) {
 
 Options options(const Place& at, const QuantSpec& spec, const std::optional<Tensor>& amax,
                 const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
-                const std::vector<int64_t>& origin, int64_t batch) {
+                const std::vector<int64_t>& origin, int64_t matrices) {
   const char* op = at.op();
   Options result;
   if (amax) {
@@ -254,13 +275,14 @@ Options options(const Place& at, const QuantSpec& spec, const std::optional<Tens
       fail(op, "amax", "given", "none: " + to_string(spec) + " has no outer scale", "drop amax");
     if (amax->scalar_type() != ScalarType::Float)
       fail(op, "amax.dtype", dtype_text(amax->scalar_type()), "float32");
-    if (amax->numel() != batch)
+    if (amax->numel() != matrices)
       fail(op, "amax.shape", shape_text(*amax),
-           std::to_string(batch) + (batch == 1 ? " element" : " elements, one per matrix"));
+           std::to_string(matrices) +
+               (matrices == 1 ? " element" : " elements, one per matrix or group"));
     result.amax_tensor = torch::stable::contiguous(*amax);
     result.options.amax = static_cast<const float*>(result.amax_tensor->const_data_ptr());
     // NaN and Inf are data (the whole result becomes NaN); a negative maximum is a mistake.
-    for (int64_t e = 0; !at.cuda() && e < batch; ++e)
+    for (int64_t e = 0; !at.cuda() && e < matrices; ++e)
       require(!(result.options.amax[e] < 0), op, "amax", result.options.amax[e], "0 or more",
               "amax is the largest |x|; bs.amax computes it");
   }

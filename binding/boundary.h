@@ -31,6 +31,10 @@ struct Input {
 // strides; only leading dimensions that no single row stride describes are copied.
 Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims);
 
+// The groups that `offsets` cuts the rows of x into, or none. The tensor keeps their memory.
+Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
+                 std::optional<int64_t> batch, int64_t rows);
+
 // A quantized operand in fresh tensors.
 struct Output {
   Tensor codes, scales, outer;
@@ -38,7 +42,8 @@ struct Output {
 };
 // `batch` is none for a single matrix.
 Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
-                int64_t rows, int64_t columns, std::optional<int64_t> batch);
+                int64_t rows, int64_t columns, std::optional<int64_t> batch,
+                const Groups& groups = {});
 
 // A quantized operand that came from a caller: its tensors must be what `allocate` would make.
 struct Operand {
@@ -49,7 +54,7 @@ struct Operand {
 Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
                 const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
-                std::optional<int64_t> batch);
+                std::optional<int64_t> batch, const Groups& groups = {});
 
 int checked_axis(const char* op, int64_t axis);
 DType dtype_of(const char* op, const char* argument, ScalarType type);
@@ -63,13 +68,14 @@ Extents extents(const char* op, const std::vector<int64_t>& shape);
 
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`.
 // On a GPU amax, seed and offset stay there: reading them here would wait for the device.
+// `matrices`: those that have an outer scale of their own.
 struct Options {
   std::optional<Tensor> amax_tensor;
   QuantizeOptions options;
 };
 Options options(const Place& at, const QuantSpec& spec, const std::optional<Tensor>& amax,
                 const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
-                const std::vector<int64_t>& origin, int64_t batch);
+                const std::vector<int64_t>& origin, int64_t matrices);
 
 }  // namespace blockscale::binding
 

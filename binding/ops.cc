@@ -18,7 +18,7 @@ std::optional<int64_t> batch_of(const Input& in, int64_t batch_dims) {
 
 Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor amax,
                    OptionalTensor seed, OptionalTensor offset, Ints origin, Text layout_text,
-                   int64_t batch_dims) {
+                   int64_t batch_dims, OptionalTensor offsets) {
   constexpr const char* kOp = "quantize";
   const int axis = checked_axis(kOp, axis_value);
   const QuantSpec& spec = spec_of(spec_text);
@@ -26,9 +26,10 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
   validate(spec, layout);
   const Place at(kOp, "x", x);
   const Input in = input(at, x, axis, batch_dims);
-  const Options o = options(at, spec, amax, seed, offset, origin, in.view.batch);
-  Output out =
-      allocate(at, spec, layout, axis, in.view.rows, in.view.columns, batch_of(in, batch_dims));
+  const auto batch = batch_of(in, batch_dims);
+  Output out = allocate(at, spec, layout, axis, in.view.rows, in.view.columns, batch,
+                        groups_of(at, offsets, batch, in.view.rows));
+  const Options o = options(at, spec, amax, seed, offset, origin, out.view.matrices());
   run(at, x.numel(), [&](const auto& on) { quantize(in.view, out.view, o.options, on); });
   return {out.codes, out.scales, out.outer};
 }
@@ -36,7 +37,7 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
     Tensor x, Text row_text, Text column_text, OptionalTensor row_amax, OptionalTensor column_amax,
     OptionalTensor seed, OptionalTensor offset, Ints origin, Text row_layout_text,
-    Text column_layout_text, int64_t batch_dims) {
+    Text column_layout_text, int64_t batch_dims, OptionalTensor offsets) {
   constexpr const char* kOp = "quantize_dual";
   const QuantSpec& row_spec = spec_of(row_text);
   const QuantSpec& column_spec = spec_of(column_text);
@@ -47,39 +48,43 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
   const Place at(kOp, "x", x);
   const Input in = input(at, x, -2, batch_dims);
   const int64_t rows = in.view.rows, columns = in.view.columns;
-  const Options row_o = options(at, row_spec, row_amax, seed, offset, origin, in.view.batch);
-  const Options column_o =
-      options(at, column_spec, column_amax, seed, offset, origin, in.view.batch);
   const auto batch = batch_of(in, batch_dims);
-  Output row = allocate(at, row_spec, row_layout, -1, rows, columns, batch);
-  Output column = allocate(at, column_spec, column_layout, -2, rows, columns, batch);
+  const Groups groups = groups_of(at, offsets, batch, rows);
+  Output row = allocate(at, row_spec, row_layout, -1, rows, columns, batch, groups);
+  Output column = allocate(at, column_spec, column_layout, -2, rows, columns, batch, groups);
+  const int64_t matrices = row.view.matrices();
+  const Options row_o = options(at, row_spec, row_amax, seed, offset, origin, matrices);
+  const Options column_o = options(at, column_spec, column_amax, seed, offset, origin, matrices);
   run(at, x.numel(), [&](const auto& on) {
     quantize_dual(in.view, row.view, column.view, row_o.options, column_o.options, on);
   });
   return {row.codes, row.scales, row.outer, column.codes, column.scales, column.outer};
 }
 
-Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims) {
+Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims,
+               OptionalTensor offsets) {
   constexpr const char* kOp = "amax";
   const int axis = checked_axis(kOp, axis_value);
   const QuantSpec& spec = spec_of(spec_text);
   const Place at(kOp, "x", x);
   const Input in = input(at, x, axis, batch_dims);
-  const Ints sizes = batch_dims ? Ints{in.view.batch} : Ints{};
+  const Groups groups = groups_of(at, offsets, batch_of(in, batch_dims), in.view.rows);
+  const Ints sizes = groups ? Ints{groups.count} : batch_dims ? Ints{in.view.batch} : Ints{};
   Tensor out = empty(sizes, ScalarType::Float, at.device());
   float* const found = static_cast<float*>(out.mutable_data_ptr());
-  run(at, x.numel(), [&](const auto& on) { amax(in.view, spec, axis, found, on); });
+  run(at, x.numel(), [&](const auto& on) { amax(in.view, spec, axis, found, on, groups); });
   return out;
 }
 
 Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, int64_t axis_value,
-                     Ints shape, Text layout_text, ScalarType dtype) {
+                     Ints shape, Text layout_text, ScalarType dtype, OptionalTensor offsets) {
   constexpr const char* kOp = "dequantize";
   const int axis = checked_axis(kOp, axis_value);
   const Extents e = extents(kOp, shape);
   const Place at(kOp, "codes", codes);
-  const Operand q = operand(at, "", codes, scales, outer, spec_of(spec_text),
-                            layout_of(layout_text), axis, e.rows, e.columns, e.batch);
+  const Operand q =
+      operand(at, "", codes, scales, outer, spec_of(spec_text), layout_of(layout_text), axis,
+              e.rows, e.columns, e.batch, groups_of(at, offsets, e.batch, e.rows));
   const DType type = dtype_of(kOp, "dtype", dtype);
   Tensor out = empty(shape, dtype, at.device());
   const Matrix view{
@@ -90,8 +95,8 @@ Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, 
 }
 
 std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_text,
-                                       int64_t axis_value, Ints shape, Text from_text,
-                                       Text to_text) {
+                                       int64_t axis_value, Ints shape, Text from_text, Text to_text,
+                                       OptionalTensor offsets) {
   constexpr const char* kOp = "relayout";
   const int axis = checked_axis(kOp, axis_value);
   // Only codes and scales change their place: the outer scale is left out of the spec.
@@ -102,9 +107,10 @@ std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_te
   validate(spec, to);
   const Place at(kOp, "codes", codes);
   const Tensor none = empty({0}, ScalarType::Float, at.device());
+  const Groups groups = groups_of(at, offsets, e.batch, e.rows);
   const Operand from = operand(at, "", codes, scales, none, spec, layout_of(from_text), axis,
-                               e.rows, e.columns, e.batch);
-  Output out = allocate(at, spec, to, axis, e.rows, e.columns, e.batch);
+                               e.rows, e.columns, e.batch, groups);
+  Output out = allocate(at, spec, to, axis, e.rows, e.columns, e.batch, groups);
   run(at, codes.numel(), [&](const auto& on) { relayout(from.view, out.view, on); });
   return {out.codes, out.scales};
 }
@@ -141,20 +147,21 @@ Tensor snapshot_op(Tensor x) {
 STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "quantize(Tensor x, str spec, int axis, Tensor? amax, Tensor? seed, Tensor? offset, "
-      "SymInt[] origin, str layout, int batch_dims) -> (Tensor codes, Tensor scales, Tensor "
-      "outer)");
+      "SymInt[] origin, str layout, int batch_dims, Tensor? offsets=None) -> (Tensor codes, "
+      "Tensor scales, Tensor outer)");
   m.def(
       "quantize_dual(Tensor x, str row_spec, str col_spec, Tensor? row_amax, Tensor? col_amax, "
       "Tensor? seed, Tensor? offset, SymInt[] origin, str row_layout, str col_layout, "
-      "int batch_dims) -> (Tensor row_codes, Tensor row_scales, Tensor row_outer, "
+      "int batch_dims, Tensor? offsets=None) -> (Tensor row_codes, Tensor row_scales, Tensor "
+      "row_outer, "
       "Tensor col_codes, Tensor col_scales, Tensor col_outer)");
-  m.def("amax(Tensor x, str spec, int axis, int batch_dims) -> Tensor");
+  m.def("amax(Tensor x, str spec, int axis, int batch_dims, Tensor? offsets=None) -> Tensor");
   m.def(
       "dequantize(Tensor codes, Tensor scales, Tensor outer, str spec, int axis, SymInt[] shape, "
-      "str layout, ScalarType dtype) -> Tensor");
+      "str layout, ScalarType dtype, Tensor? offsets=None) -> Tensor");
   m.def(
       "relayout(Tensor codes, Tensor scales, str spec, int axis, SymInt[] shape, str from_layout, "
-      "str to_layout) -> (Tensor codes, Tensor scales)");
+      "str to_layout, Tensor? offsets=None) -> (Tensor codes, Tensor scales)");
   m.def(
       "matmul(Tensor a_codes, Tensor a_scales, Tensor a_outer, str a_spec, str a_layout, "
       "SymInt a_rows, Tensor b_codes, Tensor b_scales, Tensor b_outer, str b_spec, str b_layout, "

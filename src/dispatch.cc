@@ -58,6 +58,17 @@ void check_matrix(const char* op, const char* name, int64_t rows, int64_t column
   if (!data && rows * columns * batch != 0) fail(op, name, "null", "a pointer to data");
 }
 
+// Offsets in host memory are looked at. On a device the kernels look: where one is wrong, the
+// result is NaN.
+void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t batch,
+                  Memory memory) {
+  if (!groups) return;
+  if (groups.count < 0 || !groups.offsets)
+    fail(op, "offsets", groups.offsets ? "a negative count" : "null", "the end of every group");
+  if (batch != 1) fail(op, "batch", batch, "one matrix: offsets cut the rows of one");
+  if (memory == Memory::host) check_offsets(op, groups, rows);
+}
+
 template <class Byte, class Float>
 void check_quantized(const char* op, const char* name, const BasicQuantized<Byte, Float>& q,
                      Memory memory) {
@@ -68,11 +79,12 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
          "axis is the contraction axis of the GEMM that will read the operand");
   if (q.rows < 0 || q.columns < 0 || q.batch < 0)
     fail(op, name, extents(q.rows, q.columns), "extents of at least 0");
+  check_groups(op, q.groups, q.rows, q.batch, memory);
   const StoredShape s = q.shape();
   if (!q.codes && s.code_bytes * q.batch != 0) fail(op, name, "null codes", "a pointer to codes");
   if (!q.scales && s.scale_count * q.batch != 0)
     fail(op, name, "null scales", "a pointer to scales");
-  if (!q.outer && q.spec.outer && q.batch != 0)
+  if (!q.outer && q.spec.outer && q.matrices() != 0)
     fail(op, name, "null outer", "a pointer to one FP32 a matrix: the spec has an outer scale");
   if (memory == Memory::device && reinterpret_cast<uintptr_t>(q.codes) % 16 != 0)
     fail(op, name, "codes off a multiple of 16 bytes", "codes at a multiple of 16 on a GPU");
@@ -84,7 +96,7 @@ void check_amax(const Quantized& out, const QuantizeOptions& options, Memory mem
     fail("quantize", "amax", "given", "none: " + to_string(out.spec) + " has no outer scale",
          "leave amax out");
   if (memory == Memory::device) return;
-  for (int64_t b = 0; b < out.batch; ++b)
+  for (int64_t b = 0; b < out.matrices(); ++b)
     if (options.amax[b] < 0)
       fail("quantize", "amax", options.amax[b], "a value of at least 0",
            "pass max |x|, e.g. from amax()");
@@ -135,6 +147,11 @@ std::string describe(const ConstQuantized& q) {
          std::to_string(q.axis);
 }
 
+void check_same_groups(const char* op, const Groups& a, const Groups& b) {
+  if (a.offsets != b.offsets || a.count != b.count || a.wide != b.wide)
+    fail(op, "offsets", "two different ones", "the same groups on both sides");
+}
+
 void check_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
                 const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                 Memory memory) {
@@ -142,14 +159,17 @@ void check_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized&
     fail("quantize_dual", "axis",
          std::to_string(row_out.axis) + " and " + std::to_string(column_out.axis),
          "-1 for the row operand and -2 for the column operand");
+  check_same_groups("quantize_dual", row_out.groups, column_out.groups);
   check_quantize(x, row_out, row_options, memory);
   check_quantize(x, column_out, column_options, memory);
 }
 
-void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, Memory memory) {
+void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
+                   Memory memory) {
   validate(spec);
   if (axis != -1 && axis != -2) fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
   check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data, memory);
+  check_groups("amax", groups, x.rows, x.batch, memory);
 }
 
 void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
@@ -167,6 +187,7 @@ void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memo
       from.columns != to.columns || from.batch != to.batch)
     fail("relayout", "to", describe(as_const(to)), "the operand of from, " + describe(from),
          "relayout changes the layout only");
+  check_same_groups("relayout", from.groups, to.groups);
 }
 
 void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
@@ -174,6 +195,7 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
   check_quantized("gemm", "a", a, memory);
   check_quantized("gemm", "b", b, memory);
   check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, memory);
+  if (a.groups || b.groups) fail("gemm", "a, b", "groups", "one matrix each");
   const StoredShape sa = a.shape(), sb = b.shape();
   if (a.batch != 1 || b.batch != 1 || d.batch != 1)
     fail("gemm", "batch", a.batch, "one matrix each");
@@ -196,6 +218,22 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
 }
 
 }  // namespace
+
+void check_offsets(const char* op, const Groups& groups, int64_t rows) {
+  const auto name = [](int64_t g) { return "offsets[" + std::to_string(g) + "]"; };
+  int64_t before = 0;
+  for (int64_t g = 0; g < groups.count; before = groups.end(g++)) {
+    const int64_t end = groups.end(g);
+    if (end < before)
+      fail(op, name(g),
+           std::to_string(end) + " is smaller than " + (g ? name(g - 1) + " = " : "") +
+               std::to_string(before),
+           "the cumulative ends of groups of rows", "offsets must not decrease");
+    if (end > rows)
+      fail(op, name(g), end, "at most " + std::to_string(rows) + ", the rows of x",
+           "offsets are the cumulative ends of groups of rows");
+  }
+}
 
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
               const Executor& executor) {
@@ -229,13 +267,14 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
 }
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
-          const Executor& executor) {
-  check_amax_of(x, spec, axis, Memory::host);
-  cpu::amax(x, spec, axis, out, StrictExecutor(executor));
+          const Executor& executor, const Groups& groups) {
+  check_amax_of(x, spec, axis, groups, Memory::host);
+  cpu::amax(x, spec, axis, groups, out, StrictExecutor(executor));
 }
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream) {
-  check_amax_of(x, spec, axis, Memory::device);
-  gpu::amax(x, spec, axis, out, stream);
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream,
+          const Groups& groups) {
+  check_amax_of(x, spec, axis, groups, Memory::device);
+  gpu::amax(x, spec, axis, groups, out, stream);
 }
 
 void dequantize(const ConstQuantized& q, const Matrix& x, const Executor& executor) {

@@ -98,10 +98,20 @@ struct StoredShape {
   int64_t padded;       // extent rounded up to whole blocks: codes per line
   int64_t blocks;       // blocks per line
   int64_t line_bytes;   // bytes of codes per line before any layout padding
-  int64_t scale_rows;   // rows of the scale matrix in its layout
+  int64_t scale_lines;  // lines that one row of scales serves: 1, or a block's in a grid of squares
+  // The matrices that the layouts hold: bytes of codes, and scales. A group (groups.h) may be a
+  // part of wider ones.
+  int64_t code_rows, code_columns;
+  int64_t scale_rows, scale_columns;
   int64_t code_bytes;   // size of the codes buffer
   int64_t scale_count;  // elements of the scales buffer
 };
+// Sets the sizes of the buffers from the matrices in them.
+BLOCKSCALE_HD constexpr StoredShape with_sizes(StoredShape s, const StorageLayout& layout) {
+  s.code_bytes = layout_size(layout.codes, s.code_rows, s.code_columns);
+  s.scale_count = layout_size(layout.scales, s.scale_rows, s.scale_columns);
+  return s;
+}
 BLOCKSCALE_HD constexpr StoredShape stored_shape(const QuantSpec& spec, const StorageLayout& layout,
                                                  int axis, int64_t rows, int64_t columns) {
   StoredShape s{};
@@ -112,11 +122,12 @@ BLOCKSCALE_HD constexpr StoredShape stored_shape(const QuantSpec& spec, const St
   s.padded = s.blocks * spec.block;
   s.line_bytes = s.padded / codes_per_byte(spec.element);
   // The byte layouts hold one row of scales per line: square blocks are replicated in them.
-  const bool grid = spec.square && traits(layout.scales).scale_bytes != 1;
-  s.scale_rows = grid ? ceil_div(s.lines, spec.block) : s.lines;
-  s.code_bytes = layout_size(layout.codes, s.lines, s.line_bytes);
-  s.scale_count = layout_size(layout.scales, s.scale_rows, s.blocks);
-  return s;
+  s.scale_lines = spec.square && traits(layout.scales).scale_bytes != 1 ? spec.block : 1;
+  s.code_rows = s.lines;
+  s.code_columns = s.line_bytes;
+  s.scale_rows = ceil_div(s.lines, s.scale_lines);
+  s.scale_columns = s.blocks;
+  return with_sizes(s, layout);
 }
 
 }  // namespace blockscale

@@ -33,14 +33,14 @@ class Stream {
   virtual ~Stream() = default;
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done. Its size depends on shapes
-  // alone: one FP32 a matrix for an amax that is not given, and a BF16 copy of x for a Hadamard
-  // transform wider than 16.
+  // alone: one FP32 a matrix for an amax that is not given, a BF16 copy of x for a Hadamard
+  // transform wider than 16, and with groups some bytes for each of them and for 128 rows of x.
   virtual void* workspace(int64_t bytes) const = 0;
 };
 
 struct QuantizeOptions {
-  const float* amax = nullptr;  // per matrix of the batch; only for specs with an outer scale;
-                                // computed when null
+  const float* amax = nullptr;  // per matrix of the batch, or per group; only for specs with an
+                                // outer scale; computed when null
   std::optional<Rng> rng;       // needed by stochastic specs
   // On a GPU instead of `rng`: seed and offset in device memory, read when the kernel runs.
   const int64_t* device_seed = nullptr;
@@ -50,6 +50,12 @@ struct QuantizeOptions {
 };
 
 // x [rows, columns] -> out. Reads x once, and once more when an outer scale's amax is not given.
+//
+// With out.groups, every group becomes what it would become alone, with
+// origin_row + its first row as its origin (axis -1) or origin_row + the start of its codes in
+// whole blocks (axis -2: groups.h), at the group's place. Codes and scales that belong to no group
+// are padding. On a GPU offsets are read when the kernel runs; where one is smaller than the one
+// before or past the end of x, every scale (and outer scale) of the result is NaN and every code 0.
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options = {},
               const Executor& executor = default_executor());
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
@@ -64,19 +70,22 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
                    const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                    const Stream& stream);
 
-// max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch: NaN when any
-// value is NaN, else Inf when any is infinite, 0 for an empty matrix.
+// max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch, or per group:
+// NaN when any value is NaN, else Inf when any is infinite, 0 for an empty matrix. On a GPU offsets
+// that decrease or pass the end of x make all of them NaN.
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
-          const Executor& executor = default_executor());
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream);
+          const Executor& executor = default_executor(), const Groups& groups = {});
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream,
+          const Groups& groups = {});
 
 // x^ = fl(fl(outer * scale) * code), then rounded (RN) to x.dtype. A Hadamard transform is not
-// undone: x^ is the transformed operand, extended like the codes, cut to x's extents.
+// undone: x^ is the transformed operand, extended like the codes, cut to x's extents. Rows that
+// belong to no group are 0; on a GPU, offsets that decrease or pass the end make all of x^ NaN.
 void dequantize(const ConstQuantized& q, const Matrix& x,
                 const Executor& executor = default_executor());
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 
-// The same operand in another storage layout.
+// The same operand in another storage layout. Groups must be the same.
 void relayout(const ConstQuantized& from, const Quantized& to,
               const Executor& executor = default_executor());
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
@@ -100,6 +109,11 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
 // when it multiplies them. Which GPU there is, only the call itself asks.
 std::string gemm_needs(const QuantSpec& spec, std::string_view device);
 
+// What the operators check of offsets in host memory, for `rows` rows of x; `op` names the operator
+// in the error. Offsets in device memory are not looked at (see quantize): this is for debugging
+// with a copy of them.
+void check_offsets(const char* op, const Groups& groups, int64_t rows);
+
 // Why an operator cannot run, in the words of its error; empty when it can.
 std::string explain(std::string_view spec, std::string_view layout, std::string_view device);
 
@@ -116,7 +130,8 @@ std::vector<std::string> instruction_sets();
 
 namespace reference {
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options);
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out);
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
+          const Groups& groups = {});
 void dequantize(const ConstQuantized& q, const Matrix& x);
 void relayout(const ConstQuantized& from, const Quantized& to);
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,

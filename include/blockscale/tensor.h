@@ -3,8 +3,7 @@
 
 #include <cstdint>
 
-#include "blockscale/layout.h"
-#include "blockscale/spec.h"
+#include "blockscale/groups.h"
 
 namespace blockscale {
 
@@ -52,26 +51,35 @@ inline void store_element(const Matrix& x, int64_t i, float value) {
 }
 
 // A quantized operand (numerics section 1) of a batch of logical matrices [rows, columns]. Each
-// matrix of the batch is its own: its own outer scale and its own scale tiling.
+// matrix of the batch is its own: its own outer scale and its own scale tiling. With groups it is
+// one matrix, [rows, columns], and so are its groups.
 template <class Byte, class Float>
 struct BasicQuantized {
   Byte* codes = nullptr;   // batch x code_bytes
   Byte* scales = nullptr;  // batch x scale_count elements of scale_bytes(spec.scale), aligned
-  Float* outer = nullptr;  // batch; only when spec.outer
+  Float* outer = nullptr;  // batch, or one a group; only when spec.outer
   QuantSpec spec{};
   StorageLayout layout{};
   int axis = -1;
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t batch = 1;
+  Groups groups{};  // batch is 1 then
 
-  constexpr StoredShape shape() const { return stored_shape(spec, layout, axis, rows, columns); }
+  // Of one matrix of the batch, or of the buffers that hold all groups.
+  StoredShape shape() const {
+    return groups ? grouped_shape(spec, layout, axis, rows, columns, groups.count)
+                  : stored_shape(spec, layout, axis, rows, columns);
+  }
+  // How many matrices have an outer scale of their own.
+  int64_t matrices() const { return groups ? groups.count : batch; }
 };
 using Quantized = BasicQuantized<uint8_t, float>;
 using ConstQuantized = BasicQuantized<const uint8_t, const float>;
 
 constexpr ConstQuantized as_const(const Quantized& q) {
-  return {q.codes, q.scales, q.outer, q.spec, q.layout, q.axis, q.rows, q.columns, q.batch};
+  return {q.codes, q.scales, q.outer,   q.spec,  q.layout,
+          q.axis,  q.rows,   q.columns, q.batch, q.groups};
 }
 
 }  // namespace blockscale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -28,8 +29,14 @@ def quantize(
     layout: str = "linear",
     batch_dims: int = 0,
     origin: Sequence[int] | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize `x` along one axis. Not differentiable; `linear` is.
+
+    With `offsets`, x is [T, C] in groups of consecutive rows, and every group becomes what it would
+    become alone: its own outer scale, its own tiling of scales, each in its place of buffers whose
+    sizes follow from T and the number of groups (docs/groups.md). Rows past the last end belong to
+    no group.
 
     Args:
         x: [..., C] float32, bfloat16 or float16, any strides; leading dimensions are rows.
@@ -37,31 +44,36 @@ def quantize(
         axis: the contraction axis of the GEMM that will read the result: -1 (blocks run along a
             row) or -2 (down a column; the codes are stored transposed).
         amax: for specs with an outer scale: the largest |x| to use instead of computing it, a
-            number or a float32 tensor of one element ([E] with batch_dims=1) on x's device. On a
-            GPU nothing waits for it, so that a negative one is not noticed.
+            number or a float32 tensor of one element ([E] with batch_dims=1, [G] with offsets) on
+            x's device. On a GPU nothing waits for it, so that a negative one is not noticed.
         rng: the key of the random bits; needed by stochastic specs, unused by others.
         layout: how codes and scales are stored.
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices.
         origin: (row, column) of x in the unsharded tensor, so that a shard draws its own bits.
+        offsets: [G] int32 or int64 on x's device: where each group ends. They must not decrease or
+            pass the last row. A GPU does not wait to check that: the result is then NaN throughout
+            (with the environment variable BLOCKSCALE_CHECK_OFFSETS=1 it does wait, and raises).
 
     Raises:
         TypeError, ValueError: with the operation, the argument, what it got and what it needs.
     """
     s = _spec("quantize", spec)
     x = _tensor("quantize", x)
+    _offsets("quantize", offsets)
     seed, offset = _rng("quantize", rng, x)
     codes, scales, outer = _ops.quantize(
         x,
         str(s),
         axis,
-        _amax("quantize", "amax", amax, x, batch_dims),
+        _amax("quantize", "amax", amax, x, batch_dims, offsets),
         seed,
         offset,
         list(origin or ()),
         layout,
         batch_dims,
+        offsets,
     )
-    return _stored((codes, scales, outer), s, axis, x, layout, batch_dims)
+    return _stored((codes, scales, outer), s, axis, x, layout, batch_dims, offsets)
 
 
 def quantize_dual(
@@ -75,6 +87,7 @@ def quantize_dual(
     col_layout: str = "linear",
     batch_dims: int = 0,
     origin: Sequence[int] | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Quantize `x` along both axes in one pass.
 
@@ -83,35 +96,44 @@ def quantize_dual(
     """
     row, col = _spec("quantize_dual", row_spec), _spec("quantize_dual", col_spec)
     x = _tensor("quantize_dual", x)
+    _offsets("quantize_dual", offsets)
     seed, offset = _rng("quantize_dual", rng, x)
     out = _ops.quantize_dual(
         x,
         str(row),
         str(col),
-        _amax("quantize_dual", "row_amax", row_amax, x, batch_dims),
-        _amax("quantize_dual", "col_amax", col_amax, x, batch_dims),
+        _amax("quantize_dual", "row_amax", row_amax, x, batch_dims, offsets),
+        _amax("quantize_dual", "col_amax", col_amax, x, batch_dims, offsets),
         seed,
         offset,
         list(origin or ()),
         row_layout,
         col_layout,
         batch_dims,
+        offsets,
     )
     return (
-        _stored(out[:3], row, -1, x, row_layout, batch_dims),
-        _stored(out[3:], col, -2, x, col_layout, batch_dims),
+        _stored(out[:3], row, -1, x, row_layout, batch_dims, offsets),
+        _stored(out[3:], col, -2, x, col_layout, batch_dims, offsets),
     )
 
 
-def amax(x: torch.Tensor, spec: str | Spec, axis: int = -1, batch_dims: int = 0) -> torch.Tensor:
+def amax(
+    x: torch.Tensor,
+    spec: str | Spec,
+    axis: int = -1,
+    batch_dims: int = 0,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The largest |x| after the spec's transform: what `quantize` takes as `amax`.
 
     Returns:
-        A float32 scalar on x's device ([E] with batch_dims=1): NaN when a value is NaN, else Inf
-        when one is infinite, 0 for an empty tensor.
+        A float32 scalar on x's device ([E] with batch_dims=1, [G] with offsets): NaN when a value
+        is NaN, else Inf when one is infinite, 0 for an empty tensor.
     """
     s = _spec("amax", spec)
-    result: torch.Tensor = _ops.amax(_tensor("amax", x), str(s), axis, batch_dims)
+    _offsets("amax", offsets)
+    result: torch.Tensor = _ops.amax(_tensor("amax", x), str(s), axis, batch_dims, offsets)
     return result
 
 
@@ -121,7 +143,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
     A Hadamard transform is not undone: these are the values that a GEMM multiplies.
 
     Returns:
-        A tensor of shape `q.shape`.
+        A tensor of shape `q.shape`; rows of no group are 0.
 
     Raises:
         TypeError, ValueError: not a QuantizedTensor, or a damaged one.
@@ -136,6 +158,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
         _matrix_shape(q),
         q.layout,
         dtype,
+        q.offsets,
     )
     return values.reshape(q.shape)
 
@@ -149,9 +172,9 @@ def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
     """
     _operand("relayout", "q", q)
     codes, scales = _ops.relayout(
-        q.codes, q.scales, str(q.spec), q.axis, _matrix_shape(q), q.layout, layout
+        q.codes, q.scales, str(q.spec), q.axis, _matrix_shape(q), q.layout, layout, q.offsets
     )
-    return QuantizedTensor(codes, scales, q.outer, q.spec, q.axis, q.shape, layout, q.batch_dims)
+    return dataclasses.replace(q, codes=codes, scales=scales, layout=layout)
 
 
 def matmul(
@@ -184,6 +207,8 @@ def matmul(
     for name, q in (("a", a), ("b", b)):
         if q.batch_dims:
             fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix")
+        if q.offsets is not None:
+            fail("matmul", f"{name}.offsets", "given", "none: one matrix, not groups")
     a_rows, a_length = _lines_and_length(a)
     b_rows, b_length = _lines_and_length(b)
     if a_length != b_length:
@@ -236,8 +261,19 @@ def _rng(
     return rng.tensors(x.device)
 
 
+def _offsets(operation: str, offsets: object) -> None:
+    if offsets is not None and not isinstance(offsets, torch.Tensor):
+        need = "a tensor of the cumulative ends of groups, int32 or int64"
+        fail_type(operation, "offsets", offsets, need, "torch.tensor(ends, device=x.device)")
+
+
 def _amax(
-    operation: str, name: str, value: object, x: torch.Tensor, batch_dims: int
+    operation: str,
+    name: str,
+    value: object,
+    x: torch.Tensor,
+    batch_dims: int,
+    offsets: torch.Tensor | None,
 ) -> torch.Tensor | None:
     if value is None or isinstance(value, torch.Tensor):
         return value
@@ -247,15 +283,23 @@ def _amax(
     # NaN in a tensor is data and makes the result NaN; as a number it is a mistake.
     if math.isnan(number) or number < 0:
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
-    return torch.full(x.shape[:batch_dims], number, dtype=torch.float32, device=x.device)
+    shape = x.shape[:batch_dims] if offsets is None else offsets.shape
+    return torch.full(shape, number, dtype=torch.float32, device=x.device)
 
 
 def _stored(
-    tensors: Sequence[torch.Tensor], s: Spec, axis: int, x: torch.Tensor, layout: str, batch: int
+    tensors: Sequence[torch.Tensor],
+    s: Spec,
+    axis: int,
+    x: torch.Tensor,
+    layout: str,
+    batch: int,
+    offsets: torch.Tensor | None,
 ) -> QuantizedTensor:
     codes, scales, outer = tensors
+    shape = tuple(x.shape)
     return QuantizedTensor(
-        codes, scales, outer if s.outer else None, s, axis, tuple(x.shape), layout, batch
+        codes, scales, outer if s.outer else None, s, axis, shape, layout, batch, offsets
     )
 
 
@@ -273,10 +317,17 @@ def _lines_and_length(q: QuantizedTensor) -> tuple[int, int]:
 
 
 def _fake_stored(
-    like: torch.Tensor, text: str, axis: int, shape: Sequence[int], layout: str, batch_dims: int
+    like: torch.Tensor,
+    text: str,
+    axis: int,
+    shape: Sequence[int],
+    layout: str,
+    batch_dims: int,
+    offsets: torch.Tensor | None,
 ) -> Triple:
     s = spec(text)
-    shapes = stored_shapes(s, axis, shape, layout, batch_dims)
+    groups = 0 if offsets is None else offsets.shape[0]
+    shapes = stored_shapes(s, axis, shape, layout, batch_dims, groups)
     return (
         like.new_empty(shapes.codes, dtype=s.code_dtype),
         like.new_empty(shapes.scales, dtype=s.scale_dtype),
@@ -294,8 +345,9 @@ def _fake_quantize(
     origin: Sequence[int],
     layout: str,
     batch_dims: int,
+    offsets: torch.Tensor | None = None,
 ) -> Triple:
-    return _fake_stored(x, spec, axis, x.shape, layout, batch_dims)
+    return _fake_stored(x, spec, axis, x.shape, layout, batch_dims, offsets)
 
 
 def _fake_quantize_dual(
@@ -310,15 +362,23 @@ def _fake_quantize_dual(
     row_layout: str,
     col_layout: str,
     batch_dims: int,
+    offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     return (
-        *_fake_stored(x, row_spec, -1, x.shape, row_layout, batch_dims),
-        *_fake_stored(x, col_spec, -2, x.shape, col_layout, batch_dims),
+        *_fake_stored(x, row_spec, -1, x.shape, row_layout, batch_dims, offsets),
+        *_fake_stored(x, col_spec, -2, x.shape, col_layout, batch_dims, offsets),
     )
 
 
-def _fake_amax(x: torch.Tensor, spec: str, axis: int, batch_dims: int) -> torch.Tensor:
-    return x.new_empty(x.shape[:batch_dims], dtype=torch.float32)
+def _fake_amax(
+    x: torch.Tensor,
+    spec: str,
+    axis: int,
+    batch_dims: int,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    shape = x.shape[:batch_dims] if offsets is None else offsets.shape
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def _fake_dequantize(
@@ -330,6 +390,7 @@ def _fake_dequantize(
     shape: Sequence[int],
     layout: str,
     dtype: torch.dtype,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return codes.new_empty(shape, dtype=dtype)
 
@@ -342,8 +403,9 @@ def _fake_relayout(
     shape: Sequence[int],
     from_layout: str,
     to_layout: str,
+    offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake_stored(codes, spec, axis, shape, to_layout, len(shape) - 2)[:2]
+    return _fake_stored(codes, spec, axis, shape, to_layout, len(shape) - 2, offsets)[:2]
 
 
 def _fake_matmul(

@@ -27,43 +27,59 @@ def _round_up(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 
 
+def _rounded_parts(total: int, count: int, multiple: int) -> int:
+    """The most that `count` parts of `total` come to, each rounded up to a multiple."""
+    return (total + count * (multiple - 1)) // multiple * multiple
+
+
 def matrix_extents(shape: Sequence[int], batch_dims: int) -> tuple[int, int]:
     """Rows and columns of each matrix of a tensor of `shape`; leading dimensions are rows."""
     return math.prod(shape[batch_dims:-1]), shape[-1]
 
 
 def stored_shapes(
-    s: Spec, axis: int, shape: Sequence[int], layout: str, batch_dims: int
+    s: Spec, axis: int, shape: Sequence[int], layout: str, batch_dims: int, groups: int = 0
 ) -> StoredShapes:
-    """Shapes of the stored tensors; works on symbolic sizes too.
+    """Shapes of the stored tensors; works on symbolic sizes too. `groups`: 0 for none.
 
-    The formulas are the architecture's; every number in them (block, codes per byte, multiples)
-    comes from the core.
+    The formulas are the architecture's, and those of groups.h for groups; every number in them
+    (block, codes per byte, multiples) comes from the core.
     """
     rows, columns = matrix_extents(shape, batch_dims)
     lines, contraction = (rows, columns) if axis == -1 else (columns, rows)
     block_lines, block = s.block
-    extent = _round_up(contraction, s.extent_multiple)
-    blocks = (extent + block - 1) // block
-    line_bytes = blocks * block // s.codes_per_byte
-    batch = tuple(shape[:batch_dims])
-
-    codes: tuple[int, ...] = (lines, line_bytes)
+    batch = (groups,) if groups else tuple(shape[:batch_dims])
+    lead = () if groups else batch
+    facts = [_core.LAYOUTS[name] for name in layout.split("+")]
     # One-byte layouts hold a row of scales for every line: square blocks are replicated in them.
-    names = layout.split("+")
-    facts = [_core.LAYOUTS[name] for name in names]
     per_line = any(fact["scale_bytes"] == 1 and fact["applies"] == "scales" for fact in facts)
-    scale_rows = lines if per_line else (lines + block_lines - 1) // block_lines
-    scales: tuple[int, ...] = (scale_rows, blocks)
+    scale_lines = 1 if per_line else block_lines
+
+    def line_count(unit: int, multiple: int) -> int:
+        """Rows of `unit` lines, in whole tiles of `multiple` rows."""
+        if groups and axis == -1:
+            return _rounded_parts(lines, groups, unit * multiple) // unit
+        return _round_up((lines + unit - 1) // unit, multiple)
+
+    def columns_of(unit: int, multiple: int) -> int:
+        """Columns of `unit` codes, in whole tiles of `multiple` columns."""
+        if groups and axis == -2:
+            most = max(block, s.extent_multiple, unit * multiple)
+            return _rounded_parts(contraction, groups, most) // unit
+        padded = _round_up(_round_up(contraction, s.extent_multiple), block)
+        return _round_up(padded // unit, multiple)
+
+    codes: tuple[int, ...] = (line_count(1, 1), columns_of(s.codes_per_byte, 1))
+    scales: tuple[int, ...] = (line_count(scale_lines, 1), columns_of(block, 1))
     for fact in facts:
         row, column = fact["row_multiple"], fact["column_multiple"]
         if fact["applies"] == "codes":
-            codes = (_round_up(lines, row) * _round_up(line_bytes, column),)
+            codes = (line_count(1, row) * columns_of(s.codes_per_byte, column),)
         elif fact["applies"] == "scales":
-            padded = (_round_up(scale_rows, row), _round_up(blocks, column))
+            padded = (line_count(scale_lines, row), columns_of(block, column))
             transposed = fact["scale_bytes"] == 4  # mn_major
             scales = (padded[1], padded[0]) if transposed else (padded[0] * padded[1],)
-    return StoredShapes(batch + codes, batch + scales, batch if s.outer else (0,))
+    return StoredShapes(lead + codes, lead + scales, batch if s.outer else (0,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,12 +90,15 @@ class QuantizedTensor:
         codes: element codes, lines of the contraction axis (for axis -2: transposed); torch's
             FP8 dtype, or uint8 with two FP4 codes (or one FP6 code) to a byte.
         scales: block scales (decode scales), in `layout`.
-        outer: FP32 scale of the whole tensor, a scalar or [E]; None when the spec has none.
+        outer: FP32 scale of the whole tensor, a scalar or [E], or [G] with groups; None when the
+            spec has none.
         spec: how it was quantized.
         axis: -1 (blocks along rows) or -2 (down columns): the contraction axis of its GEMM.
         shape: the logical shape that was quantized.
         layout: storage layout, e.g. "linear", "nv_128x4", "mfma_16x16+aiter_scale".
         batch_dims: 1 when dimension 0 is a batch of separate matrices, else 0.
+        offsets: [G] int32 or int64, cumulative ends of the groups of rows that were quantized each
+            alone; None when there are none. Where each lies is said in docs/groups.md.
 
     Raises:
         ValueError: the tensors' shapes, dtypes or devices are not what the rest says.
@@ -93,6 +112,7 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     layout: str = "linear"
     batch_dims: int = 0
+    offsets: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
@@ -117,15 +137,19 @@ class QuantizedTensor:
 
     def to(self, device: str | torch.device) -> QuantizedTensor:
         """A copy on another device (itself when it is there already)."""
-        outer = None if self.outer is None else self.outer.to(device)
         return dataclasses.replace(
-            self, codes=self.codes.to(device), scales=self.scales.to(device), outer=outer
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            outer=None if self.outer is None else self.outer.to(device),
+            offsets=None if self.offsets is None else self.offsets.to(device),
         )
 
     def __repr__(self) -> str:
+        groups = "" if self.offsets is None else f"groups={self.offsets.numel()}, "
         return (
             f"QuantizedTensor(shape={list(self.shape)}, spec={str(self.spec)!r}, axis={self.axis}, "
-            f"layout={self.layout!r}, codes={self.codes.dtype}{list(self.codes.shape)}, "
+            f"layout={self.layout!r}, {groups}codes={self.codes.dtype}{list(self.codes.shape)}, "
             f"scales={self.scales.dtype}{list(self.scales.shape)}, device={str(self.device)!r})"
         )
 
@@ -140,13 +164,32 @@ def check_stored(q: QuantizedTensor, operation: str) -> None:
         fail(operation, "shape", list(q.shape), "[..., C], or [E, R, C] with batch_dims = 1")
     if any(name not in _core.LAYOUTS for name in q.layout.split("+")):
         fail(operation, "layout", repr(q.layout), f"one of {', '.join(_core.LAYOUTS)}")
-    expected = stored_shapes(q.spec, q.axis, q.shape, q.layout, q.batch_dims)
+    groups = _check_offsets(operation, q)
+    expected = stored_shapes(q.spec, q.axis, q.shape, q.layout, q.batch_dims, groups)
     _check(operation, "codes", q.codes, expected.codes, q.spec.code_dtype, q)
     _check(operation, "scales", q.scales, expected.scales, q.spec.scale_dtype, q)
     if q.spec.outer:
         _check(operation, "outer", q.outer, expected.outer, torch.float32, q)
     elif q.outer is not None:
         fail(operation, "outer", "a tensor", f"None: {q.spec} has no outer scale")
+
+
+def _check_offsets(operation: str, q: QuantizedTensor) -> int:
+    """The number of groups, 0 for none."""
+    if q.offsets is None:
+        return 0
+    need = "a tensor of the cumulative ends of groups, [G] int32 or int64"
+    if not isinstance(q.offsets, torch.Tensor):
+        fail_type(operation, "offsets", q.offsets, need)
+    if q.offsets.dtype not in (torch.int32, torch.int64):
+        fail(operation, "offsets.dtype", q.offsets.dtype, "int32 or int64")
+    if q.offsets.dim() != 1 or q.offsets.numel() == 0:
+        fail(operation, "offsets.shape", list(q.offsets.shape), "[G] with at least one group")
+    if q.batch_dims:
+        fail(operation, "batch_dims", q.batch_dims, "0: offsets cut the rows of one matrix")
+    if q.offsets.device != q.codes.device:
+        fail(operation, "offsets.device", q.offsets.device, f"{q.codes.device}, like the codes")
+    return q.offsets.numel()
 
 
 def _check(
@@ -169,16 +212,18 @@ def _check(
 
 
 def _flatten(q: QuantizedTensor) -> tuple[list[torch.Tensor | None], tuple[Any, ...]]:
-    return [q.codes, q.scales, q.outer], (str(q.spec), q.axis, q.shape, q.layout, q.batch_dims)
+    leaves = [q.codes, q.scales, q.outer, q.offsets]
+    return leaves, (str(q.spec), q.axis, q.shape, q.layout, q.batch_dims)
 
 
 def _unflatten(leaves: Any, context: tuple[Any, ...]) -> QuantizedTensor:
     # Leaves may be anything here (tree_map), so this builds the container without its checks.
     text, axis, shape, layout, batch_dims = context
     q = object.__new__(QuantizedTensor)
-    codes, scales, outer = leaves
-    fields = dict(codes=codes, scales=scales, outer=outer, spec=spec(text), axis=axis)
-    for name, value in dict(**fields, shape=shape, layout=layout, batch_dims=batch_dims).items():
+    codes, scales, outer, offsets = leaves
+    fields = dict(codes=codes, scales=scales, outer=outer, spec=spec(text), axis=axis, shape=shape)
+    fields.update(layout=layout, batch_dims=batch_dims, offsets=offsets)
+    for name, value in fields.items():
         object.__setattr__(q, name, value)
     return q
 

@@ -15,7 +15,7 @@ inline constexpr int64_t kStreamBytes = 16 << 20;
 void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
               const Quantized* column_out, const QuantizeOptions& column_options,
               const Executor& executor);
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
           const Executor& executor);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Executor& executor);
 void relayout(const ConstQuantized& from, const Quantized& to, const Executor& executor);

@@ -18,18 +18,19 @@ namespace blockscale::cpu::HWY_NAMESPACE {
 
 // Codes of one batch element and the scales that go with them, whatever their layout.
 struct Reader {
-  Reader(const ConstQuantized& operand, int64_t b)
+  Reader(const ConstQuantized& operand, int64_t b) : Reader(operand, operand.shape(), b) {}
+  Reader(const ConstQuantized& operand, const StoredShape& shape, int64_t b)
       : q(operand),
-        s(operand.shape()),
+        s(shape),
         codes(operand.codes + b * s.code_bytes),
         scales(operand.scales + b * s.scale_count * scale_bytes(operand.spec.scale)),
-        outer(operand.spec.outer ? operand.outer[b] : 1.0f),
-        scale_lines(s.scale_rows == s.lines ? 1 : operand.spec.block) {}
+        outer(operand.spec.outer ? operand.outer[b] : 1.0f) {}
 
   HWY_INLINE int64_t scale_at(int64_t line, int64_t block) const {
-    if (HWY_LIKELY(q.layout.scales == Layout::linear && scale_lines == 1))
-      return line * s.blocks + block;
-    return layout_offset(q.layout.scales, s.scale_rows, s.blocks, line / scale_lines, block);
+    if (HWY_LIKELY(q.layout.scales == Layout::linear && s.scale_lines == 1))
+      return line * s.scale_columns + block;
+    return layout_offset(q.layout.scales, s.scale_rows, s.scale_columns, line / s.scale_lines,
+                         block);
   }
   HWY_INLINE uint32_t raw_scale(int64_t at) const {
     if (q.spec.scale != Format::fp32) return scales[at];
@@ -54,11 +55,11 @@ struct Reader {
   HWY_INLINE VF line_scales(int64_t line, int64_t block) const {
     HWY_ALIGN uint32_t raw[16];
     block = HWY_MIN(block, s.blocks - 1);
-    if (q.layout.scales == Layout::linear && scale_lines == 1 &&
+    if (q.layout.scales == Layout::linear && s.scale_lines == 1 &&
         line + static_cast<int64_t>(lanes()) <= s.lines) {
       const int64_t at = scale_at(line, block);
 #pragma GCC unroll 16
-      for (size_t i = 0; i < lanes(); ++i) raw[i] = raw_scale(at + i * s.blocks);
+      for (size_t i = 0; i < lanes(); ++i) raw[i] = raw_scale(at + i * s.scale_columns);
       return decode_scales(hn::LoadU(DU(), raw));
     }
     for (size_t i = 0; i < lanes(); ++i)
@@ -84,8 +85,8 @@ struct Reader {
   HWY_INLINE void bytes16(int64_t line, int64_t at, uint8_t* out) const {
     const uint8_t* p =
         codes + (HWY_LIKELY(q.layout.codes == Layout::linear)
-                     ? line * s.line_bytes + at
-                     : layout_offset(q.layout.codes, s.lines, s.line_bytes, line, at));
+                     ? line * s.code_columns + at
+                     : layout_offset(q.layout.codes, s.code_rows, s.code_columns, line, at));
     const int64_t count = s.line_bytes - at;
     if (HWY_LIKELY(count >= 16)) {
       std::memcpy(out, p, 16);
@@ -109,7 +110,6 @@ struct Reader {
   const uint8_t* codes;
   const uint8_t* scales;
   float outer;
-  int64_t scale_lines;
 };
 
 // Values of codes by way of binary16: a code moved to the sign, low exponent and high mantissa bits
@@ -210,7 +210,7 @@ struct LineBytes {
     const bool whole = reader.q.layout.codes == Layout::linear && line + kLines <= reader.s.lines &&
                        at + kBytes <= reader.s.line_bytes;
     for (int64_t i = 0; i < kLines; ++i) {
-      const uint8_t* p = reader.codes + (line + i) * reader.s.line_bytes + at;
+      const uint8_t* p = reader.codes + (line + i) * reader.s.code_columns + at;
       for (int64_t part = 0; part < kBytes / 16; ++part) {
         uint8_t* to = bytes + 16 * (part * kLines + i % 2 * (kLines / 2) + i / 2);
         if (HWY_LIKELY(whole))
@@ -231,7 +231,7 @@ struct LineBytes {
 inline Ahead ahead_of(const Reader& reader, int64_t line, int64_t lines, int64_t at,
                       int64_t width) {
   if (reader.q.layout.codes != Layout::linear || at >= reader.s.line_bytes) return {};
-  return {reader.codes + line * reader.s.line_bytes + at, reader.s.line_bytes, width, lines};
+  return {reader.codes + line * reader.s.code_columns + at, reader.s.code_columns, width, lines};
 }
 
 // Calls body(position, its codes as HalfDecoder wants them) for 16 of the bytes.

@@ -11,6 +11,7 @@
 #include "cpu/pack-inl.h"
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
+#include "parts.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
@@ -68,7 +69,7 @@ HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b
   const VF outer = hn::Set(DF(), reader.outer);
   for (int64_t pos = 0; pos < x.columns; pos += kRun) {
     const int64_t count = std::min(kRun, reader.s.padded - pos);
-    const uint8_t* codes = reader.codes + line * reader.s.line_bytes + pos / kPerByte;
+    const uint8_t* codes = reader.codes + line * reader.s.code_columns + pos / kPerByte;
     if (count < kRun || reader.q.layout.codes != Layout::linear) {
       for (int64_t i = 0; i < count / kPerByte; i += 16)
         reader.bytes16(line, pos / kPerByte + i, copy + i);
@@ -131,10 +132,10 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
 }
 
 template <class T>
-HWY_INLINE void dequantize_lines(const ConstQuantized& q, const Matrix& x, int64_t b, int64_t line,
-                                 bool stream) {
+HWY_INLINE void dequantize_lines(const ConstQuantized& q, const StoredShape& shape, const Matrix& x,
+                                 int64_t b, int64_t line, bool stream) {
   const int64_t lines = std::min(kTileColumns, x.columns - line);
-  const Reader reader(q, b);
+  const Reader reader(q, shape, b);
   with_mantissa_bits(q.spec.element, [&](auto m) HWY_ATTR {
     if (q.axis == -1)
       dequantize_line<m, T>(reader, x, b, line, stream);
@@ -146,18 +147,31 @@ HWY_INLINE void dequantize_lines(const ConstQuantized& q, const Matrix& x, int64
 void dequantize_all(const ConstQuantized& q, const Matrix& x, const Executor& executor) {
   const bool along_rows = q.axis == -1;
   const int64_t unit = along_rows ? 1 : kTileColumns;  // lines a task handles
-  const int64_t per_matrix = ceil_div(along_rows ? x.rows : x.columns, unit);
+  const auto per_matrix = [&](int64_t rows) {
+    return along_rows ? rows : rows == 0 ? 0 : ceil_div(x.columns, unit);
+  };
   const bool stream = x.batch * x.rows * x.columns * dtype_bytes(x.dtype) >= kStreamBytes;
-  executor.parallel_for(q.batch * per_matrix, [&](int64_t begin, int64_t end) HWY_ATTR {
+  const auto parts = parts_of(q);
+  Pieces pieces;
+  for (const auto& part : parts) pieces.add(part.q.batch * per_matrix(part.q.rows));
+  executor.parallel_for(pieces.total(), [&](int64_t begin, int64_t end) HWY_ATTR {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = i / per_matrix, line = i % per_matrix * unit;
+      int64_t within = i;
+      const auto& part = parts[pieces.part(within)];
+      const Matrix to = rows_of(x, part.at.row, part.q.rows);
+      const int64_t each = per_matrix(part.q.rows);
+      const int64_t b = within / each, line = within % each * unit;
       if (is_plain<uint16_t>(x))
-        dequantize_lines<uint16_t>(q, x, b, line, stream);
+        dequantize_lines<uint16_t>(part.q, part.shape, to, b, line, stream);
       else
-        dequantize_lines<float>(q, x, b, line, stream);
+        dequantize_lines<float>(part.q, part.shape, to, b, line, stream);
     }
     hwy::FlushStream();
   });
+  // Rows of no group.
+  for (int64_t r = rows_in(q.groups, x.rows); r < x.rows; ++r)
+    for (int64_t c = 0; c < x.columns; ++c)
+      store_element(x, r * x.row_stride + c * x.column_stride, 0.0f);
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE

@@ -3,35 +3,69 @@
 #include <cstring>
 
 namespace blockscale::cpu {
+namespace {
 
-Direction::Direction(const ConstMatrix& x, const Quantized& q, const QuantizeOptions& options,
-                     const Executor& executor)
-    : out(q), shape(q.shape()) {
-  const bool rows = q.axis == -1;
-  plane = rows ? 0 : 1;
-  origin_line = rows ? options.origin_row : options.origin_column;
-  origin_pos = rows ? options.origin_column : options.origin_row;
-  rng = options.rng.value_or(Rng{});
-  stream = q.batch * shape.code_bytes >= kStreamBytes;
+// Rows of a matrix in `linear` that lie behind its last used one.
+void clear_rows(uint8_t* data, int64_t used, int64_t rows, int64_t row_bytes) {
+  std::memset(data + used * row_bytes, 0, static_cast<size_t>((rows - used) * row_bytes));
+}
 
-  // Layouts with padding hold a fixed fill there; passes write what is inside.
-  const auto batch = static_cast<size_t>(q.batch);
-  if (q.layout.scales != Layout::linear)
+}  // namespace
+
+void fill_padding(const Quantized& q) {
+  const StoredShape whole = q.shape();
+  const int bytes = scale_bytes(q.spec.scale);
+  const bool linear_codes = q.layout.codes == Layout::linear,
+             linear_scales = q.layout.scales == Layout::linear;
+  // Along the contraction axis, groups leave gaps in every line.
+  const bool gaps = q.groups && q.axis == -2;
+  if (!linear_codes || gaps)
+    std::memset(q.codes, 0, static_cast<size_t>(q.batch * whole.code_bytes));
+  if (!linear_scales || gaps)
     std::memset(q.scales, padding_fill(q.layout.scales, q.spec.scale),
-                batch * static_cast<size_t>(shape.scale_count * scale_bytes(q.spec.scale)));
-  if (q.layout.codes != Layout::linear)
-    std::memset(q.codes, 0, batch * static_cast<size_t>(shape.code_bytes));
+                static_cast<size_t>(q.batch * whole.scale_count * bytes));
+  if (!q.groups || gaps) return;
+  GroupStart end;
+  for (int64_t g = 0; g < q.groups.count; ++g)
+    end = next_group(end, q.spec, q.layout, q.axis, q.groups.end(g) - end.row, q.columns);
+  if (linear_codes) clear_rows(q.codes, end.codes, whole.code_rows, whole.code_columns);
+  if (linear_scales)
+    clear_rows(q.scales, end.scales, whole.scale_rows, whole.scale_columns * bytes);
+}
 
-  if (!q.spec.outer) return;
-  std::vector<float> computed(batch);
-  if (!options.amax) cpu::amax(x, q.spec, q.axis, computed.data(), executor);
-  const float* amaxes = options.amax ? options.amax : computed.data();
+Direction::Direction(const Part<uint8_t, float>& part, const QuantizeOptions& options,
+                     const float* amaxes, bool streams)
+    : out(part.q), shape(part.shape), rng(options.rng.value_or(Rng{})), stream(streams) {
+  const bool rows = out.axis == -1;
+  plane = rows ? 0 : 1;
+  origin_line = rows ? options.origin_row + part.at.row : options.origin_column;
+  origin_pos = rows ? options.origin_column : options.origin_row + part.at.position;
+  if (!out.spec.outer) return;
   const float nan = bit_cast<float>(kNanBits);
-  for (size_t b = 0; b < batch; ++b) {
-    outer.push_back(is_finite(amaxes[b]) ? outer_scale(q.spec.scale, amaxes[b])
+  for (int64_t b = 0; b < out.batch; ++b) {
+    outer.push_back(is_finite(amaxes[b]) ? outer_scale(out.spec.scale, amaxes[b])
                                          : OuterScale{nan, nan});
-    q.outer[b] = outer[b].dec;
+    out.outer[b] = outer.back().dec;
   }
+}
+
+std::vector<Direction> directions(const ConstMatrix& x, const Quantized& q,
+                                  const QuantizeOptions& options, const Executor& executor) {
+  fill_padding(q);
+  std::vector<float> computed;
+  const float* amaxes = options.amax;
+  if (q.spec.outer && !amaxes) {
+    computed.resize(static_cast<size_t>(q.matrices()));
+    cpu::amax(x, q.spec, q.axis, q.groups, computed.data(), executor);
+    amaxes = computed.data();
+  }
+  std::vector<Direction> all;
+  const bool streams = q.batch * q.shape().code_bytes >= kStreamBytes;
+  for (const auto& part : parts_of(q)) {
+    all.emplace_back(part, options, amaxes, streams);
+    if (amaxes) amaxes += part.q.batch;
+  }
+  return all;
 }
 
 }  // namespace blockscale::cpu

@@ -1,17 +1,20 @@
-// One direction of quantization: everything a pass over tiles needs to know besides x.
+// One direction of quantization: everything a pass over tiles needs to know besides x, for one
+// matrix, a batch of them or a group.
 #pragma once
 
 #include <vector>
 
 #include "cpu/cpu.h"
+#include "parts.h"
 
 namespace blockscale::cpu {
 
 // `line` and `pos` are those of numerics section 7, for one matrix of the batch.
 struct Direction {
-  // Computes the amaxes that are not given and writes the outer scales.
-  Direction(const ConstMatrix& x, const Quantized& q, const QuantizeOptions& options,
-            const Executor& executor);
+  // Writes the outer scales. `amaxes`: those of the part's matrices; `streams`: whether the whole
+  // output is stored past the caches.
+  Direction(const Part<uint8_t, float>& part, const QuantizeOptions& options, const float* amaxes,
+            bool streams);
 
   uint32_t global_line(int64_t batch, int64_t line) const {
     return static_cast<uint32_t>(origin_line + batch * shape.lines + line);
@@ -33,6 +36,20 @@ struct Direction {
   Rng rng;
   bool stream;                    // codes are stored past the caches
   std::vector<OuterScale> outer;  // per matrix of the batch; empty when the spec has none
+};
+
+// One for every part of q. Computes the amaxes that are not given, and fills what no pass writes.
+std::vector<Direction> directions(const ConstMatrix& x, const Quantized& q,
+                                  const QuantizeOptions& options, const Executor& executor);
+// Sets to its padding what the layouts hold besides the matrices themselves (or more).
+void fill_padding(const Quantized& q);
+
+// A part of x with its one or two directions: `along`, whose lines are the rows of x, and `down`,
+// whose lines are its columns.
+struct Job {
+  ConstMatrix x;
+  const Direction* along = nullptr;
+  const Direction* down = nullptr;
 };
 
 }  // namespace blockscale::cpu

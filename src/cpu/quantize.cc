@@ -10,33 +10,15 @@
 //
 #include <algorithm>
 #include <atomic>
-#include <memory>
 
 #include "cpu/codec-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/scales-inl.h"
-#include "cpu/tile-inl.h"
-#include "hwy/cache_control.h"
+#include "cpu/walk-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
-
-// The one buffer a thread needs. Arrays may be overrun by one vector.
-struct Scratch {
-  static constexpr int64_t kSlack = 64;
-  alignas(64) float tile[kTileElements + kSlack];            // the copy of x, FP32 or BF16
-  alignas(64) uint16_t transformed[kTileElements + kSlack];  // after a Hadamard transform, BF16
-  alignas(64) uint32_t work[kTileElements + kSlack];
-  alignas(64) uint32_t amax[kTileElements / 16 + kSlack];
-  alignas(64) uint32_t stored[kTileElements / 16 + kSlack];
-  alignas(64) float inv[kTileElements / 16 + kSlack];
-  alignas(64) float lane_inv[kTileElements / 16 + kSlack];
-  alignas(64) uint8_t random[kTileElements / 16 + kSlack];  // of one row
-  // Of one row, or of the columns that are stored at once.
-  alignas(64) uint8_t codes[HWY_MAX(kTileElements / 16, 2 * kPair * kTileSide) + kSlack];
-  Ahead ahead;
-};
 
 // ---- storing ----
 
@@ -46,12 +28,12 @@ HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int
   const StoredShape& s = d.shape;
   uint8_t* base = d.out.codes + batch * s.code_bytes;
   if (d.out.layout.codes == Layout::linear) {
-    copy_run(codes, count, d.stream, base + line * s.line_bytes + at);
+    copy_run(codes, count, d.stream, base + line * s.code_columns + at);
     return;
   }
   // mfma_16x16 keeps 16 bytes of a line together.
   for (int64_t i = 0; i < count; i += 16)
-    std::memcpy(base + layout_offset(d.out.layout.codes, s.lines, s.line_bytes, line, at + i),
+    std::memcpy(base + layout_offset(d.out.layout.codes, s.code_rows, s.code_columns, line, at + i),
                 codes + i, std::min<int64_t>(16, count - i));
 }
 
@@ -62,7 +44,7 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
   const bool wide = d.out.spec.scale == Format::fp32;
   uint8_t* base = d.out.scales + batch * s.scale_count * (wide ? 4 : 1);
   if (d.out.layout.scales == Layout::linear) {
-    const int64_t start = row * s.blocks + block;
+    const int64_t start = row * s.scale_columns + block;
     int64_t b = 0;
     if (wide) {
       for (; b < count; ++b) std::memcpy(base + 4 * (start + b), stored + b, 4);
@@ -74,7 +56,8 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
     return;
   }
   for (int64_t b = 0; b < count; ++b) {
-    const int64_t at = layout_offset(d.out.layout.scales, s.scale_rows, s.blocks, row, block + b);
+    const int64_t at =
+        layout_offset(d.out.layout.scales, s.scale_rows, s.scale_columns, row, block + b);
     if (wide)
       std::memcpy(base + 4 * at, stored + b, 4);
     else
@@ -100,7 +83,7 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64
   const int64_t first_block = e.pos / spec.block;
   const int64_t blocks = std::min(e.positions / spec.block, s.blocks - first_block);
   const int64_t block_bytes = spec.block / per_byte;
-  const bool per_group = s.scale_rows != s.lines || !spec.square;
+  const bool per_group = s.scale_lines == group_lines;
   for (int64_t line = first; line < std::min(last, e.lines); ++line) {
     const int64_t group = line / group_lines;
     uint8_t* codes = line_codes + (line - first) * e.pitch;
@@ -343,99 +326,37 @@ HWY_INLINE void transposed_pass(const Direction& d, const TileArea& area, int64_
   });
 }
 
-// ---- tiles ----
-
-// Calls body with a view of the tile: x itself where whole rows of it will do, else a copy that is
-// zero-padded to whole blocks.
-template <class Body>
-HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_only,
-                          Scratch& scratch, const Body& body) {
-  const bool in_place = rows_only && x.column_stride == 1 && area.columns % kTile == 0;
-  const int64_t at = origin(x, area);
-  const int64_t rows = rows_only ? area.rows : round_up(area.rows, kTile);
-  const int64_t columns = round_up(area.columns, kTile);
-  if (x.dtype == DType::bf16) {
-    auto* buffer = reinterpret_cast<uint16_t*>(scratch.tile);
-    body(in_place ? TileView<uint16_t>{static_cast<const uint16_t*>(x.data) + at, x.row_stride,
-                                       rows, columns}
-                  : load_tile(x, area, rows, columns, buffer));
-  } else if (in_place && x.dtype == DType::f32) {
-    body(TileView<float>{static_cast<const float*>(x.data) + at, x.row_stride, rows, columns});
-  } else {
-    body(load_tile(x, area, rows, columns, scratch.tile));
-  }
+std::vector<ConstMatrix> inputs_of(const std::vector<Job>& jobs) {
+  std::vector<ConstMatrix> parts;
+  for (const Job& job : jobs) parts.push_back(job.x);
+  return parts;
 }
 
-// Calls body with the tile as the spec wants it, transformed along or across its rows.
-template <class T, class Body>
-HWY_INLINE void with_transform(const Hadamard& h, bool along_rows, const TileView<T>& tile,
-                               Scratch& scratch, const Body& body) {
-  if (h.dim == 0) return body(tile);
-  if (along_rows)
-    hadamard_rows(h, tile, scratch.transformed);
-  else if (h.dim == 16)
-    hadamard_columns<16>(h, tile, scratch.transformed);
-  else
-    hadamard_columns<0>(h, tile, scratch.transformed);
-  body(TileView<uint16_t>{scratch.transformed, tile.columns, tile.rows, tile.columns});
-}
-
-// Cuts every matrix of the batch into tiles and calls body(area, scratch) on each, in parallel.
-template <class Body>
-HWY_INLINE void for_tiles(const ConstMatrix& x, int64_t tile_rows, int64_t tile_columns,
-                          const Executor& executor, const Body& body) {
-  const int64_t down = ceil_div(x.rows, tile_rows), across = ceil_div(x.columns, tile_columns);
-  const auto area = [&](int64_t i) {
-    const int64_t row = i / across % down * tile_rows, column = i % across * tile_columns;
-    return TileArea{.batch = i / across / down,
-                    .row = row,
-                    .column = column,
-                    .rows = std::min(tile_rows, x.rows - row),
-                    .columns = std::min(tile_columns, x.columns - column)};
-  };
-  executor.parallel_for(x.batch * down * across, [&](int64_t begin, int64_t end) HWY_ATTR {
-    const auto scratch = std::make_unique_for_overwrite<Scratch>();
-    for (int64_t i = begin; i < end; ++i) {
-      scratch->ahead = i + 1 < end ? ahead_of(x, area(i + 1)) : Ahead();
-      body(area(i), *scratch);
-    }
-    hwy::FlushStream();
-  });
-}
-
-// Rows alone are read in one long stretch, which the hardware prefetches best; whatever goes down
-// columns takes square tiles.
-HWY_INLINE void tile_extents(const ConstMatrix& x, bool rows_only, int lines, int64_t& rows,
-                             int64_t& columns) {
-  rows = columns = kTileSide;
-  if (!rows_only) return;
-  // Square blocks are read `lines` rows at a time: a wide tile, for long runs of each row. Single
-  // rows stay in the L1 cache between finding the amaxes and encoding.
-  const int64_t width = lines > 1 ? kTileElements / lines : kTileElements / 16;
-  columns = std::min(width, round_up(std::max<int64_t>(x.columns, 1), kTile));
-  rows = lines > 1 ? lines : kTileElements / 16 / columns;
-}
-
-// `along`: the direction whose lines are the rows of x; `down`: whose lines are its columns.
-void quantize_tiles(const ConstMatrix& x, const Direction* along, const Direction* down,
-                    const Executor& executor) {
+// All jobs are of the same specs and directions.
+void quantize_tiles(const std::vector<Job>& jobs, const Executor& executor) {
+  const Direction *first_along = jobs[0].along, *first_down = jobs[0].down;
+  const std::vector<ConstMatrix> parts = inputs_of(jobs);
   int64_t rows, columns;
-  tile_extents(x, down == nullptr, along ? along->out.spec.block_lines() : 1, rows, columns);
-  const bool transposes = along && down && are_transposes(*along, *down);
-  for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
-    with_tile(x, area, down == nullptr, scratch, [&](const auto& tile) HWY_ATTR {
-      if (transposes) {
-        const bool has_bad = row_pass(*along, tile, area, true, scratch);
-        return transposed_pass(*down, area, tile.rows, tile.columns, has_bad, scratch);
-      }
-      if (along)
-        with_transform(along->out.spec.hadamard, true, tile, scratch,
-                       [&](const auto& t) HWY_ATTR { row_pass(*along, t, area, false, scratch); });
-      if (down)
-        with_transform(down->out.spec.hadamard, false, tile, scratch,
-                       [&](const auto& t) HWY_ATTR { column_pass(*down, t, area, scratch); });
-    });
-  });
+  tile_extents(parts, first_down == nullptr, first_along ? first_along->out.spec.block_lines() : 1,
+               rows, columns);
+  for_tiles(
+      parts, rows, columns, executor,
+      [&](size_t part, const TileArea& area, Scratch& scratch) HWY_ATTR {
+        const Direction *along = jobs[part].along, *down = jobs[part].down;
+        with_tile(parts[part], area, down == nullptr, scratch, [&](const auto& tile) HWY_ATTR {
+          if (along && down && are_transposes(*along, *down)) {
+            const bool has_bad = row_pass(*along, tile, area, true, scratch);
+            return transposed_pass(*down, area, tile.rows, tile.columns, has_bad, scratch);
+          }
+          if (along)
+            with_transform(along->out.spec.hadamard, true, tile, scratch,
+                           [&](const auto& t)
+                               HWY_ATTR { row_pass(*along, t, area, false, scratch); });
+          if (down)
+            with_transform(down->out.spec.hadamard, false, tile, scratch,
+                           [&](const auto& t) HWY_ATTR { column_pass(*down, t, area, scratch); });
+        });
+      });
 }
 
 // Bits of the largest magnitude of a tile.
@@ -448,21 +369,23 @@ HWY_INLINE uint32_t tile_amax(const TileView<T>& tile, Scratch& scratch) {
   return *std::max_element(scratch.amax, scratch.amax + tile.columns / kColumns);
 }
 
-// Bits of the largest magnitude of each matrix after the transform.
-void amax_tiles(const ConstMatrix& x, const QuantSpec& spec, bool along_rows,
+// Bits of the largest magnitude of each matrix after the transform: of a batch, or of groups.
+void amax_tiles(const std::vector<ConstMatrix>& parts, const QuantSpec& spec, bool along_rows,
                 std::atomic<uint32_t>* most, const Executor& executor) {
   int64_t rows, columns;
-  tile_extents(x, along_rows, 1, rows, columns);
-  for_tiles(x, rows, columns, executor, [&](const TileArea& area, Scratch& scratch) HWY_ATTR {
-    uint32_t largest = 0;
-    with_tile(x, area, along_rows, scratch, [&](const auto& tile) HWY_ATTR {
-      with_transform(spec.hadamard, along_rows, tile, scratch,
-                     [&](const auto& t) HWY_ATTR { largest = tile_amax(t, scratch); });
-    });
-    std::atomic<uint32_t>& target = most[area.batch];
-    for (uint32_t old = target; largest > old && !target.compare_exchange_weak(old, largest);) {
-    }
-  });
+  tile_extents(parts, along_rows, 1, rows, columns);
+  for_tiles(parts, rows, columns, executor,
+            [&](size_t part, const TileArea& area, Scratch& scratch) HWY_ATTR {
+              uint32_t largest = 0;
+              with_tile(parts[part], area, along_rows, scratch, [&](const auto& tile) HWY_ATTR {
+                with_transform(spec.hadamard, along_rows, tile, scratch,
+                               [&](const auto& t) HWY_ATTR { largest = tile_amax(t, scratch); });
+              });
+              std::atomic<uint32_t>& target = most[static_cast<int64_t>(part) + area.batch];
+              for (uint32_t old = target;
+                   largest > old && !target.compare_exchange_weak(old, largest);) {
+              }
+            });
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE
@@ -484,27 +407,35 @@ bool is_column_major(const ConstMatrix& x) { return x.column_stride != 1 && x.ro
 
 }  // namespace
 
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
           const Executor& executor) {
-  std::vector<std::atomic<uint32_t>> most(static_cast<size_t>(x.batch));
+  const auto matrices = static_cast<size_t>(groups ? groups.count : x.batch);
+  std::vector<std::atomic<uint32_t>> most(matrices);
   const bool swapped = is_column_major(x);
-  HWY_DYNAMIC_DISPATCH(amax_tiles)
-  (swapped ? transposed(x) : x, spec, (axis == -1) != swapped, most.data(), executor);
-  for (int64_t b = 0; b < x.batch; ++b)
-    out[b] = bit_cast<float>(most[b] > kInfBits ? kNanBits : most[b].load());
+  std::vector<ConstMatrix> parts = parts_of(x, groups);
+  if (swapped) std::transform(parts.begin(), parts.end(), parts.begin(), transposed);
+  HWY_DYNAMIC_DISPATCH(amax_tiles)(parts, spec, (axis == -1) != swapped, most.data(), executor);
+  for (size_t i = 0; i < matrices; ++i)
+    out[i] = bit_cast<float>(most[i] > kInfBits ? kNanBits : most[i].load());
 }
 
 void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
               const Quantized* column_out, const QuantizeOptions& column_options,
               const Executor& executor) {
-  std::optional<Direction> row, column;
-  if (row_out) row.emplace(x, *row_out, row_options, executor);
-  if (column_out) column.emplace(x, *column_out, column_options, executor);
+  std::vector<Direction> row, column;
+  if (row_out) row = directions(x, *row_out, row_options, executor);
+  if (column_out) column = directions(x, *column_out, column_options, executor);
   const bool swapped = is_column_major(x);
-  const Direction* along = row ? &*row : nullptr;
-  const Direction* down = column ? &*column : nullptr;
-  if (swapped) std::swap(along, down);
-  HWY_DYNAMIC_DISPATCH(quantize_tiles)(swapped ? transposed(x) : x, along, down, executor);
+  std::vector<Job> jobs;
+  for (const ConstMatrix& part : parts_of(x, (row_out ? row_out : column_out)->groups)) {
+    const Direction* along = row_out ? &row[jobs.size()] : nullptr;
+    const Direction* down = column_out ? &column[jobs.size()] : nullptr;
+    if (swapped)
+      jobs.push_back({transposed(part), down, along});
+    else
+      jobs.push_back({part, along, down});
+  }
+  HWY_DYNAMIC_DISPATCH(quantize_tiles)(jobs, executor);
 }
 
 }  // namespace blockscale::cpu

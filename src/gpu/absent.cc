@@ -17,7 +17,9 @@ void quantize(const ConstMatrix&, const Quantized*, const QuantizeOptions&, cons
               const QuantizeOptions&, const Stream&) {
   refuse("quantize");
 }
-void amax(const ConstMatrix&, const QuantSpec&, int, float*, const Stream&) { refuse("amax"); }
+void amax(const ConstMatrix&, const QuantSpec&, int, const Groups&, float*, const Stream&) {
+  refuse("amax");
+}
 void dequantize(const ConstQuantized&, const Matrix&, const Stream&) { refuse("dequantize"); }
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
 void finish(const float*, const Matrix&, const Epilogue&, const Stream&) { refuse("gemm"); }

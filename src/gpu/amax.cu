@@ -14,7 +14,7 @@ struct AmaxShared {
 
 // `out` holds 0 before, and so does `before`, which takes the maximum before the transform with
 // kBoth. The order of bits is that of magnitudes, NaN above all.
-template <int kAxis, bool kTransform, bool kBoth, class Loader>
+template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
   // The encoder plays no part; the pass says whether values are transformed.
@@ -26,28 +26,36 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   const int thread = static_cast<int>(threadIdx.x);
   Loader loader(shared.loader);
   constexpr int kAhead = Loader::kStages - 1;
-  Walk<false> walk(p), ahead(p);
-  const int grid = static_cast<int>(gridDim.x);
-  int left = p.tiles - static_cast<int>(blockIdx.x);
+  WalkOver<false, kGrouped, true> walk(p), ahead(p);
+  int left = walk.count(p);  // tiles
+  if constexpr (kGrouped)
+    if (p.plan.head->bad)
+      for (int g = static_cast<int>(blockIdx.x) * kThreads + thread; g < p.plan.count;
+           g += static_cast<int>(gridDim.x) * kThreads)
+        out[g] = bit_cast<float>(kNanBits);
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
-    if (left > i * grid) loader.begin(p.x, ahead.at(), tile[i], i);
+    if (left > i) loader.begin(p.x, ahead.source(), tile[i], i);
   uint32_t largest = 0, plain = 0;
-  const auto add = [](uint32_t& found, float* to) {
+  const auto add = [](uint32_t& found, float* out_at) {
     found = warp_max(found > kInfBits ? kNanBits : found);
-    if (threadIdx.x % 32 == 0 && found != 0) atomicMax(reinterpret_cast<unsigned int*>(to), found);
+    // Most warps find that a larger one has been there.
+    auto* to = reinterpret_cast<volatile unsigned int*>(out_at);
+    if (threadIdx.x % 32 == 0 && found > *to) atomicMax(const_cast<unsigned int*>(to), found);
     found = 0;
   };
   Turn<kAhead + 1> turn;
 #pragma unroll 1
-  for (; left > 0; left -= grid, turn.advance()) {
-    const TileAt at = walk.at();
+  for (; left > 0; --left, turn.advance()) {
+    const auto now = walk;
+    const int matrix = now.at().batch;
     walk.advance(p);
     loader.finish(tile[turn.stage], turn.stage);
     if (loader.asks()) {
       const int stage = turn.stage == 0 ? kAhead : turn.stage - 1;
-      if (left > kAhead * grid) loader.begin(p.x, ahead.at(), tile[stage], stage);
+      if (left > kAhead) loader.begin(p.x, ahead.source(), tile[stage], stage);
       ahead.advance(p);
     }
+    if constexpr (kGrouped) cut(tile[turn.stage], now.rows_left());
     if constexpr (kAxis == -1) {
 #pragma unroll
       for (int i = 0; i < kRowRuns; ++i) {
@@ -70,30 +78,49 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       }
     }
     loader.release(turn.stage);
-    if (left <= grid || walk.batch != at.batch) {
-      add(largest, out + at.batch);
-      if constexpr (kBoth) add(plain, before + at.batch);
+    if (left == 1 || walk.at().batch != matrix) {
+      add(largest, out + matrix);
+      if constexpr (kBoth) add(plain, before + matrix);
     }
   }
 }
 
-template <int kAxis, bool kTransform, bool kBoth, class Loader>
+template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   constexpr int kBytes = sizeof(AmaxShared<Loader>);
-  constexpr auto kKernel = amax_kernel<kAxis, kTransform, kBoth, Loader>;
+  constexpr auto kKernel = amax_kernel<kAxis, kTransform, kBoth, Loader, kGrouped>;
   const unsigned blocks = set_grid(p, false, Loader::kBlocks * prepare<kKernel>(kBytes));
   kKernel<<<blocks, kThreads, kBytes, stream>>>(p, out, before);
 }
 
-template <class Loader>
+template <class Loader, bool kBoth, bool kGrouped>
 void launch_on_axis(QuantizeParams& p, int axis, float* out, float* before, NativeStream stream) {
   if (p.row.out.spec.hadamard.dim == 0)  // the order of a maximum does not matter
-    return launch<-1, false, false, Loader>(p, out, before, stream);
-  if (axis == -1)
-    return before ? launch<-1, true, true, Loader>(p, out, before, stream)
-                  : launch<-1, true, false, Loader>(p, out, before, stream);
-  before ? launch<-2, true, true, Loader>(p, out, before, stream)
-         : launch<-2, true, false, Loader>(p, out, before, stream);
+    launch<-1, false, false, Loader, kGrouped>(p, out, nullptr, stream);
+  else if (axis == -1)
+    launch<-1, true, kBoth, Loader, kGrouped>(p, out, before, stream);
+  else
+    launch<-2, true, kBoth, Loader, kGrouped>(p, out, before, stream);
+}
+template <class Loader>
+void launch_on_axis(QuantizeParams& p, int axis, float* out, float* before, NativeStream stream) {
+  if (p.plan.head)
+    launch_on_axis<Loader, false, true>(p, axis, out, nullptr, stream);
+  else if (before)
+    launch_on_axis<Loader, true, false>(p, axis, out, before, stream);
+  else
+    launch_on_axis<Loader, false, false>(p, axis, out, nullptr, stream);
+}
+
+// The group of position `pos` along the contraction axis; behind the last one, one without rows.
+BLOCKSCALE_DEVICE const GroupAt& group_of(const Plan& plan, int64_t pos) {
+  const GroupAt* at = plan.side[plan.side[0] ? 0 : 1];
+  int low = 0, high = plan.count + 1;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (at[middle].position <= pos ? low : high) = middle;
+  }
+  return at[low];
 }
 
 // One warp transforms one block of kDim elements, element lane + 32 j in lane's value[j].
@@ -101,7 +128,7 @@ template <int kDim>
 __global__ void __launch_bounds__(kThreads)
     hadamard_kernel(const __grid_constant__ Source source, Hadamard h, int axis, int64_t lines,
                     int64_t blocks, uint16_t* y, int64_t line_stride, int64_t pos_stride,
-                    int64_t batch_stride) {
+                    int64_t batch_stride, const __grid_constant__ Plan plan) {
   constexpr int kEach = kDim / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t block = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / 32;
@@ -109,12 +136,20 @@ __global__ void __launch_bounds__(kThreads)
   const int line = static_cast<int>(block / blocks);
   const int pos = static_cast<int>(block % blocks) * kDim;
   const int64_t batch = blockIdx.y;
+  int source_pos = pos, end = axis == -1 ? source.columns : source.rows;
+  if (plan.head) {
+    const GroupAt& g = group_of(plan, pos);
+    source_pos = pos - static_cast<int>(g.position) + g.row;
+    end = g.row + g.rows;
+  }
   float v[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int i = lane + 32 * j;
-    v[j] = axis == -1 ? AnyLoader::load(source, batch, line, pos + i)
-                      : AnyLoader::load(source, batch, pos + i, line);
+    const int at = source_pos + i;
+    v[j] = at >= end    ? 0.0f
+           : axis == -1 ? AnyLoader::load(source, batch, line, at)
+                        : AnyLoader::load(source, batch, at, line);
     if (h.negates(i)) v[j] = -v[j];
   }
 #pragma unroll
@@ -144,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatrix& y,
-              const Stream& stream) {
+              const Plan* plan, const Stream& stream) {
   const int64_t lines = axis == -1 ? y.rows : y.columns;
   const int64_t blocks = (axis == -1 ? y.columns : y.rows) / h.dim;
   if (lines * blocks * y.batch == 0) return;
@@ -154,7 +189,7 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
   auto run = [&](auto kernel) {
     kernel<<<grid, kThreads, 0, native(stream)>>>(
         source_of(x), h, axis, lines, blocks, to, axis == -1 ? y.row_stride : y.column_stride,
-        axis == -1 ? y.column_stride : y.row_stride, y.batch_stride);
+        axis == -1 ? y.column_stride : y.row_stride, y.batch_stride, plan ? *plan : Plan{});
   };
   if (h.dim == 32)
     run(hadamard_kernel<32>);
@@ -165,23 +200,36 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
   check_launch("quantize");
 }
 
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream) {
-  if (x.batch == 0) return;
-  clear_async(out, static_cast<size_t>(x.batch) * sizeof(float), native(stream));
-  add_amax(x, spec, axis, out, nullptr, stream);
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
+          const Stream& stream) {
+  const int64_t matrices = groups ? groups.count : x.batch;
+  if (matrices == 0) return;
+  clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
+  add_amax(x, spec, axis, groups, out, nullptr, stream);
 }
 
-void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, float* before,
-              const Stream& stream) {
+void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
+              float* out, float* before, const Stream& stream) {
+  const bool wide = spec.hadamard.dim > kRun;
+  ConstQuantized operand;  // only its shape is of interest
+  operand.spec = spec, operand.axis = axis, operand.groups = groups;
+  operand.rows = x.rows, operand.columns = x.columns;
+  Plan plan;
+  const bool positions = groups && wide && axis == -2;
+  if (groups)
+    plan = make_plan(groups, x.rows, x.columns, positions ? &operand : nullptr, nullptr, positions,
+                     stream);
   QuantizeParams p{};
   p.row.out.spec = spec;
   ConstMatrix y = x;
-  if (spec.hadamard.dim > kRun) {
-    y = transformed(x, spec.hadamard, axis, stream);
+  if (wide) {
+    const StoredShape s = operand.shape();
+    y = transformed(x, spec.hadamard, axis, positions ? s.padded : s.extent,
+                    positions ? &plan : nullptr, stream);
     p.row.out.spec.hadamard = {};
   }
-  set_input(p, y);
-  if (p.tiles == 0) return;
+  set_input(p, y, groups ? &plan : nullptr);
+  if (p.tiles == 0 && !groups) return;
   if (!is_bf16_rows(y))
     launch_on_axis<AnyLoader>(p, axis, out, before, native(stream));
   else if (p.copies)

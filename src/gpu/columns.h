@@ -77,16 +77,18 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
   const int block = block_length<kPass>(s), blocks = kTile / block;
   const int first_block = tile_pos / block;
   const Layout layout = s.out.layout.scales;
-  const bool words = !has_wide_scales<kPass>(s) && s.shape.scale_rows == s.shape.lines &&
-                     (layout == Layout::linear || layout == Layout::nv_128x4) && s.blocks % 4 == 0;
+  const bool words = !has_wide_scales<kPass>(s) && s.shape.scale_lines == 1 &&
+                     (layout == Layout::linear || layout == Layout::nv_128x4) &&
+                     (s.blocks | s.scale_columns) % 4 == 0 &&
+                     reinterpret_cast<uintptr_t>(m.scales) % 4 == 0;
   if (words) {
     const int per_line = blocks / 4;
     for (int i = threadIdx.x; i < kTile * per_line; i += kThreads) {
       const int line = i / per_line, b = first_block + i % per_line * 4;
       if (line >= lines || b >= s.blocks) continue;
       const int64_t at = layout == Layout::linear
-                             ? static_cast<int64_t>(tile_line + line) * s.blocks + b
-                             : layout_offset(layout, s.lines, s.blocks, tile_line + line, b);
+                             ? static_cast<int64_t>(tile_line + line) * s.scale_columns + b
+                             : layout_offset(layout, s.lines, s.scale_columns, tile_line + line, b);
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
     }
     return;
@@ -109,7 +111,8 @@ BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_li
   const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
   const int lines = min(kTile, s.lines - tile_line);
   // FP4 goes in pairs of runs, 16 bytes, where lines are whole multiples of that.
-  const bool pairs = fp4 && s.shape.line_bytes % 16 == 0;
+  const bool pairs = fp4 && s.line_bytes % 16 == 0 && s.padded % (2 * kRun) == 0 &&
+                     reinterpret_cast<uintptr_t>(m.codes) % 16 == 0;
   const int step = pairs ? 2 : 1, per_line = kRunsPerLine / step;
   for (int i = threadIdx.x; i < kTile * per_line; i += kThreads) {
     const int line = i / per_line, g = i % per_line * step;

@@ -49,17 +49,43 @@ struct DequantizeParams {
   bool four_bits;
   Matrix x;
   int rows, columns, tiles_down, tiles_across;
+  Plan plan;  // of groups: tiles_down is the most rows of tiles that there can be
 };
+
+// The parameters of a kernel, or a copy of them that becomes those of one group.
+template <bool kGrouped>
+using Params = std::conditional_t<kGrouped, DequantizeParams, const DequantizeParams&>;
+// Goes on to the group of a row of tiles, of which `tile_r` becomes the first row within the group;
+// false where there are no more.
+BLOCKSCALE_DEVICE bool enter_group(DequantizeParams& p, int tile_row, int& tile_r) {
+  if (tile_row >= p.plan.head->tile_rows) return false;
+  const TileRow row = p.plan.tile_rows[tile_row];
+  const GroupAt at = p.plan.side[0][row.group];
+  tile_r = row.row;
+  p.q.codes += at.codes;
+  p.q.scales += at.scales * (p.q.spec.scale == Format::fp32 ? 4 : 1);
+  p.q.outer += row.group;
+  p.shape.padded = at.padded;
+  p.shape.code_columns = at.code_columns;
+  p.shape.scale_columns = at.scale_columns;
+  p.rows = at.rows;
+  const int64_t skipped = at.row * p.x.row_stride;
+  if (p.x.dtype == DType::f32)
+    p.x.data = static_cast<float*>(p.x.data) + skipped;
+  else
+    p.x.data = static_cast<uint16_t*>(p.x.data) + skipped;
+  return true;
+}
 
 BLOCKSCALE_DEVICE float scale_at(const DequantizeParams& p, int64_t batch, int line, int pos) {
   const QuantSpec& spec = p.q.spec;
   const StoredShape& s = p.shape;
-  const int row = s.scale_rows == s.lines ? line : line / spec.block;
+  const int row = s.scale_lines == 1 ? line : line / spec.block;
   const int block = pos / spec.block;
-  const int64_t at = batch * s.scale_count +
-                     (p.q.layout.scales == Layout::linear
-                          ? row * s.blocks + block
-                          : layout_offset(p.q.layout.scales, s.scale_rows, s.blocks, row, block));
+  const int64_t at = batch * s.scale_count + (p.q.layout.scales == Layout::linear
+                                                  ? row * s.scale_columns + block
+                                                  : layout_offset(p.q.layout.scales, s.scale_rows,
+                                                                  s.scale_columns, row, block));
   float scale;
   if (spec.scale == Format::fp32)
     scale = reinterpret_cast<const float*>(p.q.scales)[at];
@@ -78,8 +104,8 @@ BLOCKSCALE_DEVICE const uint8_t* codes_from(const DequantizeParams& p, int64_t b
   const StoredShape& s = p.shape;
   const int byte = p.four_bits ? pos / 2 : pos;
   const uint8_t* base = p.q.codes + batch * s.code_bytes;
-  if (p.q.layout.codes == Layout::linear) return base + line * s.line_bytes + byte;
-  return base + layout_offset(p.q.layout.codes, s.lines, s.line_bytes, line, byte);
+  if (p.q.layout.codes == Layout::linear) return base + line * s.code_columns + byte;
+  return base + layout_offset(p.q.layout.codes, s.code_rows, s.code_columns, line, byte);
 }
 
 template <bool kFp4>
@@ -145,13 +171,16 @@ BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
 }
 
 // kWide: BF16 with rows at multiples of 16 bytes.
-template <bool kFp4, bool kWide>
+template <bool kFp4, bool kWide, bool kGrouped>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
+    dequantize_rows_kernel(const __grid_constant__ DequantizeParams given) {
+  Params<kGrouped> p = given;
   const int tiles = p.tiles_down * p.tiles_across;
   const int64_t batch = blockIdx.x / tiles;
   const int tile = static_cast<int>(blockIdx.x % tiles);
-  const int tile_r = tile / p.tiles_across * kTile;
+  int tile_r = tile / p.tiles_across * kTile;
+  if constexpr (kGrouped)
+    if (!enter_group(p, tile / p.tiles_across, tile_r)) return;
   const int c = tile % p.tiles_across * kTile + static_cast<int>(threadIdx.x) % kRunsPerLine * kRun;
   const int first = tile_r + static_cast<int>(threadIdx.x) / kRunsPerLine;
   if (c >= p.columns) return;
@@ -186,15 +215,19 @@ __global__ void __launch_bounds__(kThreads)
 
 // Lines of codes come in as they lie, through shared memory; a warp decodes 64 of them along one
 // run of rows, so that it stores whole pieces of rows.
-template <bool kFp4, bool kWide>
+template <bool kFp4, bool kWide, bool kGrouped>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
+    dequantize_columns_kernel(const __grid_constant__ DequantizeParams given) {
+  Params<kGrouped> p = given;
   __shared__ uint4 stage[kTile * kTile / 16 / (kFp4 ? 2 : 1)];
   auto* staged = reinterpret_cast<uint8_t*>(stage);
   const int tiles = p.tiles_down * p.tiles_across;
   const int64_t batch = blockIdx.x / tiles;
   const int tile = static_cast<int>(blockIdx.x % tiles);
-  const int tile_r = tile % p.tiles_down * kTile, tile_c = tile / p.tiles_down * kTile;
+  int tile_r = tile % p.tiles_down * kTile;
+  const int tile_c = tile / p.tiles_down * kTile;
+  if constexpr (kGrouped)
+    if (!enter_group(p, tile % p.tiles_down, tile_r)) return;
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
   for (int i = thread; i < kTile * kRunsPerLine; i += kThreads) {
@@ -234,28 +267,50 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <bool kFp4, bool kWide>
+// Rows of no group are 0; where offsets are wrong, everything is NaN.
+__global__ void __launch_bounds__(kThreads)
+    clear_rows_kernel(const __grid_constant__ DequantizeParams p) {
+  const float value = p.plan.head->bad ? bit_cast<float>(kNanBits) : 0.0f;
+  const int first = p.plan.side[0][p.plan.count].row;
+  const int64_t count = static_cast<int64_t>(p.rows - first) * p.columns;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count; i += step)
+    store_value(p.x, (first + i / p.columns) * p.x.row_stride + i % p.columns * p.x.column_stride,
+                value);
+}
+
+template <bool kFp4, bool kWide, bool kGrouped>
 void launch(const DequantizeParams& p, NativeStream stream) {
   const auto blocks = static_cast<unsigned>(p.x.batch * p.tiles_down * p.tiles_across);
   if (p.q.axis == -1)
-    dequantize_rows_kernel<kFp4, kWide><<<blocks, kThreads, 0, stream>>>(p);
+    dequantize_rows_kernel<kFp4, kWide, kGrouped><<<blocks, kThreads, 0, stream>>>(p);
   else
-    dequantize_columns_kernel<kFp4, kWide><<<blocks, kThreads, 0, stream>>>(p);
+    dequantize_columns_kernel<kFp4, kWide, kGrouped><<<blocks, kThreads, 0, stream>>>(p);
+  if (kGrouped) clear_rows_kernel<<<512, kThreads, 0, stream>>>(p);
+}
+template <bool kFp4, bool kWide>
+void launch(const DequantizeParams& p, NativeStream stream) {
+  p.plan.head ? launch<kFp4, kWide, true>(p, stream) : launch<kFp4, kWide, false>(p, stream);
 }
 
 }  // namespace
 
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) {
   if (x.rows * x.columns * x.batch == 0) return;
-  const DequantizeParams p{q,
-                           q.shape(),
-                           Decoder::of(q.spec.element),
-                           codes_per_byte(q.spec.element) == 2,
-                           x,
-                           static_cast<int>(x.rows),
-                           static_cast<int>(x.columns),
-                           static_cast<int>(ceil_div(x.rows, kTile)),
-                           static_cast<int>(ceil_div(x.columns, kTile))};
+  DequantizeParams p{q,
+                     q.shape(),
+                     Decoder::of(q.spec.element),
+                     codes_per_byte(q.spec.element) == 2,
+                     x,
+                     static_cast<int>(x.rows),
+                     static_cast<int>(x.columns),
+                     static_cast<int>(ceil_div(x.rows, kTile)),
+                     static_cast<int>(ceil_div(x.columns, kTile)),
+                     {}};
+  if (q.groups) {
+    p.plan = make_plan(q.groups, x.rows, x.columns, &q, nullptr, false, stream);
+    p.tiles_down = p.plan.most_tile_rows;
+  }
   const bool wide = is_bf16_rows(as_const(x)) && is_aligned(as_const(x));
   const auto run = p.four_bits ? (wide ? launch<true, true> : launch<true, false>)
                                : (wide ? launch<false, true> : launch<false, false>);

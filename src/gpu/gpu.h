@@ -12,7 +12,8 @@ std::string unavailable();
 void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
               const Quantized* column_out, const QuantizeOptions& column_options,
               const Stream& stream);
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream);
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
+          const Stream& stream);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 // Operands that gemm_needs has nothing to say about; d with contiguous columns.

@@ -69,18 +69,21 @@ inline unsigned grid_for(int64_t count) {
 }
 
 // The input of a kernel that walks over tiles.
-inline void set_input(QuantizeParams& p, const ConstMatrix& x) {
+inline void set_input(QuantizeParams& p, const ConstMatrix& x, const Plan* plan = nullptr) {
   p.x = source_of(x);
   p.copies =
       is_bf16_rows(x) && x.rows > 0 && x.columns > 0 &&
       describe(p.x.map, x.data, x.rows, x.columns, x.batch, x.row_stride, x.batch_stride, kTile);
   p.tiles_down = static_cast<int>(ceil_div(x.rows, kTile));
   p.tiles_across = static_cast<int>(ceil_div(x.columns, kTile));
-  p.tiles = static_cast<int>(x.batch * p.tiles_down * p.tiles_across);
+  if (plan) p.plan = *plan;
+  p.tiles =
+      static_cast<int>(x.batch * (plan ? plan->most_tile_rows : p.tiles_down) * p.tiles_across);
 }
 // Its grid of at most `most` blocks of threads, and how far apart a block's tiles lie.
 inline unsigned set_grid(QuantizeParams& p, bool down, int most) {
-  const int64_t blocks = std::min(p.tiles, most);
+  const int64_t blocks = std::max(std::min(p.tiles, most), 1);
+  if (p.plan.head) return static_cast<unsigned>(blocks);  // the rest is known on the device
   const int64_t firsts = down ? p.tiles_down : p.tiles_across;
   const int64_t seconds = down ? p.tiles_across : p.tiles_down;
   p.step_first = static_cast<int>(blocks % firsts);
@@ -89,27 +92,37 @@ inline unsigned set_grid(QuantizeParams& p, bool down, int most) {
   return static_cast<unsigned>(blocks);
 }
 
-// y = the Hadamard transform of x along `axis`, BF16, extended to y's extents.
+// A plan for the groups of x [rows, columns] and the operands `a` and `b` (or null) that hold them.
+// `positions`: what is read is x after a transform along axis -2.
+Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQuantized* a,
+               const ConstQuantized* b, bool positions, const Stream& stream);
+
+// y = the Hadamard transform of x along `axis`, BF16, extended to y's extents. `plan`: of groups
+// along that axis, or null; they start at their positions in y.
 void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatrix& y,
-              const Stream& stream);
-// x after a Hadamard transform wider than a run, as BF16 in the workspace.
-inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis,
-                               const Stream& stream) {
+              const Plan* plan, const Stream& stream);
+// x after a Hadamard transform wider than a run, as BF16 in the workspace; `extent` elements along
+// the axis.
+inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis, int64_t extent,
+                               const Plan* plan, const Stream& stream) {
   ConstMatrix y = x;
-  int64_t& length = axis == -1 ? y.columns : y.rows;
-  length = round_up(length, h.dim);
+  (axis == -1 ? y.columns : y.rows) = extent;
   y.dtype = DType::bf16;
   y.row_stride = round_up(y.columns, 8);
   y.column_stride = 1;
   y.batch_stride = y.rows * y.row_stride;
   y.data = stream.workspace(y.batch * y.batch_stride * 2);
-  hadamard(x, h, axis, y, stream);
+  hadamard(x, h, axis, y, plan, stream);
   return y;
 }
 // amax into `out`, which holds zeros; and max |x| before a transform of 16 into `before`, if given.
-void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, float* before,
-              const Stream& stream);
-// Writes the padding of a storage layout and nothing else.
+// Not both with groups.
+void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
+              float* out, float* before, const Stream& stream);
+// Writes the padding of a storage layout and nothing else; not of groups (groups.h).
 void fill_padding(const Quantized& out, const Stream& stream);
+// Writes what no tile of a group does: the padding of layouts, what lies behind the last group,
+// and, where `s` has amaxes, all outer scales. Where offsets are wrong that is everything, as NaN.
+void fill_groups(const Side& s, const Plan& plan, int side, const Stream& stream);
 
 }  // namespace blockscale::gpu

@@ -74,6 +74,14 @@ BLOCKSCALE_DEVICE void wait(CopyBarrier& b, uint32_t parity) {
 }
 #endif
 
+// What this thread has written to shared memory comes before what the copy engine writes there
+// next.
+BLOCKSCALE_DEVICE void fence_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 #if defined(__HIPCC__)
 using Error_t = hipError_t;
 using NativeStream = hipStream_t;

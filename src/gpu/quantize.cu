@@ -6,11 +6,11 @@
 namespace blockscale::gpu {
 namespace {
 
-template <class Row, class Column, class Loader>
+template <class Row, class Column, class Loader, bool kGrouped = false>
 void launch(QuantizeParams& p, NativeStream stream) {
   constexpr int kBytes = sizeof(Shared<Row::kPass, Column::kPass, Loader>);
   static_assert(kBytes * Loader::kBlocks <= kSharedBytes);
-  constexpr auto kKernel = quantize_kernel<Row, Column, Loader>;
+  constexpr auto kKernel = quantize_kernel<Row, Column, Loader, kGrouped>;
   const unsigned blocks =
       set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
   kKernel<<<blocks, kThreads, kBytes, stream>>>(p);
@@ -38,11 +38,11 @@ using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true
 // Whatever is not here runs as `any`.
 struct Entry {
   Pass row, column;
-  Launcher copied, unaligned;
+  Launcher copied, unaligned, grouped;  // groups of rows that the copy engine reads
 };
 template <class Row, class Column>
 constexpr Entry kEntry{Row::kPass, Column::kPass, launch<Row, Column, CopyLoader>,
-                       launch<Row, Column, UnalignedLoader>};
+                       launch<Row, Column, UnalignedLoader>, launch<Row, Column, CopyLoader, true>};
 template <class P>
 constexpr Entry kRows = kEntry<P, None>;
 template <class P>
@@ -106,13 +106,19 @@ Pass pass_of(const QuantSpec& spec) {
   return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
 }
 
+template <bool kGrouped>
+void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+  if (!column.present()) return launch<Any, None, AnyLoader, kGrouped>(p, stream);
+  if (!row.present()) return launch<None, Any, AnyLoader, kGrouped>(p, stream);
+  launch<Any, Any, AnyLoader, kGrouped>(p, stream);
+}
+
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
-  if (p.x.dtype == DType::bf16 && p.x.column_stride == 1)
+  const bool grouped = p.plan.head != nullptr;
+  if (p.x.dtype == DType::bf16 && p.x.column_stride == 1 && (p.copies || !grouped))
     if (const Entry* e = find(row, column))
-      return p.copies ? e->copied(p, stream) : e->unaligned(p, stream);
-  if (!column.present()) return launch<Any, None, AnyLoader>(p, stream);
-  if (!row.present()) return launch<None, Any, AnyLoader>(p, stream);
-  launch<Any, Any, AnyLoader>(p, stream);
+      return (grouped ? e->grouped : p.copies ? e->copied : e->unaligned)(p, stream);
+  grouped ? launch_any<true>(p, row, column, stream) : launch_any<false>(p, row, column, stream);
 }
 
 Side side_of(const Quantized& out, const QuantizeOptions& o) {
@@ -131,7 +137,8 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.lines = static_cast<int>(s.shape.lines);
   s.padded = static_cast<int>(s.shape.padded);
   s.blocks = static_cast<int>(s.shape.blocks);
-  s.line_bytes = static_cast<int>(s.shape.line_bytes);
+  s.line_bytes = static_cast<int>(s.shape.code_columns);
+  s.scale_columns = static_cast<int>(s.shape.scale_columns);
   return s;
 }
 
@@ -140,24 +147,25 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
 void find_amaxes(const ConstMatrix& x, Side& row, Side& column, const Stream& stream) {
   const auto lacks = [](const Side& s) { return s.out.spec.outer && !s.amax; };
   if (!lacks(row) && !lacks(column)) return;
-  const int64_t bytes = x.batch * static_cast<int64_t>(sizeof(float));
+  const Quantized& out = lacks(row) ? row.out : column.out;
+  const int64_t bytes = out.matrices() * static_cast<int64_t>(sizeof(float));
   float* found = static_cast<float*>(stream.workspace(2 * bytes));
   clear_async(found, static_cast<size_t>(2 * bytes), native(stream));
   const auto transforms = [](const Side& s) { return s.out.spec.hadamard.dim != 0; };
-  if (lacks(row) && lacks(column) && !(transforms(row) && transforms(column))) {
+  if (lacks(row) && lacks(column) && !out.groups && !(transforms(row) && transforms(column))) {
     Side& first = transforms(row) ? row : column;
     Side& plain = transforms(row) ? column : row;
     float* before = transforms(first) ? found + x.batch : nullptr;
-    add_amax(x, first.out.spec, first.out.axis, found, before, stream);
+    add_amax(x, first.out.spec, first.out.axis, {}, found, before, stream);
     first.amax = found;
     plain.amax = before ? before : found;
     return;
   }
   for (Side* s : {&row, &column}) {
     if (!lacks(*s)) continue;
-    add_amax(x, s->out.spec, s->out.axis, found, nullptr, stream);
+    add_amax(x, s->out.spec, s->out.axis, s->out.groups, found, nullptr, stream);
     s->amax = found;
-    found += x.batch;
+    found += out.matrices();
   }
 }
 
@@ -174,6 +182,16 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
     gpu::quantize(x, nullptr, {}, column_out, column_options, stream);
     return;
   }
+  const Groups groups = (row_out ? row_out : column_out)->groups;
+  const bool positions = groups && wide && column_out;
+  Plan plan;
+  if (groups) {
+    ConstQuantized a, b;
+    if (row_out) a = as_const(*row_out);
+    if (column_out) b = as_const(*column_out);
+    plan = make_plan(groups, x.rows, x.columns, row_out ? &a : nullptr, column_out ? &b : nullptr,
+                     positions, stream);
+  }
   QuantizeParams p{};
   ConstMatrix y = x;
   Pass row, column;
@@ -182,17 +200,22 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   find_amaxes(x, p.row, p.column, stream);
   auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
     if (!out) return;
-    fill_padding(*out, stream);
+    if (groups)
+      fill_groups(side, plan, out == row_out ? 0 : 1, stream);
+    else
+      fill_padding(*out, stream);
     if (wide) {
-      y = transformed(x, side.out.spec.hadamard, out->axis, stream);
+      y = transformed(x, side.out.spec.hadamard, out->axis,
+                      positions ? side.shape.padded : side.shape.extent,
+                      positions ? &plan : nullptr, stream);
       side.out.spec.hadamard = {};
     }
     pass = pass_of(side.out.spec);
   };
   prepare(row_out, p.row, row);
   prepare(column_out, p.column, column);
-  set_input(p, y);
-  if (p.tiles == 0) {  // no element, but an outer scale for every matrix
+  set_input(p, y, groups ? &plan : nullptr);
+  if (p.tiles == 0 && !groups) {  // no element, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = static_cast<int>(x.batch);
   }

@@ -40,17 +40,37 @@ struct Shared {
   typename Loader::Shared loader;
 };
 
-// Moves on to the matrix of a tile, if it is another than `before`.
-BLOCKSCALE_DEVICE void refresh(const Side& s, const TileAt& at, int before, MatrixAt& m) {
-  if (at.batch != before) m = matrix_at(s, at.batch);
-}
 // The first tile of a matrix stores its outer scale.
 BLOCKSCALE_DEVICE void store_outer(const Side& s, const TileAt& at, const MatrixAt& m) {
   if (s.out.spec.outer && at.row == 0 && at.column == 0 && threadIdx.x == 0)
     s.out.outer[at.batch] = m.outer.dec;
 }
 
-template <class Row, class Column, class Loader>
+// What a kernel knows of one output: as it was given, or with the extents of the group at hand.
+template <bool kGrouped>
+struct Current {
+  const Side& side;
+  MatrixAt matrix;
+
+  BLOCKSCALE_DEVICE explicit Current(const Side& s) : side(s) {}
+  // To the matrix of a tile, if it is another than `before`.
+  BLOCKSCALE_DEVICE void move(const Plan&, int, const TileAt& at, int before) {
+    if (at.batch != before) matrix = matrix_at(side, at.batch);
+    store_outer(side, at, matrix);
+  }
+};
+template <>
+struct Current<true> {
+  const Side& whole;
+  Side side;
+  MatrixAt matrix;
+
+  BLOCKSCALE_DEVICE explicit Current(const Side& s) : whole(s), side(s) {}
+  BLOCKSCALE_DEVICE void move(const Plan& plan, int which, const TileAt& at, int before) {
+    if (at.batch != before) matrix = group_at(side, whole, plan, which, at.batch);
+  }
+};
+template <class Row, class Column, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
@@ -58,44 +78,43 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   using Memory = Shared<kRow, kColumn, Loader>;
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<Memory*>(memory);
-  const int grid = static_cast<int>(gridDim.x);
   constexpr int kAhead = Memory::kStages - 1;
 
   Loader loader(shared.loader);
-  Walk<kColumns> walk(p), ahead(p);
-  int left = p.tiles - static_cast<int>(blockIdx.x);
+  WalkOver<kColumns, kGrouped> walk(p), ahead(p);
+  int left = walk.count(p);  // tiles
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
-    if (left > i * grid) loader.begin(p.x, ahead.at(), shared.tile[i], i);
+    if (left > i) loader.begin(p.x, ahead.source(), shared.tile[i], i);
   shared.row.tables.clear();
   shared.column.tables.clear();
   __syncthreads();
 
-  MatrixAt row_matrix, column_matrix;
+  Current<kGrouped && kRows> row(p.row);
+  Current<kGrouped && kColumns> column(p.column);
   Rng row_rng, column_rng;
   if constexpr (kRows) row_rng = rng_of(p.row);
   if constexpr (kColumns) column_rng = rng_of(p.column);
   int before = -1;
   Turn<kAhead + 1> turn;
 #pragma unroll 1
-  for (; left > 0; left -= grid, turn.advance(), walk.advance(p)) {
+  for (; left > 0; --left, turn.advance(), walk.advance(p)) {
     auto& tile = shared.tile[turn.stage];
     const TileAt at = walk.at();
     loader.finish(tile, turn.stage);
     if (loader.asks()) {
       const int stage = turn.stage == 0 ? kAhead : turn.stage - 1;
-      if (left > kAhead * grid) loader.begin(p.x, ahead.at(), shared.tile[stage], stage);
+      if (left > kAhead) loader.begin(p.x, ahead.source(), shared.tile[stage], stage);
       ahead.advance(p);
     }
+    if constexpr (kGrouped) cut(tile, walk.rows_left());
     if constexpr (kRows) {
-      refresh(p.row, at, before, row_matrix);
-      store_outer(p.row, at, row_matrix);
-      quantize_rows<kRow>(loader, tile, !kColumns, p.row, row_matrix, row_rng, at,
+      row.move(p.plan, 0, at, before);
+      quantize_rows<kRow>(loader, tile, !kColumns, row.side, row.matrix, row_rng, at,
                           shared.row.tables.get(), turn);
     }
     if constexpr (kColumns) {
-      refresh(p.column, at, before, column_matrix);
-      store_outer(p.column, at, column_matrix);
-      quantize_columns<kColumn>(loader, tile, p.column, column_matrix, column_rng, at,
+      column.move(p.plan, 1, at, before);
+      quantize_columns<kColumn>(loader, tile, column.side, column.matrix, column_rng, at,
                                 shared.column.tables.get(), shared.column.stage[turn.two], turn);
     }
     before = at.batch;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gpu/encode.h"
+#include "gpu/groups.h"
 
 namespace blockscale::gpu {
 
@@ -15,7 +16,9 @@ struct Side {
   const int64_t* offset;  // device memory, or null: then `rng`
   Rng rng;
   int64_t origin_line, origin_pos;
-  int lines, padded, blocks, line_bytes;  // those of `shape`
+  // Those of `shape`, or of the group at hand; line_bytes and scale_columns are what layouts ask
+  // for.
+  int lines, padded, blocks, line_bytes, scale_columns;
 };
 
 // The outer scale of one matrix, in the form its blocks need.
@@ -45,6 +48,21 @@ BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch) {
   return {outer_of(s, batch), s.out.codes + batch * s.shape.code_bytes,
           s.out.scales + batch * s.shape.scale_count * bytes,
           static_cast<uint32_t>(s.origin_line + batch * s.shape.lines)};
+}
+
+// Group `group` instead: its extents go to `s`, a copy of `whole`.
+BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan, int side,
+                                    int group) {
+  const GroupAt at = plan.side[side][group];
+  s.lines = at.lines;
+  s.padded = at.padded;
+  s.blocks = at.blocks;
+  s.line_bytes = at.code_columns;
+  s.scale_columns = at.scale_columns;
+  s.origin_pos = whole.origin_pos + at.position;
+  const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
+  return {outer_of(whole, group), whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
+          static_cast<uint32_t>(whole.origin_line + at.line)};
 }
 
 BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
@@ -149,15 +167,15 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
                                    uint32_t stored) {
   const StoredShape& shape = s.shape;
   int row = line;
-  if (is_square<kPass>(s) && shape.scale_rows != shape.lines) {
+  if (is_square<kPass>(s) && shape.scale_lines != 1) {
     // The grid of square blocks: one row for a block of lines.
     if (line % block_length<kPass>(s) != 0) return;
     row = line / block_length<kPass>(s);
   }
   const int64_t at = s.out.layout.scales == Layout::linear
-                         ? static_cast<int64_t>(row) * s.blocks + block
+                         ? static_cast<int64_t>(row) * s.scale_columns + block
                          : layout_offset(s.out.layout.scales, static_cast<int>(shape.scale_rows),
-                                         s.blocks, row, block);
+                                         s.scale_columns, row, block);
   if (has_wide_scales<kPass>(s))
     reinterpret_cast<uint32_t*>(m.scales)[at] = stored;
   else

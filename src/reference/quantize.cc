@@ -73,74 +73,86 @@ uint32_t element_code(const QuantSpec& spec, float x, float inv, uint32_t random
   return with_sign(t, encode_magnitude_stochastic(t, fmax, abs(y), random), y);
 }
 
-}  // namespace
+float amax_of(const Operand& x) {
+  return amax_of(x.value.data(), static_cast<int64_t>(x.value.size()));
+}
 
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out) {
-  for (int64_t b = 0; b < x.batch; ++b) {
-    const Operand operand = transformed(x, b, spec, axis);
-    out[b] = amax_of(operand.value.data(), static_cast<int64_t>(operand.value.size()));
+// Quantizes batch element b of x into that of `out`. `origin_line` and `origin_pos` are where its
+// random bits begin; `amax` is null where it has to be computed.
+void quantize_matrix(const ConstMatrix& x, int64_t b, const Quantized& out, const StoredShape& s,
+                     const QuantizeOptions& options, const float* amax, int64_t origin_line,
+                     int64_t origin_pos) {
+  const QuantSpec& spec = out.spec;
+  const int per_byte = codes_per_byte(spec.element);
+  const Operand operand = transformed(x, b, spec, out.axis);
+  OuterScale outer{1, 1};
+  bool tensor_finite = true;
+  if (spec.outer) {
+    const float a = amax ? *amax : amax_of(operand);
+    tensor_finite = is_finite(a);
+    if (tensor_finite) outer = outer_scale(spec.scale, a);
+    out.outer[b] = tensor_finite ? outer.dec : bit_cast<float>(kNanBits);
+  }
+  const int64_t tile_lines = spec.block_lines();
+
+  for (int64_t line0 = 0; line0 < s.lines; line0 += tile_lines) {
+    for (int64_t pos0 = 0; pos0 < s.extent; pos0 += spec.block) {
+      std::vector<float> tile;
+      for (int64_t line = line0; line < line0 + tile_lines; ++line)
+        for (int64_t pos = pos0; pos < pos0 + spec.block; ++pos)
+          tile.push_back(operand.at(line, pos));
+      const Block block = block_scale(spec, amax_of(tile.data(), static_cast<int64_t>(tile.size())),
+                                      outer, tensor_finite);
+
+      for (int64_t line = line0; line < std::min(line0 + tile_lines, s.lines); ++line) {
+        const int64_t scale_at = scale_offset(as_const(out), s, b, line, pos0);
+        if (spec.scale == Format::fp32)
+          std::memcpy(out.scales + 4 * scale_at, &block.scale_bits, 4);
+        else
+          out.scales[scale_at] = static_cast<uint8_t>(block.scale_bits);
+        if (!block.finite) continue;
+        for (int64_t pos = pos0; pos < std::min(pos0 + spec.block, s.extent); ++pos) {
+          uint32_t random = 0;
+          if (spec.stochastic()) {
+            const int64_t p = origin_pos + pos;
+            random = random_byte(random_block(*options.rng, out.axis == -1 ? 0 : 1,
+                                              static_cast<uint32_t>(origin_line + line),
+                                              static_cast<uint32_t>(p / kElementsPerPhilox)),
+                                 static_cast<uint32_t>(p % kElementsPerPhilox));
+          }
+          const uint32_t code = element_code(spec, operand.at(line, pos), block.inv, random);
+          const int64_t at =
+              layout_offset(out.layout.codes, s.code_rows, s.code_columns, line, pos / per_byte);
+          out.codes[b * s.code_bytes + at] |= static_cast<uint8_t>(code << (4 * (pos % per_byte)));
+        }
+      }
+    }
   }
 }
 
+}  // namespace
+
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Groups& groups) {
+  for (const ConstMatrix& part : parts_of(x, groups))
+    for (int64_t b = 0; b < part.batch; ++b) *out++ = amax_of(transformed(part, b, spec, axis));
+}
+
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options) {
-  const QuantSpec& spec = out.spec;
-  const StoredShape s = out.shape();
-  const int per_byte = codes_per_byte(spec.element);
+  const StoredShape whole = out.shape();
+  std::memset(out.codes, 0, out.batch * whole.code_bytes);
+  std::memset(out.scales, padding_fill(out.layout.scales, out.spec.scale),
+              out.batch * whole.scale_count * scale_bytes(out.spec.scale));
   const bool rows = out.axis == -1;
-  std::memset(out.codes, 0, out.batch * s.code_bytes);
-  std::memset(out.scales, padding_fill(out.layout.scales, spec.scale),
-              out.batch * s.scale_count * scale_bytes(spec.scale));
-
-  for (int64_t b = 0; b < x.batch; ++b) {
-    const Operand operand = transformed(x, b, spec, out.axis);
-    OuterScale outer{1, 1};
-    bool tensor_finite = true;
-    if (spec.outer) {
-      const float a =
-          options.amax ? options.amax[b]
-                       : amax_of(operand.value.data(), static_cast<int64_t>(operand.value.size()));
-      tensor_finite = is_finite(a);
-      if (tensor_finite) outer = outer_scale(spec.scale, a);
-      out.outer[b] = tensor_finite ? outer.dec : bit_cast<float>(kNanBits);
-    }
-    // Lines are counted through the batch; positions start at the shard's origin.
-    const int64_t origin_line = (rows ? options.origin_row : options.origin_column) + b * s.lines;
-    const int64_t origin_pos = rows ? options.origin_column : options.origin_row;
-    const int64_t tile_lines = spec.block_lines();
-
-    for (int64_t line0 = 0; line0 < s.lines; line0 += tile_lines) {
-      for (int64_t pos0 = 0; pos0 < s.extent; pos0 += spec.block) {
-        std::vector<float> tile;
-        for (int64_t line = line0; line < line0 + tile_lines; ++line)
-          for (int64_t pos = pos0; pos < pos0 + spec.block; ++pos)
-            tile.push_back(operand.at(line, pos));
-        const Block block = block_scale(
-            spec, amax_of(tile.data(), static_cast<int64_t>(tile.size())), outer, tensor_finite);
-
-        for (int64_t line = line0; line < std::min(line0 + tile_lines, s.lines); ++line) {
-          const int64_t scale_at = scale_offset(as_const(out), s, b, line, pos0);
-          if (spec.scale == Format::fp32)
-            std::memcpy(out.scales + 4 * scale_at, &block.scale_bits, 4);
-          else
-            out.scales[scale_at] = static_cast<uint8_t>(block.scale_bits);
-          if (!block.finite) continue;
-          for (int64_t pos = pos0; pos < std::min(pos0 + spec.block, s.extent); ++pos) {
-            uint32_t random = 0;
-            if (spec.stochastic()) {
-              const int64_t p = origin_pos + pos;
-              random = random_byte(random_block(*options.rng, rows ? 0 : 1,
-                                                static_cast<uint32_t>(origin_line + line),
-                                                static_cast<uint32_t>(p / kElementsPerPhilox)),
-                                   static_cast<uint32_t>(p % kElementsPerPhilox));
-            }
-            const uint32_t code = element_code(spec, operand.at(line, pos), block.inv, random);
-            const int64_t at =
-                layout_offset(out.layout.codes, s.lines, s.line_bytes, line, pos / per_byte);
-            out.codes[b * s.code_bytes + at] |=
-                static_cast<uint8_t>(code << (4 * (pos % per_byte)));
-          }
-        }
-      }
+  const float* amax = options.amax;
+  for (const auto& [part, shape, at] : parts_of(out)) {
+    const ConstMatrix x_part = rows_of(x, at.row, part.rows);
+    for (int64_t b = 0; b < part.batch; ++b) {
+      // Lines are counted through the batch; positions start at the shard's origin.
+      const int64_t line =
+          (rows ? options.origin_row + at.row : options.origin_column) + b * shape.lines;
+      const int64_t pos = rows ? options.origin_column : options.origin_row + at.position;
+      quantize_matrix(x_part, b, part, shape, options, amax, line, pos);
+      if (amax) ++amax;
     }
   }
 }

@@ -7,38 +7,48 @@
 namespace blockscale::reference {
 
 void dequantize(const ConstQuantized& q, const Matrix& x) {
-  const StoredShape s = q.shape();
-  for (int64_t b = 0; b < q.batch; ++b) {
-    const float outer = q.spec.outer ? q.outer[b] : 1.0f;
-    for (int64_t r = 0; r < x.rows; ++r) {
-      for (int64_t c = 0; c < x.columns; ++c) {
-        const int64_t line = q.axis == -1 ? r : c, pos = q.axis == -1 ? c : r;
-        const float scale = load_scale(q.scales, q.spec.scale, scale_offset(q, s, b, line, pos));
-        const float value = decode(q.spec.element, load_code(q, s, b, line, pos));
-        store(x, b, r, c, (outer * scale) * value);
+  for (const auto& [part, s, at] : parts_of(q)) {
+    for (int64_t b = 0; b < part.batch; ++b) {
+      const float outer = q.spec.outer ? part.outer[b] : 1.0f;
+      for (int64_t r = 0; r < part.rows; ++r) {
+        for (int64_t c = 0; c < x.columns; ++c) {
+          const int64_t line = q.axis == -1 ? r : c, pos = q.axis == -1 ? c : r;
+          const float scale =
+              load_scale(part.scales, q.spec.scale, scale_offset(part, s, b, line, pos));
+          const float value = decode(q.spec.element, load_code(part, s, b, line, pos));
+          store(x, b, at.row + r, c, (outer * scale) * value);
+        }
       }
     }
   }
+  for (int64_t r = rows_in(q.groups, x.rows); r < x.rows; ++r)
+    for (int64_t c = 0; c < x.columns; ++c) store(x, 0, r, c, 0.0f);
 }
 
 void relayout(const ConstQuantized& from, const Quantized& to) {
-  const StoredShape f = from.shape(), t = to.shape();
   const int bytes = scale_bytes(to.spec.scale);
-  std::memset(to.codes, 0, to.batch * t.code_bytes);
+  const StoredShape whole = to.shape();
+  std::memset(to.codes, 0, to.batch * whole.code_bytes);
   std::memset(to.scales, padding_fill(to.layout.scales, to.spec.scale),
-              to.batch * t.scale_count * bytes);
-  for (int64_t b = 0; b < from.batch; ++b) {
-    if (to.spec.outer) to.outer[b] = from.outer[b];
-    for (int64_t line = 0; line < t.lines; ++line) {
-      for (int64_t i = 0; i < t.line_bytes; ++i)
-        to.codes[b * t.code_bytes +
-                 layout_offset(to.layout.codes, t.lines, t.line_bytes, line, i)] =
-            from.codes[b * f.code_bytes +
-                       layout_offset(from.layout.codes, f.lines, f.line_bytes, line, i)];
-      for (int64_t block = 0; block < t.blocks; ++block) {
-        const int64_t pos = block * to.spec.block;
-        std::memcpy(to.scales + bytes * scale_offset(as_const(to), t, b, line, pos),
-                    from.scales + bytes * scale_offset(from, f, b, line, pos), bytes);
+              to.batch * whole.scale_count * bytes);
+  if (to.spec.outer) std::memcpy(to.outer, from.outer, to.matrices() * sizeof(float));
+  const auto sources = parts_of(from);
+  const auto targets = parts_of(to);
+  for (size_t g = 0; g < targets.size(); ++g) {
+    const auto& [source, f, source_at] = sources[g];
+    const auto& [target, t, target_at] = targets[g];
+    for (int64_t b = 0; b < target.batch; ++b) {
+      for (int64_t line = 0; line < t.lines; ++line) {
+        for (int64_t i = 0; i < t.line_bytes; ++i)
+          target.codes[b * t.code_bytes +
+                       layout_offset(to.layout.codes, t.code_rows, t.code_columns, line, i)] =
+              source.codes[b * f.code_bytes +
+                           layout_offset(from.layout.codes, f.code_rows, f.code_columns, line, i)];
+        for (int64_t block = 0; block < t.blocks; ++block) {
+          const int64_t pos = block * to.spec.block;
+          std::memcpy(target.scales + bytes * scale_offset(as_const(target), t, b, line, pos),
+                      source.scales + bytes * scale_offset(source, f, b, line, pos), bytes);
+        }
       }
     }
   }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "blockscale/ops.h"
+#include "parts.h"
 
 namespace blockscale::reference {
 
@@ -30,7 +31,8 @@ inline float load_scale(const uint8_t* scales, Format format, int64_t s) {
 inline uint32_t load_code(const ConstQuantized& q, const StoredShape& s, int64_t b, int64_t line,
                           int64_t pos) {
   const int per_byte = codes_per_byte(q.spec.element);
-  const int64_t at = layout_offset(q.layout.codes, s.lines, s.line_bytes, line, pos / per_byte);
+  const int64_t at =
+      layout_offset(q.layout.codes, s.code_rows, s.code_columns, line, pos / per_byte);
   const uint8_t byte = q.codes[b * s.code_bytes + at];
   return per_byte == 1 ? byte : byte >> (4 * (pos % 2)) & 15;
 }
@@ -38,9 +40,8 @@ inline uint32_t load_code(const ConstQuantized& q, const StoredShape& s, int64_t
 // The offset of the scale that covers (line, pos).
 inline int64_t scale_offset(const ConstQuantized& q, const StoredShape& s, int64_t b, int64_t line,
                             int64_t pos) {
-  const int64_t row = s.scale_rows == s.lines ? line : line / q.spec.block;
-  return b * s.scale_count +
-         layout_offset(q.layout.scales, s.scale_rows, s.blocks, row, pos / q.spec.block);
+  return b * s.scale_count + layout_offset(q.layout.scales, s.scale_rows, s.scale_columns,
+                                           line / s.scale_lines, pos / q.spec.block);
 }
 
 }  // namespace blockscale::reference

@@ -156,16 +156,39 @@ class Guarded {
   std::vector<uint8_t> bytes_;
 };
 
+// Ends of groups in the integers that the operators take.
+class Offsets {
+ public:
+  Offsets(const std::vector<int64_t>& ends, bool wide)
+      : bytes_(ends.size() * (wide ? 8 : 4)),
+        count_(static_cast<int64_t>(ends.size())),
+        wide_(wide) {
+    for (size_t g = 0; g < ends.size(); ++g) {
+      const int64_t end = ends[g];
+      const auto narrow = static_cast<int32_t>(end);
+      std::memcpy(bytes_.data() + g * (wide ? 8 : 4),
+                  wide ? static_cast<const void*>(&end) : &narrow, wide ? 8 : 4);
+    }
+  }
+  Groups view() const { return {bytes_.data(), wide_, count_}; }
+
+ private:
+  std::vector<uint8_t> bytes_;
+  int64_t count_;
+  bool wide_;
+};
+
 // A quantized operand in guarded buffers.
 struct Output {
   Output(const QuantSpec& spec, const StorageLayout& layout, int axis, int64_t rows,
-         int64_t columns, int64_t batch = 1)
-      : shape(stored_shape(spec, layout, axis, rows, columns)),
+         int64_t columns, int64_t batch = 1, const Groups& groups = {})
+      : shape(groups ? grouped_shape(spec, layout, axis, rows, columns, groups.count)
+                     : stored_shape(spec, layout, axis, rows, columns)),
         codes(batch * shape.code_bytes),
         scales(batch * shape.scale_count * scale_bytes(spec.scale)),
-        outer(spec.outer ? batch * 4 : 0) {
+        outer(spec.outer ? (groups ? groups.count : batch) * 4 : 0) {
     view.spec = spec, view.layout = layout, view.axis = axis;
-    view.rows = rows, view.columns = columns, view.batch = batch;
+    view.rows = rows, view.columns = columns, view.batch = batch, view.groups = groups;
     view.codes = codes.data(), view.scales = scales.data();
     view.outer = spec.outer ? reinterpret_cast<float*>(outer.data()) : nullptr;
   }

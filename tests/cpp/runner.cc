@@ -25,9 +25,9 @@ class CpuRunner final : public Runner {
     blockscale::quantize_dual(x.view(), row.view, column.view, row_options, column_options,
                               OddExecutor(variant));
   }
-  void amax(const Input& x, const QuantSpec& spec, int axis, float* out,
-            uint64_t variant) override {
-    blockscale::amax(x.view(), spec, axis, out, OddExecutor(variant));
+  void amax(const Input& x, const QuantSpec& spec, int axis, float* out, uint64_t variant,
+            const Groups& groups) override {
+    blockscale::amax(x.view(), spec, axis, out, OddExecutor(variant), groups);
   }
   void dequantize(const Output& q, const Matrix& x, Guarded&, uint64_t variant) override {
     blockscale::dequantize(as_const(q.view), x, OddExecutor(variant));
@@ -78,6 +78,8 @@ class TestStream final : public Stream {
   mutable std::vector<Memory> pieces_;
 };
 
+int64_t bytes_of(const Groups& groups) { return groups.count * (groups.wide ? 8 : 4); }
+
 // An Output's buffers on the device, guards and poison included; copied back when it goes.
 class DeviceOutput {
  public:
@@ -85,7 +87,9 @@ class DeviceOutput {
       : codes_(out.codes.all(), out.codes.all_size()),
         scales_(out.scales.all(), out.scales.all_size()),
         outer_(out.outer.all(), out.outer.all_size()),
+        offsets_(out.view.groups.offsets, bytes_of(out.view.groups)),
         view(out.view) {
+    if (view.groups) view.groups.offsets = offsets_.at();
     view.codes = codes_.at(Guarded::kGuard);
     view.scales = scales_.at(Guarded::kGuard);
     if (view.outer) view.outer = reinterpret_cast<float*>(outer_.at(Guarded::kGuard));
@@ -97,7 +101,7 @@ class DeviceOutput {
   }
 
  private:
-  Memory codes_, scales_, outer_;
+  Memory codes_, scales_, outer_, offsets_;
 
  public:
   Quantized view;
@@ -152,7 +156,7 @@ class CudaRunner final : public Runner {
     const TestStream stream;
     const DeviceInput in(frame, x);
     const DeviceOutput to(out);
-    const DeviceOptions o(options, x.batch, variant);
+    const DeviceOptions o(options, out.view.matrices(), variant);
     blockscale::quantize(in.view, to.view, o.options, stream);
     stream.wait();
     to.read(out);
@@ -162,20 +166,25 @@ class CudaRunner final : public Runner {
                      uint64_t variant) override {
     const TestStream stream;
     const DeviceInput in(x, x.view());
-    const DeviceOutput to_row(row), to_column(column);
-    const DeviceOptions r(row_options, x.view().batch, variant),
-        c(column_options, x.view().batch, variant);
+    const DeviceOutput to_row(row);
+    DeviceOutput to_column(column);
+    to_column.view.groups = to_row.view.groups;
+    const DeviceOptions r(row_options, row.view.matrices(), variant),
+        c(column_options, row.view.matrices(), variant);
     blockscale::quantize_dual(in.view, to_row.view, to_column.view, r.options, c.options, stream);
     stream.wait();
     to_row.read(row);
     to_column.read(column);
   }
-  void amax(const Input& x, const QuantSpec& spec, int axis, float* out, uint64_t) override {
+  void amax(const Input& x, const QuantSpec& spec, int axis, float* out, uint64_t,
+            const Groups& groups) override {
     const TestStream stream;
     const DeviceInput in(x, x.view());
-    const int64_t bytes = x.view().batch * 4;
-    const Memory to(out, bytes);
-    blockscale::amax(in.view, spec, axis, reinterpret_cast<float*>(to.at()), stream);
+    const int64_t bytes = (groups ? groups.count : x.view().batch) * 4;
+    const Memory to(out, bytes), offsets(groups.offsets, bytes_of(groups));
+    Groups on_device = groups;
+    on_device.offsets = offsets.at();
+    blockscale::amax(in.view, spec, axis, reinterpret_cast<float*>(to.at()), stream, on_device);
     stream.wait();
     to.read(out, bytes);
   }
@@ -191,7 +200,9 @@ class CudaRunner final : public Runner {
   }
   void relayout(const Output& from, Output& to, uint64_t) override {
     const TestStream stream;
-    const DeviceOutput f(from), t(to);
+    const DeviceOutput f(from);
+    DeviceOutput t(to);
+    t.view.groups = f.view.groups;
     blockscale::relayout(as_const(f.view), t.view, stream);
     stream.wait();
     t.read(to);
@@ -206,7 +217,7 @@ class CudaRunner final : public Runner {
                 uint64_t) override {}
   void quantize_dual(const Input&, Output&, Output&, const QuantizeOptions&, const QuantizeOptions&,
                      uint64_t) override {}
-  void amax(const Input&, const QuantSpec&, int, float*, uint64_t) override {}
+  void amax(const Input&, const QuantSpec&, int, float*, uint64_t, const Groups&) override {}
   void dequantize(const Output&, const Matrix&, Guarded&, uint64_t) override {}
   void relayout(const Output&, Output&, uint64_t) override {}
 };

@@ -20,8 +20,8 @@ class Runner {
   virtual void quantize_dual(const Input& x, Output& row, Output& column,
                              const QuantizeOptions& row_options,
                              const QuantizeOptions& column_options, uint64_t variant) = 0;
-  virtual void amax(const Input& x, const QuantSpec& spec, int axis, float* out,
-                    uint64_t variant) = 0;
+  virtual void amax(const Input& x, const QuantSpec& spec, int axis, float* out, uint64_t variant,
+                    const Groups& groups = {}) = 0;
   // `x` points into `storage`.
   virtual void dequantize(const Output& q, const Matrix& x, Guarded& storage, uint64_t variant) = 0;
   virtual void relayout(const Output& from, Output& to, uint64_t variant) = 0;

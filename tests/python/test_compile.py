@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 OPS = torch.ops.blockscale
 SEED, OFFSET = torch.tensor(5), torch.tensor(6)
+ENDS = torch.tensor([0, 3, 4])
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,7 @@ def op_samples() -> list[Any]:
     stochastic, square = "nvfp4[rounding=stochastic,hadamard=16]", "mxfp8[block=32x32]"
     # opcheck compares inputs with allclose, which knows no FP8 dtype: these are stored as uint8.
     a, b = stored("amdfp4"), stored("amdfp4", rows=9)
+    groups = OPS.quantize(normal(5, 70), "amdfp4", -1, None, None, None, [], "linear", 0, ENDS)
     pair = (*a, "amdfp4", "linear", 5, *b, "amdfp4", "linear")
     samples = [
         ("quantize", (normal(5, 70), stochastic, -1, None, SEED, OFFSET, [], "linear", 0)),
@@ -72,10 +74,16 @@ def op_samples() -> list[Any]:
         ("quantize", (normal(5, 70), "nvfp4", -1, torch.ones(()), None, None, [0, 0], "linear", 0)),
         ("quantize_dual", (normal(3, 5, 70), stochastic, "nvfp4", None, None, SEED, OFFSET, [],
                            "mfma_16x16+aiter_scale", "linear", 0)),
+        ("quantize", (normal(5, 70), square, -2, None, None, None, [], "nv_128x4", 0, ENDS)),
+        ("quantize_dual", (normal(5, 70), "nvfp4", "mxfp4", None, None, None, None, [], "linear",
+                           "mfma_16x16", 0, ENDS)),
         ("amax", (normal(5, 70), stochastic, -2, 0)),
+        ("amax", (normal(5, 70), stochastic, -2, 0, ENDS)),
         ("amax", (normal(2, 5, 70), "nvfp4", -1, 1)),
         ("dequantize", (*a, "amdfp4", -1, [5, 70], "linear", torch.bfloat16)),
         ("relayout", (*a[:2], "amdfp4", -1, [5, 70], "linear", "mfma_16x16+nv_128x4")),
+        ("dequantize", (*groups, "amdfp4", -1, [5, 70], "linear", torch.bfloat16, ENDS)),
+        ("relayout", (*groups[:2], "amdfp4", -1, [5, 70], "linear", "nv_128x4", ENDS)),
         ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
         ("matmul", (*pair, 9, 70, normal(9), torch.float32)),
         ("snapshot", (OFFSET,)),

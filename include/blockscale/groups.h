@@ -1,0 +1,121 @@
+// Groups: consecutive rows of one matrix [T, C], each quantized as a matrix of its own, and where
+// each lies in the operand that holds them all. T and the number of groups fix the size of every
+// buffer; the offsets say how much of it is used.
+//
+// In its layout a group starts on a fresh tile (`linear`: a fresh row or block), right after the
+// group before:
+//   axis -1, rows of the storage:    linear codes and 1xB scales start at the group's first row,
+//                                    grids of BxB scales at the sum of ceil(n/B), the rest at the
+//                                    sum of the padded rows.
+//   axis -2, along the contraction:  linear codes start at the sum of n rounded up to whole blocks,
+//                                    linear and mn_major scales at that / B; a tiled layout holds
+//                                    one whole buffer a group, one after another.
+// What no group uses holds the layout's padding; rows of x past the last end belong to no group.
+#pragma once
+
+#include "blockscale/layout.h"
+
+namespace blockscale {
+
+// Group g is rows [end(g - 1), end(g)) of x.
+struct Groups {
+  const void* offsets = nullptr;  // `count` cumulative ends, int32 or int64, never decreasing
+  bool wide = false;              // they are int64
+  int64_t count = 0;              // 0: x is one matrix (or a batch), not groups
+
+  BLOCKSCALE_HD explicit operator bool() const { return count != 0; }
+  BLOCKSCALE_HD int64_t end(int64_t g) const {
+    return wide ? static_cast<const int64_t*>(offsets)[g] : static_cast<const int32_t*>(offsets)[g];
+  }
+};
+
+// The most that parts of `total` in all, `count` of them, come to when each is rounded up to a
+// multiple.
+BLOCKSCALE_HD constexpr int64_t rounded_parts(int64_t total, int64_t count, int64_t multiple) {
+  return (total + count * (multiple - 1)) / multiple * multiple;
+}
+
+// The operand that holds `count` groups of rows of [rows, columns].
+BLOCKSCALE_HD constexpr StoredShape grouped_shape(const QuantSpec& spec,
+                                                  const StorageLayout& layout, int axis,
+                                                  int64_t rows, int64_t columns, int64_t count) {
+  StoredShape s = stored_shape(spec, layout, axis, rows, columns);
+  const LayoutTraits codes = traits(layout.codes), scales = traits(layout.scales);
+  if (axis == -1) {
+    s.code_rows = rounded_parts(rows, count, codes.row_multiple);
+    s.scale_rows = rounded_parts(rows, count, s.scale_lines * scales.row_multiple) / s.scale_lines;
+    return with_sizes(s, layout);
+  }
+  // All of these are powers of two.
+  const int per_byte = codes_per_byte(spec.element);
+  const auto whole = [&](int64_t multiple) {
+    int64_t unit = spec.block > spec.hadamard.dim ? spec.block : spec.hadamard.dim;
+    if (unit < multiple) unit = multiple;
+    return rounded_parts(rows, count, unit);
+  };
+  s.extent = s.padded = whole(1);
+  s.blocks = s.padded / spec.block;
+  s.line_bytes = s.padded / per_byte;
+  s.code_columns = whole(codes.column_multiple * per_byte) / per_byte;
+  s.scale_columns = whole(scales.column_multiple * spec.block) / spec.block;
+  return with_sizes(s, layout);
+}
+
+// Where a group begins: sums over the groups before it.
+struct GroupStart {
+  int64_t row = 0;       // in x
+  int64_t position = 0;  // axis -2: of random bits along the contraction axis, in any layout
+  int64_t codes = 0;     // row (axis -1) or byte column (axis -2) of the codes in their layout
+  int64_t scales = 0;    // row or column of the scales in theirs
+};
+// Where the group after one of `rows` rows begins.
+BLOCKSCALE_HD constexpr GroupStart next_group(GroupStart at, const QuantSpec& spec,
+                                              const StorageLayout& layout, int axis, int64_t rows,
+                                              int64_t columns) {
+  const StoredShape s = stored_shape(spec, layout, axis, rows, columns);
+  at.row += rows;
+  if (axis == -1) {
+    at.codes += padded_rows(layout.codes, s.code_rows);
+    at.scales += padded_rows(layout.scales, s.scale_rows);
+  } else {
+    at.position += s.padded;
+    at.codes += padded_columns(layout.codes, s.code_columns);
+    at.scales += padded_columns(layout.scales, s.scale_columns);
+  }
+  return at;
+}
+
+// One group as an operand of its own: its extents, in the layouts' matrices that it is part of, and
+// where it begins in the buffers of the whole.
+struct GroupPart {
+  StoredShape shape;
+  int64_t codes;   // in bytes
+  int64_t scales;  // in elements
+};
+BLOCKSCALE_HD constexpr GroupPart group_part(const QuantSpec& spec, const StorageLayout& layout,
+                                             int axis, const StoredShape& whole,
+                                             const GroupStart& at, int64_t rows, int64_t columns) {
+  GroupPart p{stored_shape(spec, layout, axis, rows, columns), 0, 0};
+  StoredShape& s = p.shape;
+  if (axis == -1) {
+    s.code_rows = whole.code_rows;
+    s.scale_rows = whole.scale_rows;
+    p.codes = layout_offset(layout.codes, s.code_rows, s.code_columns, at.codes, 0);
+    p.scales = layout_offset(layout.scales, s.scale_rows, s.scale_columns, at.scales, 0);
+    return p;
+  }
+  // A line of `linear` runs through all groups; elsewhere columns come one whole one after another.
+  p.codes = at.codes;
+  p.scales = at.scales;
+  if (layout.codes == Layout::linear)
+    s.code_columns = whole.code_columns;
+  else
+    p.codes *= padded_rows(layout.codes, s.code_rows);
+  if (layout.scales == Layout::linear)
+    s.scale_columns = whole.scale_columns;
+  else
+    p.scales *= padded_rows(layout.scales, s.scale_rows);
+  return p;
+}
+
+}  // namespace blockscale

@@ -1,0 +1,442 @@
+// Groups of rows: every group is what it would be alone, at its place in the buffers of the whole.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+#include "cases.h"
+#include "runner.h"
+#include "throws.h"
+
+namespace blockscale::testing {
+namespace {
+
+constexpr int kCases = kSweepStep > 1 ? 60 : 300;
+
+// Ends of random groups of up to `rows` rows: ragged, some empty, some of one row; often short of
+// the last row.
+std::vector<int64_t> random_ends(Random& random, int64_t rows) {
+  const auto count = static_cast<size_t>(1 + random.below(random.one_in(8) ? 40 : 6));
+  std::vector<int64_t> ends(count);
+  for (int64_t& end : ends)
+    end = static_cast<int64_t>(random.below(static_cast<uint64_t>(rows) + 1));
+  if (random.one_in(2)) ends.back() = rows;
+  for (size_t g = 1; g < count; ++g) {
+    if (random.one_in(4)) ends[g] = ends[g - 1];
+    if (random.one_in(6)) ends[g] = std::min(rows, ends[g - 1] + 1);
+    if (random.one_in(6)) ends[g] = std::min(rows, round_up(ends[g - 1] + 1, 128));
+  }
+  std::sort(ends.begin(), ends.end());
+  return ends;
+}
+
+// One random matrix, its groups, and what they shall become.
+struct GroupedCase {
+  GroupedCase(uint64_t seed, int i, bool finite = false)
+      : random(seed * 1000003 + static_cast<uint64_t>(i)),
+        spec(random.pick(valid_specs())),
+        layout(random.pick(layouts_for(spec))),
+        axis(random.one_in(2) ? -1 : -2),
+        rows(random_extent(random) * (random.one_in(4) ? 4 : 1)),
+        columns(random_extent(random)),
+        x(random_dtype(random), 1, rows, columns, random.pick(kStrides),
+          random_values(random, finite)),
+        ends(random_ends(random, rows)),
+        offsets(ends, random.one_in(2)),
+        wanted(random, spec, axis, static_cast<int64_t>(ends.size())) {
+    text = to_string(spec) + " as " + to_string(layout) + " axis " + std::to_string(axis) + " [" +
+           std::to_string(rows) + ", " + std::to_string(columns) + "] ends";
+    for (int64_t end : ends) text += " " + std::to_string(end);
+    text += ", seed " + std::to_string(seed) + " case " + std::to_string(i);
+  }
+  Output output() const { return output(spec, layout, axis); }
+  Output output(const QuantSpec& s, const StorageLayout& l, int along) const {
+    return Output(s, l, along, rows, columns, 1, offsets.view());
+  }
+  int64_t begin(size_t g) const { return g ? ends[g - 1] : 0; }
+  ConstMatrix group(size_t g) const {
+    ConstMatrix part = x.view();
+    part.data = static_cast<const uint8_t*>(part.data) +
+                begin(g) * part.row_stride * dtype_bytes(part.dtype);
+    part.rows = ends[g] - begin(g);
+    return part;
+  }
+  const QuantizeOptions& options() const { return wanted.options; }
+
+  Random random;
+  QuantSpec spec;
+  StorageLayout layout;
+  int axis;
+  int64_t rows, columns;
+  Input x;
+  std::vector<int64_t> ends;
+  Offsets offsets;
+  RandomOptions wanted;
+  std::string text;
+};
+
+// A buffer seen as a matrix of rows, to which others are joined below or to the right.
+struct Joined {
+  std::vector<uint8_t> bytes;
+  int64_t rows, columns, at = 0;
+
+  void join(bool below, const uint8_t* from, int64_t from_rows, int64_t from_columns) {
+    for (int64_t r = 0; r < from_rows; ++r)
+      for (int64_t c = 0; c < from_columns; ++c)
+        bytes.at(static_cast<size_t>(below ? (at + r) * columns + c : r * columns + at + c)) =
+            from[r * from_columns + c];
+    at += below ? from_rows : from_columns;
+    ASSERT_LE(at, below ? rows : columns);
+  }
+};
+
+// The matrix of rows and columns that memory holds: `linear` a plain one, `mn_major` its transpose;
+// the tiled layouts are one run of bytes.
+struct Memory2d {
+  int64_t rows, columns;
+};
+Memory2d memory_of(Layout l, int64_t rows, int64_t columns, int64_t element) {
+  if (l == Layout::linear) return {rows, columns * element};
+  if (l == Layout::mn_major) return {columns, padded_rows(l, rows) * element};
+  return {layout_size(l, rows, columns) * element, 1};
+}
+
+// What the whole must hold, from the groups alone: their buffers joined in order, the rest padding.
+struct Expected {
+  Joined codes, scales;
+  std::vector<float> outer;
+};
+Expected expected_of(const GroupedCase& c, const Output& whole) {
+  const StoredShape& s = whole.shape;
+  const int bytes = scale_bytes(c.spec.scale);
+  const auto buffer = [](int64_t size, uint8_t fill, const Memory2d& m) {
+    return Joined{std::vector<uint8_t>(static_cast<size_t>(size), fill), m.rows, m.columns};
+  };
+  Expected want{
+      buffer(whole.codes.size(), 0, memory_of(c.layout.codes, s.code_rows, s.code_columns, 1)),
+      buffer(whole.scales.size(), padding_fill(c.layout.scales, c.spec.scale),
+             memory_of(c.layout.scales, s.scale_rows, s.scale_columns, bytes)),
+      {}};
+  int64_t position = 0;
+  for (size_t g = 0; g < c.ends.size(); ++g) {
+    const ConstMatrix part = c.group(g);
+    Output one(c.spec, c.layout, c.axis, part.rows, c.columns);
+    QuantizeOptions options = c.options();
+    if (options.amax) options.amax += g;
+    options.origin_row += c.axis == -1 ? c.begin(g) : position;
+    reference::quantize(part, one.view, options);
+    position += one.shape.padded;
+    const auto join = [&](Joined& to, Layout l, const Guarded& from, int64_t rows, int64_t columns,
+                          int64_t element) {
+      const Memory2d m = memory_of(l, rows, columns, element);
+      const bool below = l == Layout::linear     ? c.axis == -1
+                         : l == Layout::mn_major ? c.axis == -2
+                                                 : true;
+      to.join(below, from.data(), m.rows, m.columns);
+    };
+    join(want.codes, c.layout.codes, one.codes, one.shape.lines, one.shape.line_bytes, 1);
+    join(want.scales, c.layout.scales, one.scales, one.shape.scale_rows, one.shape.blocks, bytes);
+    want.outer.push_back(one.outer_scale(0));
+  }
+  return want;
+}
+
+void expect_groups_alone(const GroupedCase& c, const Output& got) {
+  const Expected want = expected_of(c, got);
+  const auto same = [](const std::vector<uint8_t>& a, const Guarded& b) {
+    for (int64_t i = 0; i < b.size(); ++i)
+      if (a[static_cast<size_t>(i)] != b.data()[i]) return i;
+    return int64_t{-1};
+  };
+  ASSERT_EQ(same(want.codes.bytes, got.codes), -1) << "of " << got.codes.size() << " codes";
+  ASSERT_EQ(same(want.scales.bytes, got.scales), -1) << "of " << got.scales.size() << " scales";
+  ASSERT_TRUE(got.codes.guards_whole() && got.scales.guards_whole() && got.outer.guards_whole());
+  if (!c.spec.outer) return;
+  for (size_t g = 0; g < c.ends.size(); ++g)
+    ASSERT_EQ(bits_of(got.view.outer[g]), bits_of(want.outer[g])) << "group " << g;
+}
+
+class GroupedTest : public ::testing::TestWithParam<std::tuple<std::string, uint64_t>> {
+ protected:
+  void SetUp() override {
+    runner = make_runner(std::get<0>(GetParam()));
+    if (const std::string reason = runner->unavailable(); !reason.empty()) GTEST_SKIP() << reason;
+    std::printf("seed %llu\n", static_cast<unsigned long long>(seed()));
+  }
+  static uint64_t seed() { return std::get<1>(GetParam()); }
+  std::unique_ptr<Runner> runner;
+};
+INSTANTIATE_TEST_SUITE_P(Backends, GroupedTest,
+                         ::testing::Combine(::testing::Values("cpu", "cuda"),
+                                            ::testing::ValuesIn(test_seeds())),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) + std::to_string(info.index);
+                         });
+
+TEST_P(GroupedTest, EveryGroupIsWhatItIsAlone) {
+  for (int i = 0; i < kCases; ++i) {
+    const GroupedCase c(seed(), i);
+    SCOPED_TRACE(c.text);
+    Output got = c.output(), oracle = c.output();
+    reference::quantize(c.x.view(), oracle.view, c.options());
+    expect_groups_alone(c, oracle);
+    if (HasFatalFailure()) FAIL() << "the reference";
+    for (const uint64_t variant : {1, 5, 8}) {
+      Output mine = c.output();
+      runner->quantize(c.x, mine, c.options(), variant);
+      ASSERT_TRUE(same_operand(mine, oracle)) << "variant " << variant;
+    }
+    ASSERT_TRUE(c.x.untouched());
+  }
+}
+
+TEST_P(GroupedTest, BothAxesInOnePassAreTheTwoPasses) {
+  for (int i = 0; i < kCases; ++i) {
+    const GroupedCase c(seed(), 1000000 + i);
+    Random random(seed() + i);
+    // Often the same squares both ways, which backends encode once.
+    const QuantSpec row_spec = c.spec,
+                    column_spec = random.one_in(3) ? c.spec : random.pick(valid_specs());
+    const StorageLayout row_layout = c.layout,
+                        column_layout = random.pick(layouts_for(column_spec));
+    const auto count = static_cast<int64_t>(c.ends.size());
+    const RandomOptions row(random, row_spec, -1, count), column(random, column_spec, -2, count);
+    SCOPED_TRACE(to_string(row_spec) + " and " + to_string(column_spec) + " of: " + c.text);
+    Output want_row = c.output(row_spec, row_layout, -1),
+           want_column = c.output(column_spec, column_layout, -2);
+    Output got_row = c.output(row_spec, row_layout, -1),
+           got_column = c.output(column_spec, column_layout, -2);
+    reference::quantize(c.x.view(), want_row.view, row.options);
+    reference::quantize(c.x.view(), want_column.view, column.options);
+    runner->quantize_dual(c.x, got_row, got_column, row.options, column.options, seed() + i);
+    ASSERT_TRUE(same_operand(got_row, want_row)) << "rows";
+    ASSERT_TRUE(same_operand(got_column, want_column)) << "columns";
+    ASSERT_TRUE(c.x.untouched());
+  }
+}
+
+TEST_P(GroupedTest, AmaxIsThatOfEveryGroup) {
+  for (int i = 0; i < kCases; ++i) {
+    const GroupedCase c(seed(), 2000000 + i);
+    SCOPED_TRACE(c.text);
+    std::vector<float> got(c.ends.size(), -1), oracle = got;
+    reference::amax(c.x.view(), c.spec, c.axis, oracle.data(), c.offsets.view());
+    runner->amax(c.x, c.spec, c.axis, got.data(), seed() + i, c.offsets.view());
+    for (size_t g = 0; g < c.ends.size(); ++g) {
+      float alone = -1;
+      reference::amax(c.group(g), c.spec, c.axis, &alone);
+      ASSERT_EQ(bits_of(oracle[g]), bits_of(alone)) << "the reference, group " << g;
+      ASSERT_EQ(bits_of(got[g]), bits_of(alone)) << "group " << g;
+    }
+  }
+}
+
+TEST_P(GroupedTest, DequantizeIsThatOfEveryGroupAndZeroBehindThem) {
+  for (int i = 0; i < kCases; ++i) {
+    const GroupedCase c(seed(), 3000000 + i);
+    SCOPED_TRACE(c.text);
+    Output q = c.output();
+    reference::quantize(c.x.view(), q.view, c.options());
+    Random random(seed() + i);
+    const DType dtype = random_dtype(random);
+    const int64_t size = c.rows * c.columns * dtype_bytes(dtype);
+    Guarded got(size), oracle(size), want(size, 0);
+    const auto matrix = [&](Guarded& g) {
+      return Matrix{g.data(), dtype, c.rows, c.columns, c.columns, 1, 1, 0};
+    };
+    int64_t position = 0;
+    for (size_t g = 0; g < c.ends.size(); ++g) {
+      const ConstMatrix part = c.group(g);
+      Output one(c.spec, c.layout, c.axis, part.rows, c.columns);
+      QuantizeOptions options = c.options();
+      if (options.amax) options.amax += g;
+      options.origin_row += c.axis == -1 ? c.begin(g) : position;
+      position += one.shape.padded;
+      reference::quantize(part, one.view, options);
+      Matrix to = matrix(want);
+      to.rows = part.rows;
+      to.data = want.data() + c.begin(g) * c.columns * dtype_bytes(dtype);
+      reference::dequantize(as_const(one.view), to);
+    }
+    reference::dequantize(as_const(q.view), matrix(oracle));
+    ASSERT_EQ(oracle.difference(want), "") << "the reference";
+    runner->dequantize(q, matrix(got), got, seed() + i);
+    ASSERT_EQ(got.difference(want), "");
+  }
+}
+
+TEST_P(GroupedTest, RelayoutIsQuantizingIntoThatLayoutAndComesBack) {
+  for (int i = 0; i < kCases; ++i) {
+    const GroupedCase c(seed(), 4000000 + i);
+    SCOPED_TRACE(c.text);
+    Output from = c.output(), back = c.output();
+    reference::quantize(c.x.view(), from.view, c.options());
+    for (const StorageLayout& layout : layouts_for(c.spec)) {
+      Output want = c.output(c.spec, layout, c.axis), got = c.output(c.spec, layout, c.axis),
+             oracle = c.output(c.spec, layout, c.axis);
+      reference::quantize(c.x.view(), want.view, c.options());
+      runner->relayout(from, got, seed() + i);
+      reference::relayout(as_const(from.view), oracle.view);
+      ASSERT_TRUE(same_operand(oracle, want)) << to_string(layout);
+      ASSERT_TRUE(same_operand(got, want)) << to_string(layout);
+      runner->relayout(got, back, 1);
+      ASSERT_TRUE(same_operand(back, from)) << "back from " << to_string(layout);
+    }
+  }
+}
+
+// On a device nothing waits for the offsets: where they make no sense, everything is NaN.
+TEST_P(GroupedTest, OffsetsThatMakeNoSenseGiveNan) {
+  if (std::get<0>(GetParam()) == "cpu") GTEST_SKIP() << "refused there";
+  for (int i = 0; i < kCases / 4; ++i) {
+    GroupedCase c(seed(), 5000000 + i);
+    const size_t wrong = c.random.below(c.ends.size());
+    if (wrong > 0 && c.ends[wrong - 1] > 0 && c.random.one_in(2))
+      c.ends[wrong] = c.ends[wrong - 1] - 1;
+    else
+      c.ends[wrong] = c.random.one_in(2) ? -1 : c.rows + 1;
+    c.offsets = Offsets(c.ends, c.random.one_in(2));
+    SCOPED_TRACE(c.text + ", wrong " + std::to_string(wrong));
+    Output q = c.output();
+    runner->quantize(c.x, q, c.options(), seed() + i);
+    for (int64_t k = 0; k < q.codes.size(); ++k) ASSERT_EQ(q.codes.data()[k], 0) << "code " << k;
+    const int bytes = scale_bytes(c.spec.scale);
+    for (int64_t k = 0; k < q.shape.scale_count; ++k) {
+      uint32_t bits = q.scales.data()[bytes * k];
+      if (bytes == 4) std::memcpy(&bits, q.scales.data() + 4 * k, 4);
+      ASSERT_EQ(bits, bytes == 4 ? kNanBits : traits(c.spec.scale).nan_code()) << "scale " << k;
+    }
+    ASSERT_TRUE(q.codes.guards_whole() && q.scales.guards_whole() && q.outer.guards_whole());
+    std::vector<float> amaxes(c.ends.size(), 0);
+    runner->amax(c.x, c.spec, c.axis, amaxes.data(), 0, c.offsets.view());
+    for (size_t g = 0; g < c.ends.size(); ++g) {
+      ASSERT_EQ(bits_of(amaxes[g]), kNanBits) << g;
+      if (c.spec.outer) {
+        ASSERT_EQ(bits_of(q.view.outer[g]), kNanBits) << g;
+      }
+    }
+    Guarded values(c.rows * c.columns * 4);
+    const Matrix to{values.data(), DType::f32, c.rows, c.columns, c.columns, 1, 1, 0};
+    runner->dequantize(q, to, values, 0);
+    for (int64_t k = 0; k < c.rows * c.columns; ++k)
+      ASSERT_EQ(bits_of(static_cast<const float*>(to.data)[k]), kNanBits) << "value " << k;
+  }
+}
+
+// ---- sizes and places ----
+
+TEST(Grouped, BuffersAreLargeEnoughForAnyGroupsAndNoLarger) {
+  for (const QuantSpec& spec : {kFp8_1x128, kFp8_128x128, kMxfp8, kNvfp4}) {
+    for (const StorageLayout& layout : layouts_for(spec)) {
+      for (int axis : {-1, -2}) {
+        for (int64_t rows : {1, 5, 300, 1024}) {
+          for (int64_t count : {1, 3, 8}) {
+            const StoredShape s = grouped_shape(spec, layout, axis, rows, 200, count);
+            int64_t most_codes = 0, most_scales = 0;
+            // The worst: one row more than whole tiles in every group.
+            for (int64_t step : {1, 17, 33, 129, 257}) {
+              GroupStart end;
+              for (int64_t g = 0; g < count; ++g) {
+                const int64_t left = rows - end.row;
+                end = next_group(end, spec, layout, axis,
+                                 g + 1 < count ? std::min(step, left) : left, 200);
+              }
+              most_codes = std::max(most_codes, end.codes);
+              most_scales = std::max(most_scales, end.scales);
+            }
+            const int64_t codes = axis == -1 ? s.code_rows : s.code_columns;
+            const int64_t scales = axis == -1 ? s.scale_rows : s.scale_columns;
+            ASSERT_LE(most_codes, codes);
+            ASSERT_LE(most_scales, scales);
+            if (rows == 1024 && count > 1) {
+              EXPECT_EQ(most_codes, codes) << to_string(spec) << " " << to_string(layout) << axis;
+              EXPECT_EQ(most_scales, scales) << to_string(spec) << " " << to_string(layout) << axis;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// What a GEMM over groups counts on, in numbers.
+TEST(Grouped, Places) {
+  const StorageLayout linear{}, nv{Layout::linear, Layout::nv_128x4};
+  // Groups of 5, 0, 130 and 7 rows of x [142, 256].
+  const auto starts = [](const QuantSpec& spec, const StorageLayout& layout, int axis) {
+    std::vector<std::pair<int64_t, int64_t>> list;
+    GroupStart at;
+    for (int64_t rows : {5, 0, 130, 7}) {
+      list.emplace_back(at.codes, at.scales);
+      at = next_group(at, spec, layout, axis, rows, 256);
+    }
+    return list;
+  };
+  using List = std::vector<std::pair<int64_t, int64_t>>;
+  EXPECT_EQ(starts(kFp8_1x128, linear, -1), (List{{0, 0}, {5, 5}, {5, 5}, {135, 135}}));
+  EXPECT_EQ(starts(kFp8_1x128, linear, -2), (List{{0, 0}, {128, 1}, {128, 1}, {384, 3}}));
+  EXPECT_EQ(starts(kFp8_128x128, linear, -1), (List{{0, 0}, {5, 1}, {5, 1}, {135, 3}}));
+  EXPECT_EQ(starts(kNvfp4, nv, -1), (List{{0, 0}, {5, 128}, {5, 128}, {135, 384}}));
+  EXPECT_EQ(starts(kNvfp4, nv, -2), (List{{0, 0}, {8, 4}, {8, 4}, {80, 16}}));
+}
+
+// ---- refusals ----
+
+struct RefusedGroups : public ::testing::Test {
+  Input x{DType::f32, 1, 40, 48, Strides::row_major, [](int64_t, int64_t r, int64_t c) {
+            return static_cast<float>(r - c);
+          }};
+  // Quantizes x with these ends.
+  void with(const std::vector<int64_t>& ends, int64_t batch = 1) {
+    const Offsets offsets(ends, true);
+    Output out(kNvfp4, {}, -1, 40, 48, 1, offsets.view()),
+        fresh(kNvfp4, {}, -1, 40, 48, 1, offsets.view());
+    out.view.batch = batch;
+    ConstMatrix in = x.view();
+    in.batch = batch;
+    try {
+      quantize(in, out.view);
+    } catch (...) {
+      EXPECT_TRUE(same_operand(out, fresh)) << "a refusal wrote something";
+      throw;
+    }
+  }
+};
+
+TEST_F(RefusedGroups, OffsetsThatAreNoCumulativeEnds) {
+  EXPECT_ERROR(with({10, 30, 20, 40}), "quantize: offsets[2] = 20 is smaller than offsets[1] = 30",
+               "offsets must not decrease");
+  EXPECT_ERROR(with({-1, 30}), "offsets[0] = -1 is smaller than 0", "must not decrease");
+  EXPECT_ERROR(with({10, 41}), "quantize: offsets[1] = 41", "at most 40, the rows of x");
+  EXPECT_ERROR(with({10, 40}, 2), "batch = 2", "one matrix");
+}
+
+TEST_F(RefusedGroups, InEveryOperatorByItsName) {
+  const Offsets good({10, 40}, false), bad({30, 20}, false), other({10, 40}, false);
+  Output q(kNvfp4, {}, -1, 40, 48, 1, good.view()), column(kNvfp4, {}, -2, 40, 48, 1, other.view());
+  quantize(x.view(), q.view);
+  EXPECT_ERROR(quantize_dual(x.view(), q.view, column.view), "quantize_dual: offsets",
+               "the same groups");
+  float amaxes[2];
+  EXPECT_ERROR(amax(x.view(), kNvfp4, -1, amaxes, serial_executor(), bad.view()),
+               "amax: offsets[1] = 20 is smaller than offsets[0] = 30");
+  std::vector<float> values(40 * 48);
+  const Matrix to{values.data(), DType::f32, 40, 48, 48, 1, 1, 0};
+  q.view.groups = bad.view();
+  EXPECT_ERROR(dequantize(as_const(q.view), to), "dequantize: offsets[1] = 20");
+  EXPECT_ERROR(relayout(as_const(q.view), q.view), "relayout: offsets[1] = 20");
+  q.view.groups = good.view();
+  const Matrix d{values.data(), DType::f32, 40, 40, 40, 1, 1, 0};
+  EXPECT_ERROR(gemm(as_const(q.view), as_const(q.view), d), "gemm", "groups", "one matrix");
+}
+
+TEST_F(RefusedGroups, ANegativeAmaxOfAnyGroup) {
+  const Offsets offsets({10, 40}, true);
+  Output out(kNvfp4, {}, -1, 40, 48, 1, offsets.view());
+  const float amaxes[] = {1, -2};
+  QuantizeOptions options;
+  options.amax = amaxes;
+  EXPECT_ERROR(quantize(x.view(), out.view, options), "amax = -2", "at least 0");
+}
+
+}  // namespace
+}  // namespace blockscale::testing
