@@ -220,12 +220,9 @@ Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& lay
   q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
   q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
   const Sizes sizes = sizes_of(as_const(q), batch);
-  const auto make = [&](const std::vector<int64_t>& size, ScalarType dtype) {
-    return empty(size, dtype, at.device());
-  };
-  out.codes = make(sizes.codes, torch_dtype(spec.element));
-  out.scales = make(sizes.scales, torch_dtype(spec.scale));
-  out.outer = make(sizes.outer, ScalarType::Float);
+  out.codes = empty(sizes.codes, torch_dtype(spec.element), at.device());
+  out.scales = empty(sizes.scales, torch_dtype(spec.scale), at.device());
+  out.outer = empty(sizes.outer, ScalarType::Float, at.device());
   q.codes = static_cast<uint8_t*>(out.codes.mutable_data_ptr());
   q.scales = static_cast<uint8_t*>(out.scales.mutable_data_ptr());
   q.outer = static_cast<float*>(out.outer.mutable_data_ptr());

@@ -1,5 +1,6 @@
-// matmul. On a CPU it is the core's GEMM. On a GPU, until the core has one there: decode to BF16,
-// let PyTorch multiply with FP32 sums, then apply outer scales and bias in one pass over them.
+// matmul. On a CPU, and on a GPU for FP32 scales, it is the core's GEMM. For the other specs on a
+// GPU: decode to BF16, let PyTorch multiply with FP32 sums, then apply outer scales and bias in one
+// pass over them.
 #include "matmul.h"
 
 #include "gpu/gpu.h"
@@ -67,7 +68,7 @@ void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
          "use one block size for both operands of a GEMM");
 }
 
-// The core's GEMM.
+// The core's GEMM, with threads or on a stream.
 template <class On>
 Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
@@ -98,6 +99,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                      const std::vector<int64_t>& sizes) {
   check_pair(at, a.spec, b.spec);
   const TorchStream stream(at.device());
+  if (a.spec.scale == Format::fp32) return core_matmul(at, a, b, bias, out_dtype, sizes, stream);
   const StoredShape sa = a.shape(), sb = b.shape();
   // PyTorch's GEMM rounds its sums once, to whatever dtype it writes.
   const bool finished = !a.spec.outer && !b.spec.outer && !bias && out_dtype != ScalarType::Half;
@@ -132,9 +134,8 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
 }  // namespace
 
 std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
-  // An FP32 scale times a code does not fit in BF16.
-  if (device == "cuda" && spec.scale == Format::fp32) return "the FP8 GEMM, which is not built yet";
-  return "";
+  // An FP32 scale times a code does not fit in BF16: such operands need the core's own GEMM.
+  return spec.scale == Format::fp32 ? gemm_needs(spec, device) : "";
 }
 
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,

@@ -190,6 +190,33 @@ void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memo
   check_same_groups("relayout", from.groups, to.groups);
 }
 
+void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+                const GemmOptions& options, Memory memory) {
+  check_quantized("gemm", "a", a, memory);
+  check_quantized("gemm", "b", b, memory);
+  check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, memory);
+  if (a.groups || b.groups) fail("gemm", "a, b", "groups", "one matrix each");
+  const StoredShape sa = a.shape(), sb = b.shape();
+  if (a.batch != 1 || b.batch != 1 || d.batch != 1)
+    fail("gemm", "batch", a.batch, "one matrix each");
+  const int64_t ka = a.axis == -1 ? a.columns : a.rows, kb = b.axis == -1 ? b.columns : b.rows;
+  if (ka != kb)
+    fail("gemm", "b", describe(b), "the contraction length of a, " + std::to_string(ka),
+         "quantize both operands along their shared axis");
+  if (a.spec.hadamard != b.spec.hadamard)
+    fail("gemm", "b", describe(b), "the Hadamard transform of a, " + describe(a),
+         "transform both operands of a GEMM or neither");
+  if (a.spec.block != b.spec.block)
+    fail("gemm", "b", describe(b),
+         "blocks of " + std::to_string(a.spec.block) + " along the contraction axis, as in a",
+         "use one block size for both operands of a GEMM");
+  if (d.rows != sa.lines || d.columns != sb.lines)
+    fail("gemm", "d", extents(d.rows, d.columns), "extents " + extents(sa.lines, sb.lines));
+  if (d.dtype == DType::f16) fail("gemm", "d", "float16", "float32 or bfloat16");
+  if (options.accumulate && d.dtype != DType::f32)
+    fail("gemm", "d", "bfloat16", "float32 to accumulate into");
+}
+
 }  // namespace
 
 void check_offsets(const char* op, const Groups& groups, int64_t rows) {
@@ -270,30 +297,33 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Executor& executor) {
-  check_quantized("gemm", "a", a, Memory::host);
-  check_quantized("gemm", "b", b, Memory::host);
-  check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, Memory::host);
-  if (a.groups || b.groups) fail("gemm", "a, b", "groups", "one matrix each");
-  const StoredShape sa = a.shape(), sb = b.shape();
-  if (a.batch != 1 || b.batch != 1 || d.batch != 1)
-    fail("gemm", "batch", a.batch, "one matrix each");
-  const int64_t ka = a.axis == -1 ? a.columns : a.rows, kb = b.axis == -1 ? b.columns : b.rows;
-  if (ka != kb)
-    fail("gemm", "b", describe(b), "the contraction length of a, " + std::to_string(ka),
-         "quantize both operands along their shared axis");
-  if (a.spec.hadamard != b.spec.hadamard)
-    fail("gemm", "b", describe(b), "the Hadamard transform of a, " + describe(a),
-         "transform both operands of a GEMM or neither");
-  if (a.spec.block != b.spec.block)
-    fail("gemm", "b", describe(b),
-         "blocks of " + std::to_string(a.spec.block) + " along the contraction axis, as in a",
-         "use one block size for both operands of a GEMM");
-  if (d.rows != sa.lines || d.columns != sb.lines)
-    fail("gemm", "d", extents(d.rows, d.columns), "extents " + extents(sa.lines, sb.lines));
-  if (d.dtype == DType::f16) fail("gemm", "d", "float16", "float32 or bfloat16");
-  if (options.accumulate && d.dtype != DType::f32)
-    fail("gemm", "d", "bfloat16", "float32 to accumulate into");
+  check_gemm(a, b, d, options, Memory::host);
+  if (options.device_alpha) fail("gemm", "device_alpha", "given", "none: a is in host memory");
   cpu::gemm(a, b, d, options, StrictExecutor(executor));
+}
+void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+          const GemmOptions& options, const Stream& stream) {
+  check_gemm(a, b, d, options, Memory::device);
+  for (const auto& [name, q] : {std::pair{"a", &a}, std::pair{"b", &b}}) {
+    if (const std::string needs = gemm_needs(q->spec, "cuda"); !needs.empty())
+      fail("gemm", name, to_string(q->spec) + " on cuda", needs,
+           "dequantize both operands and multiply them");
+    if (q->layout.codes != Layout::linear)
+      fail("gemm", name, to_string(q->layout), "codes in the linear layout", "relayout first");
+  }
+  if (d.column_stride != 1 && d.columns > 1)
+    fail("gemm", "d.column_stride", d.column_stride, "1 on a GPU");
+  gpu::gemm(a, b, d, options, stream);
+}
+
+std::string gemm_needs(const QuantSpec& spec, std::string_view device) {
+  if (device != "cuda") return "";
+  if (spec.scale != Format::fp32)
+    return "FP32 scales: the GPU's own GEMM is for fp8_1x128 and fp8_128x128";
+  if (spec.element != Format::e4m3fn && spec.element != Format::e5m2)
+    return "e4m3fn or e5m2 elements, which NVIDIA's tensor cores read";
+  if (spec.hadamard.dim) return "no Hadamard transform";
+  return "";
 }
 
 std::string explain(std::string_view spec, std::string_view layout, std::string_view device) {

@@ -94,11 +94,20 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 // operand's contraction axis is the one it was quantized along, its lines are the rows of A or B.
 struct GemmOptions {
   float alpha = 1.0f;
-  const float* bias = nullptr;  // N values, added to every row
-  bool accumulate = false;      // add to D (FP32 only) instead of overwriting it
+  const float* device_alpha = nullptr;  // on a GPU: one more factor, read when the kernel runs
+  const float* bias = nullptr;          // N values, added to every row
+  bool accumulate = false;              // add to D (FP32 only) instead of overwriting it
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
+// On a GPU: FP8 with FP32 scales, on compute capability 9.0. A is best stored in 1x128 blocks with
+// mn_major scales: others are copied into that form, in the workspace (4 bytes a block and row).
+// Sums run within 128 of K in the tensor cores' precision, across them in FP32.
+void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+          const GemmOptions& options, const Stream& stream);
+// What gemm needs of operands of this spec on a kind of device ("cpu", "cuda"), in words; empty
+// when it multiplies them. Which GPU there is, only the call itself asks.
+std::string gemm_needs(const QuantSpec& spec, std::string_view device);
 
 // What the operators check of offsets in host memory, for `rows` rows of x; `op` names the operator
 // in the error. Offsets in device memory are not looked at (see quantize): this is for debugging

@@ -16,6 +16,9 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
           const Stream& stream);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
+// Operands that gemm_needs has nothing to say about; d with contiguous columns.
+void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+          const GemmOptions& options, const Stream& stream);
 
 // What a GEMM does with its FP32 sums S: D = alpha * a_outer * b_outer * S + bias [+ D], rounded
 // once to FP32 and then to D's dtype, as the CPU backend does it.

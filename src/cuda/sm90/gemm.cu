@@ -1,0 +1,93 @@
+// Chooses a tile and launches the kernel for it.
+#include <array>
+#include <utility>
+
+#include "cuda/sm90/gemm.h"
+#include "cuda/sm90/instance.h"
+
+namespace blockscale::sm90 {
+
+bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
+              int box_across, int box_down, bool swizzled) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &result) != cudaSuccess)
+      found = nullptr;
+    return reinterpret_cast<Encode>(found);
+  }();
+  if (!encode) return false;
+  const auto& [size, stride] = extents;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(size[0]), static_cast<cuuint64_t>(size[1]),
+                              static_cast<cuuint64_t>(size[2])};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride[0]),
+                                static_cast<cuuint64_t>(stride[1])};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(box_across), static_cast<cuuint32_t>(box_down),
+                            1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  return encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+namespace {
+
+using Launch = cudaError_t (*)(const Fp8Gemm&, int device, int multiprocessors, cudaStream_t);
+using Table = std::array<Launch, cuda::kTileCount>;
+
+// Every tile's kernel for one kind of operands; null where it is not compiled.
+template <bool kSquare, bool kAE5m2, bool kBE5m2, int... kIndex>
+constexpr Table table(std::integer_sequence<int, kIndex...>) {
+  const auto one = []<int i>() -> Launch {
+    if constexpr (cuda::kTiles[i].e5m2 || !(kAE5m2 || kBE5m2))
+      return launch<i, kSquare, kAE5m2, kBE5m2>;
+    return nullptr;
+  };
+  return {one.template operator()<kIndex>()...};
+}
+template <bool kSquare>
+const Table& table_for(bool a_e5m2, bool b_e5m2) {
+  constexpr auto kAll = std::make_integer_sequence<int, cuda::kTileCount>();
+  static constexpr Table tables[] = {
+      table<kSquare, false, false>(kAll), table<kSquare, false, true>(kAll),
+      table<kSquare, true, false>(kAll), table<kSquare, true, true>(kAll)};
+  return tables[2 * a_e5m2 + b_e5m2];
+}
+
+cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
+  const bool by_rows = g.grouping == Grouping::rows;
+  const bool by_contraction = g.grouping == Grouping::contraction;
+  cuda::GemmSize s;
+  s.groups = g.grouping == Grouping::dense ? 1 : g.groups;
+  s.rows = by_rows ? ceil_of(g.m, s.groups) : g.m;
+  s.columns = g.n;
+  s.blocks = ceil_of(ceil_of(g.k, kBlock), by_contraction ? s.groups : 1);
+  s.square = g.b_square;
+  s.e5m2 = g.a_e5m2 || g.b_e5m2;
+  s.multiprocessors = multiprocessors;
+  return s;
+}
+
+}  // namespace
+
+cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream) {
+  if (g.m == 0 || g.n == 0 || g.groups == 0) return cudaSuccess;
+  int device = 0, multiprocessors = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e != cudaSuccess) return e;
+  const cuda::GemmSize size = size_of(g, multiprocessors);
+  Fp8Gemm chosen = g;
+  if (g.tile < 0) chosen.tile = cuda::choose_tile(size);
+  if (g.band <= 0) chosen.band = cuda::choose_band(cuda::kTiles[chosen.tile], size);
+  const Table& launches =
+      g.b_square ? table_for<true>(g.a_e5m2, g.b_e5m2) : table_for<false>(g.a_e5m2, g.b_e5m2);
+  return launches[chosen.tile](chosen, device, multiprocessors, stream);
+}
+
+}  // namespace blockscale::sm90

@@ -1,0 +1,49 @@
+// The FP8 GEMM of Hopper (sm_90a) as a plain function: device pointers, sizes, a stream. Launches
+// one kernel, allocates nothing, waits for nothing; the same bits from run to run.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/sm90/problem.h"
+
+namespace blockscale::sm90 {
+
+// D = alpha * (A B^T) [+ bias] [+ D].
+//   dense        A [m, k],    B [n, k],    D [m, n]
+//   rows         A [m, k],    B [g, n, k], D [m, n]: rows of A by group
+//   contraction  A [m, k],    B [n, k],    D [g, m, n]: group i's part of the storage starts where
+//                the one before ends, rounded up to 128; k is the length of the whole storage
+// Codes have rows of `k` rounded up to 128 bytes, zero padded, at multiples of 16 bytes; scales are
+// mn_major (1x128: lines of m or n values, padded to 4), and B's 128x128 ones anyhow.
+struct Fp8Gemm {
+  int64_t m = 0, n = 0, k = 0;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  const float* a_scales = nullptr;
+  const float* b_scales = nullptr;
+  bool a_e5m2 = false, b_e5m2 = false;
+  bool b_square = true;  // blocks of 128x128
+  // Of 128x128 scales: elements between blocks along N, along K, and between groups.
+  int64_t b_scale_n = 0, b_scale_k = 0, b_scale_group = 0;
+  void* d = nullptr;     // FP32 or BF16
+  int64_t d_stride = 0;  // elements between its rows; its groups follow each other
+  bool d_f32 = false;
+  bool accumulate = false;  // FP32 only
+  float alpha = 1;
+  const float* device_alpha = nullptr;  // one more factor, in device memory
+  const float* bias = nullptr;          // n values
+  Grouping grouping = Grouping::dense;
+  int groups = 1;
+  const void* offsets = nullptr;  // cumulative ends of the groups, in device memory
+  bool wide_offsets = false;      // int64 instead of int32
+  int tile = -1;                  // index into kTiles; chosen when negative
+  int band = 0;                   // tiles along M that are walked together; chosen when 0
+};
+
+// Returns cudaSuccess, or why the launch failed.
+cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream);
+
+}  // namespace blockscale::sm90

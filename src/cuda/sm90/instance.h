@@ -1,0 +1,113 @@
+// One compiled kernel: its launch, and the tensor maps it reads.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "cuda/sm90/gemm.h"
+#include "cuda/sm90/multiply.h"
+#include "cuda/tiles.h"
+
+namespace blockscale::sm90 {
+
+inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t ceil_of(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+// The sizes of an array of three dimensions, the innermost first; strides in bytes.
+struct Extents {
+  int64_t size[3];
+  int64_t stride[2];
+};
+bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
+              int box_across, int box_down, bool swizzled);
+
+template <int kIndex>
+struct TileOf {
+  static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
+  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.held>;
+};
+
+template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
+cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream_t stream) {
+  using T = typename TileOf<kIndex>::type;
+  const auto kernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
+  constexpr int kDevices = 64;
+  static std::atomic<bool> prepared[kDevices];
+  if (device >= kDevices || !prepared[device]) {
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               shared_bytes<T, kSquare>(kMaxGroups));
+    if (e != cudaSuccess) return e;
+    if (device < kDevices) prepared[device] = true;
+  }
+
+  GemmParams p{};
+  const int64_t padded = up(g.k, kBlock), blocks = padded / kBlock;
+  const bool by_rows = g.grouping == Grouping::rows;
+  const bool by_contraction = g.grouping == Grouping::contraction;
+  const int64_t batch = by_rows ? g.groups : 1;
+  if (blocks > 0) {
+    const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    const bool ok = describe(p.a, bytes, g.a, {{padded, g.m, 1}, {padded, padded * g.m}}, kBlock,
+                             T::kARows, true) &&
+                    describe(p.b, bytes, g.b, {{padded, g.n, batch}, {padded, padded * g.n}},
+                             kBlock, T::kBRows, true);
+    if (!ok) return cudaErrorInvalidValue;
+  }
+  p.a_scales = g.a_scales;
+  p.b_scales = g.b_scales;
+  p.square_n = g.b_scale_n;
+  p.square_k = g.b_scale_k;
+  p.square_group = kSquare ? g.b_scale_group : blocks * up(g.n, 4);
+
+  Problem& problem = p.problem;
+  problem.m = static_cast<int>(g.m);
+  problem.n = static_cast<int>(g.n);
+  problem.k_blocks = static_cast<int>(blocks);
+  problem.grouping = g.grouping;
+  problem.groups = g.grouping == Grouping::dense ? 1 : g.groups;
+  problem.offsets = g.offsets;
+  problem.wide_offsets = g.wide_offsets;
+  problem.units_across = static_cast<int>(ceil_of(g.n, T::kUnitColumns));
+  problem.units_down = static_cast<int>(ceil_of(g.m, T::kUnitRows));
+  problem.band = g.band;
+
+  Output& out = p.out;
+  const int64_t size = g.d_f32 ? 4 : 2;
+  out.d = g.d;
+  out.row_stride = g.d_stride;
+  out.group_stride = g.m * g.d_stride;
+  out.alpha = g.alpha;
+  out.device_alpha = g.device_alpha;
+  out.bias = g.bias;
+  out.f32 = g.d_f32;
+  out.add = g.accumulate;
+  const auto address = reinterpret_cast<uintptr_t>(g.d);
+  out.pairs = address % (2 * size) == 0 && g.d_stride % 2 == 0;
+  out.boxes =
+      T::kN % 64 == 0 && address % 16 == 0 && g.d_stride * size % 16 == 0 &&
+      describe(
+          p.d, g.d_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, g.d,
+          {{g.n, g.m, by_contraction ? g.groups : 1}, {g.d_stride * size, g.m * g.d_stride * size}},
+          static_cast<int>(128 / size), 64, true);
+
+  int clusters = multiprocessors / T::kCluster;
+  if (!by_rows) {
+    const int64_t units = int64_t{1} * problem.units_down * problem.units_across * problem.groups;
+    if (units < clusters) clusters = static_cast<int>(units);
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));
+  config.blockDim = dim3(T::kThreads);
+  config.dynamicSmemBytes = shared_bytes<T, kSquare>(g.grouping == Grouping::dense ? 0 : g.groups);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {T::kCluster, 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+}  // namespace blockscale::sm90

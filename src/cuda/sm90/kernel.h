@@ -1,0 +1,172 @@
+// The FP8 GEMM of Hopper: D = alpha * (A B^T) [+ bias] [+ D], A [m, k] in blocks of 1x128, B [n, k]
+// in blocks of 128x128 or 1x128, FP32 scales (numerics section 10).
+//
+// One warpgroup brings tiles of both operands into a ring of stages, 128 codes of the contraction
+// axis each, by the copy engine; two or three others multiply them with wgmma. A stage is one block
+// of scales, so after each the tensor cores' sums are multiplied by their scales and added to FP32
+// sums on the ordinary units ("promoted"), while another warpgroup keeps the tensor cores busy.
+// CTAs stay on their multiprocessor and walk over the tiles.
+#pragma once
+
+#include "cuda/sm90/problem.h"
+#include "cuda/sm90/ptx.h"
+#include "cuda/sm90/wgmma.h"
+
+namespace blockscale::sm90 {
+
+struct Output {
+  void* d = nullptr;
+  int64_t row_stride = 0, group_stride = 0;  // in elements
+  float alpha = 1;
+  const float* device_alpha = nullptr;  // one more factor
+  const float* bias = nullptr;
+  bool f32 = false;
+  bool add = false;    // to what D holds; FP32 only
+  bool boxes = false;  // the copy engine can write D
+  bool pairs = false;  // two neighbouring elements of D lie at a multiple of their size
+};
+
+struct GemmParams {
+  CUtensorMap a, b, d;
+  // Scales of 1x128 blocks: lines of as many as there are rows, padded to 4, one line a block of K.
+  const float* a_scales;
+  const float* b_scales;
+  // Of 128x128 blocks of B instead: how far apart they lie along N, along K and between groups.
+  int64_t square_n, square_k, square_group;
+  Problem problem;
+  Output out;
+};
+
+// A tile of output: `kGroups_` math warpgroups, side by side along N (kSideBySide) or one below the
+// other, with kWaves wgmmas of 64 x kN each. Clusters of two share the operand they have in common.
+template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
+          int kHeld_>
+struct Tile {
+  static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
+  static constexpr int kCluster = kCluster_;
+  // A warpgroup stages its output where its own part of a tile's last kHeld stages was (of A, or
+  // of B when they lie side by side), in chunks of 8 KB, and gives these stages back afterwards.
+  static constexpr int kHeld = kHeld_;
+  static constexpr bool kSideBySide = kSideBySide_;
+  static constexpr int kRows = 64 * kWaves * (kSideBySide ? 1 : kGroups);
+  static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
+  static constexpr bool kPairsColumns = kRows >= kColumns;  // and share A; else rows, and B
+  static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kCluster);  // of a cluster
+  static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kCluster : 1);
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160;
+  static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kARows = kCluster > 1 && kPairsColumns ? kRows / 2 : kRows;  // of one copy
+  static constexpr int kBRows = kCluster > 1 && !kPairsColumns ? kColumns / 2 : kColumns;
+
+  // Shared memory, in bytes.
+  static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
+  static constexpr int kAScaleBytes = (kRows * 4 + 16 + 127) / 128 * 128;
+  static constexpr int kBScaleBytes = (kColumns * 4 + 127) / 128 * 128;
+  static constexpr int kChunkBytes = 8192;
+  static constexpr int kOwnBytes = kSideBySide ? kN * kBlock : kWaves * 64 * kBlock;
+  static constexpr bool kStaged = kHeld > 0 && kN % 64 == 0;
+  static constexpr int kChunksPerStage = kOwnBytes / kChunkBytes;
+  static constexpr int kChunks = kHeld * kChunksPerStage;
+  static constexpr int kScalesAt = kStages * (kABytes + kBBytes);
+};
+template <class T, bool kSquare>
+inline constexpr int kBarriersAt = T::kScalesAt +
+                                   T::kStages*(T::kAScaleBytes + (kSquare ? 0 : T::kBScaleBytes));
+template <class T, bool kSquare>
+inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages * 16;
+// `groups` is 0 for a dense product. The base is aligned by hand.
+template <class T, bool kSquare>
+constexpr int shared_bytes(int groups) {
+  return kStartsAt<T, kSquare> + (groups ? (groups + 1) * 4 : 0) + 1024;
+}
+
+// A position in the ring of stages.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  BLOCKSCALE_INLINE void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <class T, bool kSquare>
+struct Shared {
+  uint32_t base;
+  BLOCKSCALE_INLINE uint32_t a(int stage) const { return base + stage * T::kABytes; }
+  BLOCKSCALE_INLINE uint32_t b(int stage) const {
+    return base + T::kStages * T::kABytes + stage * T::kBBytes;
+  }
+  // Of this warpgroup's own part of a stage.
+  BLOCKSCALE_INLINE uint32_t own(int stage, int group) const {
+    return (T::kSideBySide ? b(stage) : a(stage)) + group * T::kOwnBytes;
+  }
+  BLOCKSCALE_INLINE uint32_t a_scales(int stage) const {
+    return base + T::kScalesAt + stage * T::kAScaleBytes;
+  }
+  BLOCKSCALE_INLINE uint32_t b_scales(int stage) const {
+    return base + T::kScalesAt + T::kStages * T::kAScaleBytes + stage * T::kBScaleBytes;
+  }
+  BLOCKSCALE_INLINE uint32_t full(int stage) const {
+    return base + kBarriersAt<T, kSquare> + stage * 16;
+  }
+  BLOCKSCALE_INLINE uint32_t empty(int stage) const { return full(stage) + 8; }
+};
+
+// A part of a line of scales. Rows of a group may start anywhere, copies at multiples of 4 values:
+// a tile's scales start up to 3 values into their copy.
+struct ScaleCopy {
+  const float* from;
+  int64_t line;    // values between blocks of K
+  uint32_t bytes;  // 0 where the tile lies outside of the matrix
+  BLOCKSCALE_INLINE ScaleCopy(const float* scales, int rows, int first, int count) {
+    line = (rows + 3) / 4 * 4;
+    const int start = first / 4 * 4;
+    from = scales + start;
+    bytes = static_cast<uint32_t>(max(0, min(count, static_cast<int>(line) - start))) * 4;
+  }
+  BLOCKSCALE_INLINE void issue(int block, uint32_t to, uint32_t barrier) const {
+    if (bytes > 0) copy_bytes(to, from + block * line, bytes, barrier);
+  }
+};
+
+// One thread keeps the ring full.
+template <class T, bool kSquare>
+BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                   const int* starts, int rank) {
+  const Problem& problem = p.problem;
+  constexpr bool kShareA = T::kCluster > 1 && T::kPairsColumns;
+  constexpr bool kShareB = T::kCluster > 1 && !T::kPairsColumns;
+  const int units = unit_count(problem, starts);
+  const int step = static_cast<int>(gridDim.x) / T::kCluster;
+  int group = 0;
+  Ring<T::kStages> ring;
+  for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
+    const Work w = work_of<T>(problem, starts, unit, rank, group);
+    const int a_part = kShareA ? rank * T::kARows : 0, b_part = kShareB ? rank * T::kBRows : 0;
+    const int b_batch = problem.grouping == Grouping::rows ? w.group : 0;
+    const ScaleCopy a_scales(p.a_scales, problem.m, w.row, T::kRows + 4);
+    const ScaleCopy b_scales(p.b_scales + (kSquare ? 0 : b_batch * p.square_group), problem.n,
+                             w.column, T::kColumns);
+    const uint32_t bytes =
+        T::kABytes + T::kBBytes + a_scales.bytes + (kSquare ? 0 : b_scales.bytes);
+    for (int i = 0; i < w.blocks; ++i, ring.next()) {
+      const int block = w.first_block + i, stage = ring.stage;
+      const uint32_t full = shared.full(stage);
+      barrier_wait(shared.empty(stage), ring.phase ^ 1);
+      barrier_expect(full, bytes);
+      copy_box<kShareA>(shared.a(stage) + a_part * kBlock, p.a, full, block * kBlock,
+                        w.row + a_part, 0);
+      copy_box<kShareB>(shared.b(stage) + b_part * kBlock, p.b, full, block * kBlock,
+                        w.column + b_part, b_batch);
+      a_scales.issue(block, shared.a_scales(stage), full);
+      if constexpr (!kSquare) b_scales.issue(block, shared.b_scales(stage), full);
+    }
+  }
+}
+
+}  // namespace blockscale::sm90

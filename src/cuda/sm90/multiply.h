@@ -1,0 +1,352 @@
+// The math warpgroups of the kernel: multiply, promote, and write a tile of output.
+#pragma once
+
+#include "cuda/sm90/kernel.h"
+
+namespace blockscale::sm90 {
+
+// The scales of the 128x128 blocks of B that a warpgroup's columns lie in: one block, or two where
+// a tile is wider than 128. Loaded one block of K ahead of their use, straight from L2.
+template <int kN>
+struct SquareScales {
+  static constexpr bool kTwo = kN > kBlock;
+  const float* next;
+  const float* next2;
+  int64_t step;
+  float first, second;
+
+  BLOCKSCALE_INLINE SquareScales(const GemmParams& p, const Work& w, int column) {
+    const int last = (p.problem.n - 1) / kBlock;  // columns may lie beyond N: of a tile's tail
+    const int64_t block = min(column / kBlock, last);
+    const int64_t block2 = min(column / kBlock + 1, last);
+    next = p.b_scales + block * p.square_n + w.first_block * p.square_k +
+           (p.problem.grouping == Grouping::rows ? w.group * p.square_group : 0);
+    next2 = next + (block2 - block) * p.square_n;
+    step = p.square_k;
+    first = second = 0;
+    if (w.blocks > 0) load();
+  }
+  BLOCKSCALE_INLINE void load() {
+    first = __ldg(next);
+    if constexpr (kTwo) second = __ldg(next2);
+    next += step;
+    next2 += step;
+  }
+};
+
+// sum += sums of the tensor cores * scales; group g of 8 columns belongs to the second scale from
+// kSplit on.
+template <int kSplit, int kN>
+BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
+                               float lower, float upper2, float lower2) {
+#pragma unroll
+  for (int g = 0; g < kN / 8; ++g) {
+    const float u = g < kSplit ? upper : upper2, l = g < kSplit ? lower : lower2;
+    sum[4 * g] = fmaf(part[4 * g], u, sum[4 * g]);
+    sum[4 * g + 1] = fmaf(part[4 * g + 1], u, sum[4 * g + 1]);
+    sum[4 * g + 2] = fmaf(part[4 * g + 2], l, sum[4 * g + 2]);
+    sum[4 * g + 3] = fmaf(part[4 * g + 3], l, sum[4 * g + 3]);
+  }
+}
+// The same with a scale for every column, in shared memory.
+template <int kN>
+BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
+                               float lower, uint32_t scales) {
+#pragma unroll
+  for (int g = 0; g < kN / 8; ++g) {
+    const float2 b = load_shared2(scales + g * 32);
+    sum[4 * g] = fmaf(part[4 * g], upper * b.x, sum[4 * g]);
+    sum[4 * g + 1] = fmaf(part[4 * g + 1], upper * b.y, sum[4 * g + 1]);
+    sum[4 * g + 2] = fmaf(part[4 * g + 2], lower * b.x, sum[4 * g + 2]);
+    sum[4 * g + 3] = fmaf(part[4 * g + 3], lower * b.y, sum[4 * g + 3]);
+  }
+}
+
+// alpha and bias.
+template <class T>
+BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int column) {
+  const float alpha = p.out.device_alpha ? p.out.alpha * __ldg(p.out.device_alpha) : p.out.alpha;
+  if (alpha != 1.0f) {
+#pragma unroll
+    for (int w = 0; w < T::kWaves; ++w)
+#pragma unroll
+      for (int i = 0; i < T::kN / 2; ++i) sum[w][i] *= alpha;
+  }
+  if (p.out.bias) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int g = 0; g < T::kN / 8; ++g) {
+      const int c = column + g * 8 + lane % 4 * 2;
+      const float x = c < p.problem.n ? __ldg(p.out.bias + c) : 0.0f;
+      const float y = c + 1 < p.problem.n ? __ldg(p.out.bias + c + 1) : 0.0f;
+#pragma unroll
+      for (int w = 0; w < T::kWaves; ++w) {
+        sum[w][4 * g] += x;
+        sum[w][4 * g + 1] += y;
+        sum[w][4 * g + 2] += x;
+        sum[w][4 * g + 3] += y;
+      }
+    }
+  }
+}
+
+// Through shared memory in chunks of 64 rows of 128 bytes; the copy engine cuts off what lies
+// outside of D. `stage` is the first of the held ones.
+template <class T, bool kSquare, bool kF32>
+BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+                                   const Shared<T, kSquare>& shared, int stage, int group,
+                                   const Work& w, int row, int column) {
+  constexpr int kColumns = kF32 ? 32 : 64, kEights = kColumns / 8;
+  constexpr int kAcross = T::kN / kColumns, kTotal = T::kWaves * kAcross;
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  const int warp_row = thread / 32 * 16;
+  const auto chunk_at = [&](int i) {
+    const int held = stage + i / T::kChunksPerStage;
+    return shared.own(held < T::kStages ? held : held - T::kStages, group) +
+           i % T::kChunksPerStage * T::kChunkBytes;
+  };
+#pragma unroll
+  for (int done = 0; done < kTotal; done += T::kChunks) {
+    // Until all warps are done with the stages, and the engine with what it stores.
+    if (done > 0 && thread == 0) stores_wait_read();
+    named_sync(1 + group, 128);
+#pragma unroll
+    for (int i = 0; i < T::kChunks; ++i) {
+      if (done + i >= kTotal) break;
+      const int wave = (done + i) / kAcross, first = (done + i) % kAcross * kEights;
+      const uint32_t chunk = chunk_at(i);
+      // Piece x of 16 bytes of row r lies at x ^ r % 8: the engine's swizzle of 128 bytes.
+      if constexpr (kF32) {
+        // Neighbouring lanes exchange halves: even ones then hold four columns of the upper row,
+        // odd ones of the lower. (Pairs of sums stored together would have to be pairs of
+        // registers, which the multiply-adds of the main loop would pay for in bank conflicts.)
+        const bool odd = lane % 2 != 0;
+        const int r = warp_row + lane / 4 + (odd ? 8 : 0);
+#pragma unroll
+        for (int g = 0; g < kEights; ++g) {
+          const float* v = sum[wave] + 4 * (first + g);
+          const float x = __shfl_xor_sync(~0u, odd ? v[0] : v[2], 1);
+          const float y = __shfl_xor_sync(~0u, odd ? v[1] : v[3], 1);
+          store_shared4(chunk + r * 128 + ((g * 2 + lane % 4 / 2) ^ (r % 8)) * 16, odd ? x : v[0],
+                        odd ? y : v[1], odd ? v[2] : x, odd ? v[3] : y);
+        }
+      } else {
+        const int r = warp_row + lane % 16;
+#pragma unroll
+        for (int g = 0; g < kEights; g += 2) {
+          const float* v = sum[wave] + 4 * (first + g);
+          const uint32_t words[4] = {to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]),
+                                     to_bf16x2(v[4], v[5]), to_bf16x2(v[6], v[7])};
+          store_matrices(chunk + r * 128 + ((g + lane / 16) ^ (r % 8)) * 16, words);
+        }
+      }
+    }
+    fence_for_copies();
+    named_sync(1 + group, 128);
+    if (thread == 0) {
+#pragma unroll
+      for (int i = 0; i < T::kChunks; ++i) {
+        if (done + i >= kTotal) break;
+        store_box(chunk_at(i), p.d, column + (done + i) % kAcross * kColumns,
+                  row + (done + i) / kAcross * 64,
+                  p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
+      }
+      stores_commit();
+    }
+  }
+}
+
+BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, float x, float y) {
+  const Output& out = p.out;
+  const bool second = column + 1 < p.problem.n;
+  if (out.f32) {
+    float* d = static_cast<float*>(out.d) + at;
+    d[0] = out.add ? d[0] + x : x;
+    if (second) d[1] = out.add ? d[1] + y : y;
+  } else {
+    uint16_t* d = static_cast<uint16_t*>(out.d) + at;
+    const uint32_t both = to_bf16x2(x, y);
+    if (out.pairs && second) {
+      *reinterpret_cast<uint32_t*>(d) = both;
+    } else {
+      d[0] = static_cast<uint16_t>(both);
+      if (second) d[1] = static_cast<uint16_t>(both >> 16);
+    }
+  }
+}
+
+// Straight from registers: the tail of a group of rows, and outputs that the copy engine cannot
+// describe.
+template <class T>
+BLOCKSCALE_INLINE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+                                      const Work& w, int row, int column) {
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  const int64_t base =
+      p.problem.grouping == Grouping::contraction ? w.group * p.out.group_stride : 0;
+#pragma unroll
+  for (int wave = 0; wave < T::kWaves; ++wave) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + wave * 64 + thread / 32 * 16 + lane / 4 + half * 8;
+      if (r >= w.row_end) continue;
+      const int64_t line = base + r * p.out.row_stride;
+#pragma unroll
+      for (int g = 0; g < T::kN / 8; ++g) {
+        const int c = column + g * 8 + lane % 4 * 2;
+        if (c < p.problem.n)
+          store_pair(p, line + c, c, sum[wave][4 * g + 2 * half], sum[wave][4 * g + 2 * half + 1]);
+      }
+    }
+  }
+}
+
+template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
+BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                      const int* starts, int rank) {
+  constexpr int kN = T::kN;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int group_index = warp / 4, lane = static_cast<int>(threadIdx.x) % 32;
+  // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
+  const int group_row = T::kSideBySide ? 0 : group_index * 64 * T::kWaves;
+  const int group_column = T::kSideBySide ? group_index * kN : 0;
+  const int thread_row = warp % 4 * 16 + lane / 4;
+  const Problem& problem = p.problem;
+  const int units = unit_count(problem, starts);
+  const int step = static_cast<int>(gridDim.x) / T::kCluster;
+  const uint32_t a_tiles = tile_low_word(shared.a(0) + group_row * kBlock);
+  const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
+  int group = 0;
+  Ring<T::kStages> ring;
+  const auto release = [&](int stage) {
+    if (lane < T::kCluster) barrier_arrive(shared.empty(stage), lane);
+  };
+  // The stages that the last tile's output is still being stored from.
+  int held = -1;
+  const auto release_held = [&] {
+    if (held < 0) return;
+    if (threadIdx.x % 128 == 0) {
+      stores_wait_read();
+#pragma unroll
+      for (int i = 0; i < T::kHeld; ++i) {
+        const int stage = held + i < T::kStages ? held + i : held + i - T::kStages;
+#pragma unroll
+        for (int cta = 0; cta < T::kCluster; ++cta) barrier_arrive(shared.empty(stage), cta, 4);
+      }
+    }
+    __syncwarp();
+    held = -1;
+  };
+  for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
+    const Work w = work_of<T>(problem, starts, unit, rank, group);
+    const int row = w.row + group_row, column = w.column + group_column;
+    const bool whole = row + 64 * T::kWaves <= w.row_end || w.row_end == problem.m;
+    const bool staged = T::kStaged && p.out.boxes && whole && w.blocks >= T::kHeld;
+    const int releases = staged ? w.blocks - T::kHeld : w.blocks;  // stages released at once
+    float sum[T::kWaves][kN / 2] = {};
+    float part[kN / 2];
+    SquareScales<kN> square(p, w, column);
+    const int first_scale = w.row % 4 + group_row + thread_row;
+    const bool early_split = column % kBlock != 0;
+    bool ready = false;  // whether the next stage is known to be full
+    int i = 0;
+    // In two parts: after the first, the stages that are held have been stored from.
+    for (int end = min(2, w.blocks);; end = w.blocks) {
+#pragma unroll 1
+      for (; i < end; ++i) {
+        const float b_first = square.first, b_second = square.second;
+        if (kSquare && i + 1 < w.blocks) square.load();
+        const int stage = ring.stage;
+        if (!ready) barrier_wait(shared.full(stage), ring.phase);
+        const uint32_t a_tile = a_tiles + stage * (T::kABytes / 16);
+        const uint32_t b_tile = b_tiles + stage * (T::kBBytes / 16);
+        const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
+        const uint32_t b_scales = shared.b_scales(stage) + (group_column + lane % 4 * 2) * 4;
+        ring.next();
+        float upper[T::kWaves], lower[T::kWaves];
+#pragma unroll
+        for (int wave = 0; wave < T::kWaves; ++wave) {
+          upper[wave] = load_shared(a_scales + wave * 256);
+          lower[wave] = load_shared(a_scales + wave * 256 + 32);
+        }
+#pragma unroll
+        for (int wave = 0; wave < T::kWaves; ++wave) {
+          constexpr int kLast = T::kWaves - 1;
+          pin(part);
+          wgmma_begin();
+#pragma unroll
+          for (int k = 0; k < kBlock / 32; ++k)
+            wgmma<kN, kAE5m2, kBE5m2>(part,
+                                      tile_descriptor(a_tile + wave * (64 * kBlock / 16) + 2 * k),
+                                      tile_descriptor(b_tile + 2 * k), k != 0);
+          wgmma_commit();
+          pin(part);
+          wgmma_wait();
+          if (kSquare && wave == kLast && i < releases) release(stage);
+          if (wave == kLast) ready = barrier_test(shared.full(ring.stage), ring.phase);
+          const float u = upper[wave], l = lower[wave];
+          if constexpr (!kSquare) {
+            promote<kN>(sum[wave], part, u, l, b_scales);
+          } else if (kN > kBlock && early_split) {
+            promote<8, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+          } else {
+            promote<16, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+          }
+          if (!kSquare && wave == kLast && i < releases) release(stage);
+        }
+      }
+      if (T::kStaged) release_held();
+      if (end == w.blocks) break;
+    }
+    finish<T>(sum, p, column);
+    if constexpr (T::kStaged) {
+      if (staged) {
+        held = ring.stage - T::kHeld + (ring.stage < T::kHeld ? T::kStages : 0);
+        if (p.out.f32)
+          store_boxes<T, kSquare, true>(sum, p, shared, held, group_index, w, row, column);
+        else
+          store_boxes<T, kSquare, false>(sum, p, shared, held, group_index, w, row, column);
+        continue;
+      }
+    }
+    store_elements<T>(sum, p, w, row, column);
+  }
+  if (threadIdx.x % 128 == 0) stores_wait_read();
+}
+
+template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    fp8_gemm_kernel(const __grid_constant__ GemmParams p) {
+  extern __shared__ uint8_t memory[];
+  const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
+  const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
+  int* starts = reinterpret_cast<int*>(memory + (base - start) + kStartsAt<T, kSquare>);
+  const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < T::kStages; ++i) {
+      barrier_init(shared.full(i), 1);
+      barrier_init(shared.empty(i), T::kCluster * T::kGroups * 4);
+    }
+    barrier_init_done();
+  }
+  list_groups<T::kUnitRows>(p.problem, starts);
+  if constexpr (T::kCluster > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+
+  if (threadIdx.x >= 128 * T::kGroups) {
+    registers_down<T::kCopyRegisters>();
+    if (threadIdx.x < 128 * T::kGroups + 32) {
+      if (elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
+      __syncwarp();
+    }
+  } else {
+    registers_up<T::kMathRegisters>();
+    multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, starts, rank);
+    __syncwarp();
+  }
+  // No CTA leaves while the other may still write to it or arrive at its barriers.
+  if constexpr (T::kCluster > 1) cluster_sync();
+}
+
+}  // namespace blockscale::sm90

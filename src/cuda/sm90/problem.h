@@ -1,0 +1,108 @@
+// What one launch multiplies and in which order: the three schedules (dense, row-grouped,
+// contraction-grouped) are an enumeration of tiles, and the kernel below them is one.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace blockscale::sm90 {
+
+inline constexpr int kBlock = 128;  // contraction length of one scale and of one pipeline stage
+inline constexpr int kMaxGroups = 1024;  // the table of a launch's groups lies in shared memory
+
+// Which dimension the groups divide.
+enum class Grouping : int { dense, rows, contraction };
+
+// In units: a unit is the tile, or the pair of neighbouring tiles, that one cluster computes.
+struct Problem {
+  int m = 0, n = 0;  // rows: m counts the rows of all groups
+  int k_blocks = 0;  // blocks of 128 along K; contraction: of the whole storage
+  Grouping grouping = Grouping::dense;
+  int groups = 1;
+  const void* offsets = nullptr;  // cumulative ends of the groups, int32 or int64
+  bool wide_offsets = false;
+  int units_across = 0;  // along N
+  int units_down = 0;    // along M; rows: not used
+  int band = 1;          // units along M that are walked together, for the L2 cache
+};
+
+// The work of a cluster for one output tile pair.
+struct Work {
+  int row, row_end;  // first row in A and D, and the end of its group
+  int column;
+  int group;
+  int first_block, blocks;  // along K
+};
+
+__device__ __forceinline__ int group_end(const Problem& p, int group) {
+  if (group < 0) return 0;
+  const int64_t limit =
+      p.grouping == Grouping::rows ? p.m : static_cast<int64_t>(p.k_blocks) * kBlock;
+  const int64_t end = p.wide_offsets ? static_cast<const int64_t*>(p.offsets)[group]
+                                     : static_cast<const int32_t*>(p.offsets)[group];
+  return static_cast<int>(end < 0 ? 0 : end > limit ? limit : end);
+}
+
+// starts[g]: units (rows) or blocks along K (contraction) before group g. All threads call it; the
+// caller synchronizes.
+template <int kUnitRows>
+__device__ __forceinline__ void list_groups(const Problem& p, int* starts) {
+  if (p.grouping == Grouping::dense) return;
+  for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += static_cast<int>(blockDim.x)) {
+    const int size = max(0, group_end(p, g) - group_end(p, g - 1));
+    starts[g + 1] = p.grouping == Grouping::rows
+                        ? (size + kUnitRows - 1) / kUnitRows * p.units_across
+                        : (size + kBlock - 1) / kBlock;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const int lane = static_cast<int>(threadIdx.x);
+  int before = 0;
+  if (lane == 0) starts[0] = 0;
+  for (int base = 0; base < p.groups; base += 32) {
+    int sum = base + lane < p.groups ? starts[base + lane + 1] : 0;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (base + lane < p.groups) starts[base + lane + 1] = before + sum;
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+__device__ __forceinline__ int unit_count(const Problem& p, const int* starts) {
+  if (p.grouping == Grouping::rows) return starts[p.groups];
+  return p.units_down * p.units_across * p.groups;
+}
+
+// The work of CTA `rank` in unit `unit`; `group` is where the last call left off, 0 at first.
+template <class Tile>
+__device__ __forceinline__ Work work_of(const Problem& p, const int* starts, int unit, int rank,
+                                        int& group) {
+  Work w{0, p.m, 0, 0, 0, p.k_blocks};
+  int units_down = p.units_down;
+  if (p.grouping == Grouping::rows) {
+    while (unit >= starts[group + 1]) ++group;
+    unit -= starts[group];
+    units_down = (starts[group + 1] - starts[group]) / p.units_across;
+    w.row = group_end(p, group - 1);
+    w.row_end = group_end(p, group);
+  } else if (p.grouping == Grouping::contraction) {
+    group = unit / (units_down * p.units_across);
+    unit -= group * units_down * p.units_across;
+    w.first_block = starts[group];
+    w.blocks = starts[group + 1] - starts[group];
+  }
+  w.group = group;
+  const int first = unit / (p.band * p.units_across) * p.band;
+  unit -= first * p.units_across;
+  const int height = min(p.band, units_down - first);
+  const int across = unit / height, down = first + unit % height;
+  w.row += down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : rank * Tile::kRows);
+  w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? rank * Tile::kColumns : 0);
+  return w;
+}
+
+}  // namespace blockscale::sm90

@@ -1,0 +1,168 @@
+// Hopper's own instructions as functions: barriers in shared memory, the copy engine, clusters.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace blockscale::sm90 {
+
+#define BLOCKSCALE_INLINE __device__ __forceinline__
+
+BLOCKSCALE_INLINE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+BLOCKSCALE_INLINE bool elect_one() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }"
+               : "=r"(elected));
+  return elected != 0;
+}
+
+// ---- barriers (8 bytes of shared memory, named by their address) --------------------------------
+BLOCKSCALE_INLINE void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+BLOCKSCALE_INLINE void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+BLOCKSCALE_INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Arrives at the same barrier of CTA `rank` of the cluster. What the barriers order are the copy
+// engine's writes and the tensor cores' reads, so neither here nor in the wait is a wider scope
+// than the default asked for: that would flush caches.
+BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier, uint32_t rank, int count = 1) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there], %2; }" ::"r"(barrier),
+      "r"(rank), "r"(count)
+      : "memory");
+}
+BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// Whether the phase is over, without waiting for it.
+BLOCKSCALE_INLINE bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// A barrier of `threads` threads of the block, other than 0, which is __syncthreads'.
+BLOCKSCALE_INLINE void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- the copy engine ---------------------------------------------------------------------------
+BLOCKSCALE_INLINE void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// The box at (x, y, z) to `to` in this CTA, or at the same place in both CTAs of the cluster.
+template <bool kBoth>
+BLOCKSCALE_INLINE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x, int y,
+                                int z) {
+  if constexpr (kBoth)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
+}
+// `bytes` (a multiple of 16, at a multiple of 16 on both sides) of global memory.
+BLOCKSCALE_INLINE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+// Shared memory written by ordinary stores becomes visible to the copy engine.
+BLOCKSCALE_INLINE void fence_for_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+BLOCKSCALE_INLINE void store_box(uint32_t from, const CUtensorMap& map, int x, int y, int z,
+                                 bool add) {
+  if (add)
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group "
+        "[%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+        "r"(from), "r"(x), "r"(y), "r"(z)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group "
+        "[%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+        "r"(from), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+BLOCKSCALE_INLINE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the stores of this thread have read what they store.
+BLOCKSCALE_INLINE void stores_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// ---- shared memory and conversions -------------------------------------------------------------
+BLOCKSCALE_INLINE float load_shared(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+BLOCKSCALE_INLINE float2 load_shared2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+BLOCKSCALE_INLINE void store_shared4(uint32_t address, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
+}
+// Four 8 x 8 matrices of 16-bit words; lane l gives the address of row l % 8 of matrix l / 8.
+BLOCKSCALE_INLINE void store_matrices(uint32_t address, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+BLOCKSCALE_INLINE uint32_t to_bf16x2(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+// ---- clusters, registers -----------------------------------------------------------------------
+BLOCKSCALE_INLINE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+BLOCKSCALE_INLINE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+template <int kCount>
+BLOCKSCALE_INLINE void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+BLOCKSCALE_INLINE void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+}  // namespace blockscale::sm90

@@ -1,0 +1,121 @@
+// wgmma, m64 n k32: D[64, n] (+)= A[64, 32] B[n, 32]^T on FP8 codes in shared memory, FP32 sums in
+// registers. Thread t of the warpgroup holds, of row t/32*16 + t%32/4 (and of 8 rows below it in
+// elements 2 and 3), columns 8g + t%4*2 and the next in d[4g] and d[4g + 1].
+#pragma once
+
+#include <cstdint>
+
+namespace blockscale::sm90 {
+
+// Operand lists of the instruction: inline assembly has no other way to name so many registers.
+#define BLOCKSCALE_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define BLOCKSCALE_R32 \
+  BLOCKSCALE_R16       \
+  ", "                 \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define BLOCKSCALE_R48 \
+  BLOCKSCALE_R32       \
+  ", "                 \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define BLOCKSCALE_R64 \
+  BLOCKSCALE_R48       \
+  ", "                 \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define BLOCKSCALE_R80 \
+  BLOCKSCALE_R64       \
+  ", "                 \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define BLOCKSCALE_R96 \
+  BLOCKSCALE_R80       \
+  ", "                 \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define BLOCKSCALE_R4 "%0, %1, %2, %3"
+#define BLOCKSCALE_R8 BLOCKSCALE_R4 ", %4, %5, %6, %7"
+#define BLOCKSCALE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define BLOCKSCALE_D8(i) BLOCKSCALE_D4(i), BLOCKSCALE_D4(i + 4)
+#define BLOCKSCALE_D16(i) BLOCKSCALE_D8(i), BLOCKSCALE_D8(i + 8)
+#define BLOCKSCALE_D32(i) BLOCKSCALE_D16(i), BLOCKSCALE_D16(i + 16)
+#define BLOCKSCALE_D64(i) BLOCKSCALE_D32(i), BLOCKSCALE_D32(i + 32)
+#define BLOCKSCALE_D96(i) BLOCKSCALE_D64(i), BLOCKSCALE_D32(i + 64)
+#define BLOCKSCALE_WGMMA(n, types, registers, a, b, add)                         \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add                     \
+               ", 0;\n"                                                          \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." types           \
+               " {" BLOCKSCALE_R##registers "}, %" #a ", %" #b ", add, 1, 1;\n}" \
+               : BLOCKSCALE_D##registers(0)                                      \
+               : "l"(a_tile), "l"(b_tile), "r"(add_to))
+// All sizes for one pair of formats.
+#define BLOCKSCALE_WGMMA_SIZES(types)                                    \
+  if constexpr (kN == 8) BLOCKSCALE_WGMMA(8, types, 4, 4, 5, 6);         \
+  if constexpr (kN == 16) BLOCKSCALE_WGMMA(16, types, 8, 8, 9, 10);      \
+  if constexpr (kN == 32) BLOCKSCALE_WGMMA(32, types, 16, 16, 17, 18);   \
+  if constexpr (kN == 64) BLOCKSCALE_WGMMA(64, types, 32, 32, 33, 34);   \
+  if constexpr (kN == 128) BLOCKSCALE_WGMMA(128, types, 64, 64, 65, 66); \
+  if constexpr (kN == 192) BLOCKSCALE_WGMMA(192, types, 96, 96, 97, 98);
+
+// `a_tile` and `b_tile` are descriptors; add_to = 0 overwrites D.
+template <int kN, bool kAE5m2, bool kBE5m2>
+__device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile,
+                                      int add_to) {
+  static_assert(kN == 8 || kN == 16 || kN == 32 || kN == 64 || kN == 128 || kN == 192);
+  if constexpr (!kAE5m2 && !kBE5m2) {
+    BLOCKSCALE_WGMMA_SIZES("e4m3.e4m3")
+  } else if constexpr (kAE5m2 && !kBE5m2) {
+    BLOCKSCALE_WGMMA_SIZES("e5m2.e4m3")
+  } else if constexpr (!kAE5m2) {
+    BLOCKSCALE_WGMMA_SIZES("e4m3.e5m2")
+  } else {
+    BLOCKSCALE_WGMMA_SIZES("e5m2.e5m2")
+  }
+}
+
+#undef BLOCKSCALE_WGMMA_SIZES
+#undef BLOCKSCALE_WGMMA
+#undef BLOCKSCALE_D96
+#undef BLOCKSCALE_D64
+#undef BLOCKSCALE_D32
+#undef BLOCKSCALE_D16
+#undef BLOCKSCALE_D8
+#undef BLOCKSCALE_D4
+#undef BLOCKSCALE_R96
+#undef BLOCKSCALE_R80
+#undef BLOCKSCALE_R64
+#undef BLOCKSCALE_R48
+#undef BLOCKSCALE_R32
+#undef BLOCKSCALE_R16
+#undef BLOCKSCALE_R8
+#undef BLOCKSCALE_R4
+
+// A tile of rows of 128 bytes in the 128-byte swizzle, K contiguous, at a multiple of 1024 bytes of
+// shared memory: groups of 8 rows are 1024 bytes apart. The low word of its descriptor holds the
+// address in units of 16 bytes, so 2 more is 32 codes on. (The shuffle tells the compiler that it
+// is the same in a warp.)
+__device__ __forceinline__ uint32_t tile_low_word(uint32_t shared) {
+  return __shfl_sync(~0u, (shared & 0x3FFFF) >> 4 | 1 << 16, 0);
+}
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t low_word) {
+  constexpr uint32_t kSwizzle128 = 1, kGroupBytes = 1024;
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(descriptor)
+      : "r"(low_word), "n"(kSwizzle128 << 30 | kGroupBytes >> 4));
+  return descriptor;
+}
+
+__device__ __forceinline__ void wgmma_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// Keeps the compiler from moving uses of an accumulator across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+}  // namespace blockscale::sm90

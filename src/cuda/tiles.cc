@@ -1,0 +1,56 @@
+#include "cuda/tiles.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace blockscale::cuda {
+namespace {
+
+constexpr double kSharedBytes = 128;  // a multiprocessor's shared memory moves in a cycle
+constexpr double kL2Bytes = 34;       // a multiprocessor gets from L2 in a cycle when all ask
+constexpr double kLatency = 200;      // of a wgmma chain: barrier, issue, drain
+constexpr double kTileStart = 1500;   // the first stage of a tile that found the ring empty
+
+int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+// Cycles of one block of 128 along K in one CTA: the slowest of what it keeps busy.
+double step_cost(const TileShape& t, bool square) {
+  const double tensor = t.rows() * t.columns() / 32.0;
+  const double wgmmas = t.groups * t.waves;
+  const double arriving = (t.rows() + t.columns()) * 128.0;
+  const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes;
+  // One warpgroup by itself: its wgmmas and promotions follow each other.
+  const double promotion = t.n / 2 * (square ? 1.0 : 2.5);
+  const double chain = t.waves * (t.n * 2 + promotion + kLatency);
+  const double own =
+      t.pairs_columns() ? t.columns() + t.rows() / t.cluster : t.rows() + t.columns() / t.cluster;
+  return std::max({tensor, shared, chain, own * 128.0 / kL2Bytes});
+}
+
+}  // namespace
+
+double tile_cost(const TileShape& t, const GemmSize& s) {
+  const int64_t units =
+      s.groups * ceil_div(s.rows, t.unit_rows()) * ceil_div(s.columns, t.unit_columns());
+  const int64_t clusters = std::max(1, s.multiprocessors / t.cluster);
+  const double store = t.rows() * t.columns() * 2.0 / 64;
+  return static_cast<double>(ceil_div(units, clusters)) *
+         (static_cast<double>(s.blocks) * step_cost(t, s.square) + kTileStart + store);
+}
+
+int choose_tile(const GemmSize& s) {
+  int best = 0;
+  for (int i = 1; i < kTileCount; ++i)
+    if ((kTiles[i].e5m2 || !s.e5m2) && tile_cost(kTiles[i], s) < tile_cost(kTiles[best], s))
+      best = i;
+  return best;
+}
+
+int choose_band(const TileShape& t, const GemmSize& s) {
+  const double clusters = std::max(1, s.multiprocessors / t.cluster);
+  // A square of what runs at once, in elements.
+  const double side = std::sqrt(clusters * t.unit_rows() * t.unit_columns());
+  return std::max(1, static_cast<int>(std::lround(side / t.unit_rows())));
+}
+
+}  // namespace blockscale::cuda

@@ -1,0 +1,54 @@
+// Tiles of the Hopper GEMM: which there are, and which one a product gets. Plain C++: the choice is
+// tested without a GPU.
+#pragma once
+
+#include <cstdint>
+
+namespace blockscale::cuda {
+
+struct TileShape {
+  int groups;         // math warpgroups
+  bool side_by_side;  // along N; else one below the other
+  int waves;          // wgmmas of a warpgroup, 64 rows each
+  int n;              // columns of a wgmma
+  int stages;         // of the ring
+  int cluster;        // CTAs that share an operand
+  int held;           // stages that the output is staged in
+  bool e5m2;          // also compiled for E5M2 operands
+
+  constexpr int rows() const { return 64 * waves * (side_by_side ? 1 : groups); }
+  constexpr int columns() const { return n * (side_by_side ? groups : 1); }
+  // A cluster takes neighbours along N, which share A, or along M, which share B.
+  constexpr bool pairs_columns() const { return rows() >= columns(); }
+  constexpr int unit_rows() const { return rows() * (pairs_columns() ? 1 : cluster); }
+  constexpr int unit_columns() const { return columns() * (pairs_columns() ? cluster : 1); }
+};
+
+inline constexpr TileShape kTiles[] = {
+    {2, false, 2, 128, 4, 2, 1, true},   // 256 x 128
+    {3, false, 1, 128, 5, 2, 1, false},  // 192 x 128
+    {2, false, 1, 192, 5, 2, 2, false},  // 128 x 192
+    {2, false, 1, 128, 6, 1, 2, true},   // 128 x 128
+    {2, true, 1, 64, 8, 1, 1, true},     // 64 x 128
+    {2, true, 1, 32, 12, 1, 0, false},   // 64 x 64
+    {2, true, 1, 16, 16, 1, 0, false},   // 64 x 32
+};
+inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
+
+// What the choice looks at. Groups count as equal parts: their sizes are known on the device only.
+struct GemmSize {
+  int64_t rows = 0, columns = 0, blocks = 0;  // of one group; blocks of 128 along K
+  int64_t groups = 1;
+  bool square = true;  // scales of B: 128x128, else 1x128
+  bool e5m2 = false;   // in either operand
+  int multiprocessors = 132;
+};
+
+// Estimated cycles of the whole product.
+double tile_cost(const TileShape& tile, const GemmSize& size);
+// Index into kTiles of the cheapest tile that there is for these formats.
+int choose_tile(const GemmSize& size);
+// How many units along M are walked together, so that what runs at once shares both operands in L2.
+int choose_band(const TileShape& tile, const GemmSize& size);
+
+}  // namespace blockscale::cuda
