@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   // The encoder plays no part; the pass says whether values are transformed.
   constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
-  extern __shared__ __align__(128) uint8_t memory[];
+  BLOCKSCALE_DYNAMIC_SHARED(memory);
   auto& shared = *reinterpret_cast<AmaxShared<Loader>*>(memory);
   auto& tile = shared.tile;
   const int thread = static_cast<int>(threadIdx.x);
@@ -74,7 +74,7 @@ void launch(QuantizeParams& p, float* out, NativeStream stream) {
   constexpr int kBytes = sizeof(AmaxShared<Loader>);
   constexpr auto kKernel = amax_kernel<kAxis, kTransform, Loader>;
   const unsigned blocks = set_grid(p, false, Loader::kBlocks * prepare<kKernel>(kBytes));
-  kKernel<<<blocks, kThreads, kBytes, stream>>>(p, out);
+  start(kKernel, blocks, kThreads, kBytes, stream, p, out);
 }
 
 template <class Loader>
@@ -143,9 +143,9 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
                   static_cast<unsigned>(y.batch));
   auto* to = static_cast<uint16_t*>(const_cast<void*>(y.data));
   auto run = [&](auto kernel) {
-    kernel<<<grid, kThreads, 0, native(stream)>>>(
-        source_of(x), h, axis, lines, blocks, to, axis == -1 ? y.row_stride : y.column_stride,
-        axis == -1 ? y.column_stride : y.row_stride, y.batch_stride);
+    start(kernel, grid, kThreads, 0, native(stream), source_of(x), h, axis, lines, blocks, to,
+          axis == -1 ? y.row_stride : y.column_stride, axis == -1 ? y.column_stride : y.row_stride,
+          y.batch_stride);
   };
   if (h.dim == 32)
     run(hadamard_kernel<32>);
@@ -171,7 +171,7 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, con
   if (!is_bf16_rows(y))
     launch_on_axis<AnyLoader>(p, axis, out, native(stream));
   else if (p.copies)
-    launch_on_axis<CopyLoader>(p, axis, out, native(stream));
+    launch_on_axis<AlignedLoader>(p, axis, out, native(stream));
   else
     launch_on_axis<UnalignedLoader>(p, axis, out, native(stream));
   check_launch("amax");

@@ -1,8 +1,11 @@
-// The vendor's half of the GPU backend: CUDA or HIP. The only file here that knows which. The HIP
-// side is a draft: nothing compiles it yet.
+// The vendor's half of the GPU backend: CUDA or HIP, or the host (port_host.h: kernels as plain
+// C++, for tests). The only file here that knows which. The HIP side is a draft: nothing compiles
+// it yet.
 #pragma once
 
-#if defined(__HIPCC__)
+#if defined(BLOCKSCALE_EMULATE)
+#include "gpu/port_host.h"
+#elif defined(__HIPCC__)
 #include <hip/hip_runtime.h>
 #else
 #include <cuda.h>
@@ -19,7 +22,8 @@ namespace blockscale::gpu {
 #define BLOCKSCALE_DEVICE __device__ __forceinline__
 
 // ---- the copy engine of sm_90 (TMA): brings boxes of a matrix into shared memory on its own ----
-#if defined(__HIPCC__)
+#if !defined(__CUDACC__)
+inline constexpr bool kCopyEngine = false;
 struct CopyMap {};
 struct CopyBarrier {};
 BLOCKSCALE_DEVICE void init(CopyBarrier&, int) {}
@@ -27,6 +31,7 @@ BLOCKSCALE_DEVICE void arrive(CopyBarrier&) {}
 BLOCKSCALE_DEVICE void copy_tile(void*, int, const CopyMap&, int, int, int, CopyBarrier&) {}
 BLOCKSCALE_DEVICE void wait(CopyBarrier&, uint32_t) {}
 #else
+inline constexpr bool kCopyEngine = true;  // described, but not used, below sm_90
 using CopyMap = CUtensorMap;
 struct CopyBarrier {
   uint64_t state;
@@ -74,6 +79,12 @@ BLOCKSCALE_DEVICE void wait(CopyBarrier& b, uint32_t parity) {
 }
 #endif
 
+#if !defined(__CUDACC__)
+inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
+  return false;
+}
+#endif
+
 #if defined(__HIPCC__)
 using Error_t = hipError_t;
 using NativeStream = hipStream_t;
@@ -96,9 +107,6 @@ inline int multiprocessors(int device) {
   hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
   return count;
 }
-inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
-  return false;
-}
 inline void allow_shared(const void* kernel, int bytes) {
   hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
@@ -114,7 +122,7 @@ inline std::string device_text() {
     return "GPU";
   return p.gcnArchName;
 }
-#else
+#elif defined(__CUDACC__)
 using Error_t = cudaError_t;
 using NativeStream = cudaStream_t;
 inline Error_t last_error() { return cudaGetLastError(); }
@@ -185,6 +193,17 @@ inline std::string device_text() {
 }
 #endif
 
+#if !defined(BLOCKSCALE_EMULATE)
+// Shared memory of the size that a launch asks for.
+#define BLOCKSCALE_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
+// A launch, which this is because `<<<` is no C++.
+template <class... Params, class... Args>
+void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t shared_bytes,
+           NativeStream stream, const Args&... args) {
+  kernel<<<grid, threads, shared_bytes, stream>>>(args...);
+}
+#endif
+
 // The value of the lane whose number differs in the bits of `mask`. Masks stay below 32, so that
 // wavefronts of 64 behave like two warps.
 BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
@@ -237,8 +256,8 @@ BLOCKSCALE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which)
 
 // Keeps a value in registers, where the compiler would rather find it again every time.
 template <class T>
-BLOCKSCALE_DEVICE void keep(T*& p) {
-#if !defined(__HIPCC__)
+BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
+#if defined(__CUDACC__)
   asm("" : "+l"(p));
 #endif
 }
@@ -251,7 +270,7 @@ BLOCKSCALE_DEVICE uint4 load_once(const uint4* p) { return __ldg(p); }
 
 // 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0.
 BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
-#if defined(__HIPCC__)
+#if !defined(__CUDACC__)
   return x == 0.0f ? bit_cast<float>(kNanBits) : __frcp_rn(x);
 #else
   float r;  // within one unit of the last place, so that one step of Newton's ends it
@@ -262,7 +281,7 @@ BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
 
 // a * b + c with one rounding, then cut to [0, 1].
 BLOCKSCALE_DEVICE float fma_saturated(float a, float b, float c) {
-#if defined(__HIPCC__)
+#if !defined(__CUDACC__)
   return fminf(fmaxf(__fmaf_rn(a, b, c), 0.0f), 1.0f);
 #else
   float d;
@@ -277,6 +296,8 @@ BLOCKSCALE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
+#elif defined(BLOCKSCALE_EMULATE)
+  return max_nan_xorsign_abs_bf16x2(a, b);
 #else
   const uint32_t x = a & 0x7FFF7FFF, y = b & 0x7FFF7FFF;
   const uint32_t high = (x >> 16) > (y >> 16) ? x : y;
@@ -316,7 +337,7 @@ BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
 
 // Four FP8 codes to FP32, exactly; only where kHardwareFp8.
 template <bool kE5m2>
-BLOCKSCALE_DEVICE void from_fp8x4(uint32_t codes, float* v) {
+BLOCKSCALE_DEVICE void from_fp8x4([[maybe_unused]] uint32_t codes, [[maybe_unused]] float* v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -3,6 +3,8 @@
 // one block of the two-level formats.
 #pragma once
 
+#include <type_traits>
+
 #include "blockscale/tensor.h"
 #include "gpu/port.h"
 
@@ -226,6 +228,9 @@ struct UnalignedLoader {
   BLOCKSCALE_DEVICE void release(int) {}
   BLOCKSCALE_DEVICE bool asks() const { return true; }
 };
+
+// What rows at multiples of 16 bytes are loaded by.
+using AlignedLoader = std::conditional_t<kCopyEngine, CopyLoader, UnalignedLoader>;
 
 // ---- any dtype, any strides ----
 
