@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   // The encoder plays no part; the pass says whether values are transformed.
   constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
-  extern __shared__ __align__(128) uint8_t memory[];
+  BLOCKSCALE_DYNAMIC_SHARED(memory);
   auto& shared = *reinterpret_cast<AmaxShared<Loader>*>(memory);
   auto& tile = shared.tile;
   const int thread = static_cast<int>(threadIdx.x);
@@ -92,7 +92,7 @@ void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   constexpr int kBytes = sizeof(AmaxShared<Loader>);
   constexpr auto kKernel = amax_kernel<kAxis, kTransform, kBoth, Loader, kGrouped>;
   const unsigned blocks = set_grid(p, false, Loader::kBlocks * prepare<kKernel>(kBytes));
-  kKernel<<<blocks, kThreads, kBytes, stream>>>(p, out, before);
+  start(kKernel, blocks, kThreads, kBytes, stream, p, out, before);
 }
 
 template <class Loader, bool kGrouped>
@@ -190,9 +190,9 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
                   static_cast<unsigned>(y.batch));
   auto* to = static_cast<uint16_t*>(const_cast<void*>(y.data));
   auto run = [&](auto kernel) {
-    kernel<<<grid, kThreads, 0, native(stream)>>>(
-        source_of(x), h, axis, lines, blocks, to, axis == -1 ? y.row_stride : y.column_stride,
-        axis == -1 ? y.column_stride : y.row_stride, y.batch_stride, plan ? *plan : Plan{});
+    start(kernel, grid, kThreads, 0, native(stream), source_of(x), h, axis, lines, blocks, to,
+          axis == -1 ? y.row_stride : y.column_stride, axis == -1 ? y.column_stride : y.row_stride,
+          y.batch_stride, plan ? *plan : Plan{});
   };
   if (h.dim == 32)
     run(hadamard_kernel<32>);

@@ -283,10 +283,10 @@ template <bool kFp4, bool kWide, bool kGrouped>
 void launch(const DequantizeParams& p, NativeStream stream) {
   const auto blocks = static_cast<unsigned>(p.x.batch * p.tiles_down * p.tiles_across);
   if (p.q.axis == -1)
-    dequantize_rows_kernel<kFp4, kWide, kGrouped><<<blocks, kThreads, 0, stream>>>(p);
+    start(dequantize_rows_kernel<kFp4, kWide, kGrouped>, blocks, kThreads, 0, stream, p);
   else
-    dequantize_columns_kernel<kFp4, kWide, kGrouped><<<blocks, kThreads, 0, stream>>>(p);
-  if (kGrouped) clear_rows_kernel<<<512, kThreads, 0, stream>>>(p);
+    start(dequantize_columns_kernel<kFp4, kWide, kGrouped>, blocks, kThreads, 0, stream, p);
+  if (kGrouped) start(clear_rows_kernel, 512, kThreads, 0, stream, p);
 }
 template <bool kFp4, bool kWide>
 void launch(const DequantizeParams& p, NativeStream stream) {

@@ -24,7 +24,7 @@ std::string unavailable() {
 }
 
 void copy(int64_t* to, const int64_t* from, const Stream& stream) {
-  copy_kernel<<<1, 1, 0, native(stream)>>>(to, from);
+  start(copy_kernel, 1, 1, 0, native(stream), to, from);
   check_launch("copy");
 }
 

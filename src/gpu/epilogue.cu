@@ -105,7 +105,7 @@ void finish(const float* sums, const Matrix& d, const Epilogue& e, const Stream&
   if (count == 0) return;
   const FinishParams p{sums, d.data, d.dtype, count, d.columns, e};
   const auto blocks = static_cast<unsigned>(ceil_div(count, kBlockValues));
-  finish_kernel<<<blocks, kThreads, 0, native(stream)>>>(p);
+  start(finish_kernel, blocks, kThreads, 0, native(stream), p);
   check_launch("gemm");
 }
 

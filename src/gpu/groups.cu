@@ -241,7 +241,7 @@ Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQ
   }
   plan.head = p.head;
   plan.tile_rows = p.tile_rows;
-  plan_kernel<<<1, kPlanThreads, 0, native(stream)>>>(p);
+  start(plan_kernel, 1, kPlanThreads, 0, native(stream), p);
   check_launch("quantize");
   return plan;
 }
@@ -251,11 +251,11 @@ void fill_groups(const Side& s, const Plan& plan, int side, const Stream& stream
   const Quantized& out = s.out;
   constexpr unsigned kBlocks = 512;
   if (out.spec.scale == Format::fp32)
-    fill_kernel<uint32_t><<<kBlocks, kFillThreads, 0, native(stream)>>>(p, 0u, kNanBits);
+    start(fill_kernel<uint32_t>, kBlocks, kFillThreads, 0, native(stream), p, 0u, kNanBits);
   else
-    fill_kernel<uint8_t><<<kBlocks, kFillThreads, 0, native(stream)>>>(
-        p, padding_fill(out.layout.scales, out.spec.scale),
-        static_cast<uint8_t>(traits(out.spec.scale).nan_code()));
+    start(fill_kernel<uint8_t>, kBlocks, kFillThreads, 0, native(stream), p,
+          padding_fill(out.layout.scales, out.spec.scale),
+          static_cast<uint8_t>(traits(out.spec.scale).nan_code()));
   check_launch("quantize");
 }
 

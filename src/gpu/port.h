@@ -1,5 +1,6 @@
-// The vendor's half of the GPU backend: CUDA or HIP. The only file here that knows which. The HIP
-// side is compiled (`make hip`), and has not been run.
+// The vendor's half of the GPU backend: CUDA or HIP, or the host (port_host.h: kernels as plain
+// C++, for tests). The only file here that knows which. The HIP side is compiled (`make hip`), and
+// has not been run.
 //
 // A warp is 32 lanes everywhere in this folder. A wavefront of 64 is two of them, which go through
 // the same code side by side: exchanges stay within 32 lanes, nothing asks for the whole wavefront.
@@ -7,7 +8,9 @@
 // gfx942 give a block of threads 64 KiB. A launch that asks for more is refused there.
 #pragma once
 
-#if defined(__HIPCC__)
+#if defined(BLOCKSCALE_EMULATE)
+#include "gpu/port_host.h"
+#elif defined(__HIPCC__)
 #include <hip/hip_runtime.h>
 #else
 #include <cuda.h>
@@ -26,6 +29,8 @@ namespace blockscale::gpu {
 // ---- the copy engine of sm_90 (TMA): brings boxes of a matrix into shared memory on its own ----
 #if defined(__HIPCC__)
 #define __grid_constant__  // parameters of a kernel are in constant memory anyway
+#endif
+#if !defined(__CUDACC__)
 inline constexpr bool kCopyEngine = false;
 struct CopyMap {};
 struct CopyBarrier {};
@@ -89,6 +94,11 @@ BLOCKSCALE_DEVICE void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
+#if !defined(__CUDACC__)
+inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
+  return false;
+}
+#endif
 
 #if defined(__HIPCC__)
 using Error_t = hipError_t;
@@ -113,9 +123,6 @@ inline int multiprocessors(int device) {
   (void)hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
   return count;
 }
-inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
-  return false;
-}
 inline void allow_shared(const void* kernel, int bytes) {
   (void)hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
@@ -131,7 +138,7 @@ inline std::string device_text() {
     return "GPU";
   return p.gcnArchName;
 }
-#else
+#elif defined(__CUDACC__)
 using Error_t = cudaError_t;
 using NativeStream = cudaStream_t;
 inline Error_t last_error() { return cudaGetLastError(); }
@@ -202,6 +209,17 @@ inline std::string device_text() {
 }
 #endif
 
+#if !defined(BLOCKSCALE_EMULATE)
+// Shared memory of the size that a launch asks for.
+#define BLOCKSCALE_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
+// A launch, which this is because `<<<` is no C++.
+template <class... Params, class... Args>
+void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t shared_bytes,
+           NativeStream stream, const Args&... args) {
+  kernel<<<grid, threads, shared_bytes, stream>>>(args...);
+}
+#endif
+
 // The value of the lane whose number differs in the bits of `mask`. Masks stay below 32, so that
 // wavefronts of 64 behave like two warps.
 BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
@@ -257,7 +275,7 @@ BLOCKSCALE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which)
 // Keeps a value in registers, where the compiler would rather find it again every time.
 template <class T>
 BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
-#if !defined(__HIPCC__)
+#if defined(__CUDACC__)
   asm("" : "+l"(p));
 #endif
 }
@@ -270,7 +288,7 @@ BLOCKSCALE_DEVICE uint4 load_once(const uint4* p) { return __ldg(p); }
 
 // 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0.
 BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
-#if defined(__HIPCC__)
+#if !defined(__CUDACC__)
   return x == 0.0f ? bit_cast<float>(kNanBits) : __frcp_rn(x);
 #else
   float r;  // within one unit of the last place, so that one step of Newton's ends it
@@ -282,7 +300,7 @@ BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
 // a * b + c, rounded up. With a and b powers of two and c above 2^-30 of their product: as double,
 // both are exact, and so is the sum.
 BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
-#if defined(__HIPCC__)
+#if !defined(__CUDACC__)
   const double exact = static_cast<double>(a) * b + c;
   const float near = static_cast<float>(exact);
   return near < exact ? bit_cast<float>(bit_cast<uint32_t>(near) + 1) : near;  // of a positive sum
@@ -293,7 +311,7 @@ BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
 
 // a * b + c with one rounding, then cut to [0, 1].
 BLOCKSCALE_DEVICE float fma_saturated(float a, float b, float c) {
-#if defined(__HIPCC__)
+#if !defined(__CUDACC__)
   return fminf(fmaxf(__fmaf_rn(a, b, c), 0.0f), 1.0f);
 #else
   float d;
@@ -308,6 +326,8 @@ BLOCKSCALE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
+#elif defined(BLOCKSCALE_EMULATE)
+  return max_nan_xorsign_abs_bf16x2(a, b);
 #else
   const uint32_t x = a & 0x7FFF7FFF, y = b & 0x7FFF7FFF;
   const uint32_t high = (x >> 16) > (y >> 16) ? x : y;

@@ -14,7 +14,7 @@ void launch(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = quantize_kernel<Row, Column, Loader, kGrouped>;
   const unsigned blocks =
       set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
-  kKernel<<<blocks, kThreads, kBytes, stream>>>(p);
+  start(kKernel, blocks, kThreads, kBytes, stream, p);
 }
 template <class Row, bool kAligned>
 void launch_rows(QuantizeParams& p, NativeStream stream) {
@@ -23,14 +23,15 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
   const RowsParams d{p.x, p.row, Divisor::of(runs), static_cast<uint32_t>(all)};
   const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),
                   static_cast<unsigned>(p.row.out.batch));
-  rows_kernel<Row, kAligned><<<grid, kDirectThreads, 0, stream>>>(d);
+  start(rows_kernel<Row, kAligned>, grid, kDirectThreads, 0, stream, d);
 }
 template <class Row, class Column, bool kAligned>
 void launch_tiles(QuantizeParams& p, NativeStream stream) {
   const dim3 grid(static_cast<unsigned>(p.tiles_down * kSideways),
                   static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
                   static_cast<unsigned>(p.batch));
-  tiles_kernel<Row, Column, kAligned><<<grid, kDirectThreads, 0, stream>>>({p.x, p.row, p.column});
+  start(tiles_kernel<Row, Column, kAligned>, grid, kDirectThreads, 0, stream,
+        TilesParams{p.x, p.row, p.column});
 }
 using Launcher = void (*)(QuantizeParams&, NativeStream);
 

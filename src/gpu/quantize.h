@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   constexpr bool kRows = kRow.present(), kColumns = kColumn.present();
   using Memory = Shared<kRow, kColumn, Loader>;
-  extern __shared__ __align__(128) uint8_t memory[];
+  BLOCKSCALE_DYNAMIC_SHARED(memory);
   auto& shared = *reinterpret_cast<Memory*>(memory);
   constexpr int kAhead = Memory::kStages - 1;
 

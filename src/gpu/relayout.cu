@@ -113,8 +113,8 @@ void fill(T* to, Layout layout, int64_t batch, int64_t rows, int64_t columns, T 
   const int64_t all_rows = padded_rows(layout, rows), all_columns = padded_columns(layout, columns);
   const int64_t count = (all_rows * all_columns - rows * columns) * batch;
   if (count == 0) return;
-  fill_kernel<T><<<grid_for(count), kBlock, 0, stream>>>(to, layout, batch, rows, columns, all_rows,
-                                                         all_columns, value);
+  start(fill_kernel<T>, grid_for(count), kBlock, 0, stream, to, layout, batch, rows, columns,
+        all_rows, all_columns, value);
   check_launch("quantize");
 }
 
@@ -150,12 +150,12 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
     copy_async(to.codes, from.codes, static_cast<size_t>(to.batch * p.t.code_bytes),
                native(stream));
   else if (const int64_t count = to.batch * p.t.code_bytes / 8)
-    relayout_codes_kernel<<<grid(count), kBlock, 0, native(stream)>>>(p);
+    start(relayout_codes_kernel, grid(count), kBlock, 0, native(stream), p);
   if (const int64_t count = to.batch * p.t.scale_count) {
     if (to.spec.scale == Format::fp32)
-      relayout_scales_kernel<uint32_t><<<grid(count), kBlock, 0, native(stream)>>>(p);
+      start(relayout_scales_kernel<uint32_t>, grid(count), kBlock, 0, native(stream), p);
     else
-      relayout_scales_kernel<uint8_t><<<grid(count), kBlock, 0, native(stream)>>>(p);
+      start(relayout_scales_kernel<uint8_t>, grid(count), kBlock, 0, native(stream), p);
   }
   check_launch("relayout");
   if (!to.groups) return fill_padding(to, stream);

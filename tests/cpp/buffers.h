@@ -28,13 +28,26 @@ enum class Strides {
   every_second_row,
   same_row,  // stride 0: one row, seen in every row
   same_column,
-  same_matrix,  // stride 0 over the batch
+  same_matrix,   // stride 0 over the batch
+  aligned_rows,  // every row at a multiple of 16 bytes, with some room between
+  even_rows,     // at a multiple of 4 bytes, for 16-bit types
 };
-inline constexpr Strides kStrides[] = {
-    Strides::row_major,           Strides::column_major,     Strides::padded_rows,
-    Strides::padded_columns,      Strides::negative_rows,    Strides::negative_columns,
-    Strides::every_second_column, Strides::every_second_row, Strides::same_row,
-    Strides::same_column,         Strides::same_matrix};
+inline constexpr Strides kStrides[] = {Strides::row_major,
+                                       Strides::column_major,
+                                       Strides::padded_rows,
+                                       Strides::padded_columns,
+                                       Strides::negative_rows,
+                                       Strides::negative_columns,
+                                       Strides::every_second_column,
+                                       Strides::every_second_row,
+                                       Strides::same_row,
+                                       Strides::same_column,
+                                       Strides::same_matrix,
+                                       Strides::aligned_rows,
+                                       Strides::even_rows};
+// Contiguous columns: rows at odd places, and those above.
+inline constexpr Strides kRowStrides[] = {Strides::row_major, Strides::padded_rows,
+                                          Strides::aligned_rows, Strides::even_rows};
 
 using Values = std::function<float(int64_t batch, int64_t row, int64_t column)>;
 
@@ -46,7 +59,7 @@ class Input {
     ConstMatrix& x = view_;
     x.dtype = dtype, x.batch = batch, x.rows = rows, x.columns = columns;
     x.row_stride = columns, x.column_stride = 1;
-    int64_t first = 0, size = rows * columns;
+    int64_t first = 0, size = rows * columns, lead = 5, gap = 7;
     switch (kind) {
       case Strides::row_major:
       case Strides::same_matrix:
@@ -78,9 +91,17 @@ class Input {
       case Strides::same_column:
         x.row_stride = 1, x.column_stride = 0, size = rows;
         break;
+      case Strides::aligned_rows:
+        x.row_stride = round_up(columns, 8) + 8, size = rows * x.row_stride;
+        lead = gap = 8;
+        break;
+      case Strides::even_rows:
+        x.row_stride = round_up(columns, 2) + 2, size = rows * x.row_stride;
+        lead = gap = 6;
+        break;
     }
-    x.batch_stride = kind == Strides::same_matrix ? 0 : size + 7;
-    const int64_t lead = 5, total = lead + (size + 7) * std::max<int64_t>(batch, 1) + 32;
+    x.batch_stride = kind == Strides::same_matrix ? 0 : size + gap;
+    const int64_t total = lead + (size + gap) * std::max<int64_t>(batch, 1) + 32;
     storage_.resize(static_cast<size_t>(total * dtype_bytes(dtype)));
     for (int64_t i = 0; i < total; ++i) put(i, std::nanf(""));
     first += lead;

@@ -28,7 +28,7 @@ inline int64_t random_extent(Random& random) {
 // can be cut out of a larger matrix.
 inline Values random_values(Random& random, bool finite = false) {
   const uint64_t seed = random.next();
-  const int kind = static_cast<int>(random.below(finite ? 6 : 8));
+  const int kind = static_cast<int>(random.below(finite ? 10 : 12));
   const int centre = static_cast<int>(random.below(200)) - 100;
   return [=](int64_t b, int64_t r, int64_t c) -> float {
     Random at(seed ^ static_cast<uint64_t>((b * 1000003 + r) * 1000033 + c));
@@ -51,7 +51,18 @@ inline Values random_values(Random& random, bool finite = false) {
                          3.4028235e38f);
       case 5:  // few distinct numbers: ties and values on the grid
         return static_cast<float>((static_cast<int>(at.below(49)) - 24) * 0.25);
-      case 6:  // any bits whatever
+      case 6:  // the same, each block with its own power of two and its 6 somewhere: exact ties
+        if (at.one_in(8)) return std::ldexp(at.one_in(2) ? 6.0f : -6.0f, spread);
+        return std::ldexp(static_cast<float>((static_cast<int>(at.below(49)) - 24) * 0.25), spread);
+      case 7:  // blocks of one magnitude, some of them zeros, with signs
+        return std::copysign(spread == 0 ? 0.0f : std::ldexp(1 + 0.125f * (c / 16 % 8), spread),
+                             static_cast<float>(normal));
+      case 8:  // blocks so small beside others that scales underflow
+        return static_cast<float>(std::ldexp(normal, 6 * spread));
+      case 9:  // ties again, so small that scales underflow or saturate
+        return std::ldexp(static_cast<float>((static_cast<int>(at.below(49)) - 24) * 0.25),
+                          -126 + centre / 4 + spread);
+      case 10:  // any bits whatever
         return float_of(static_cast<uint32_t>(at.next()));
       default:  // a few NaN and Inf among numbers
         if (at.one_in(200))
@@ -84,7 +95,8 @@ inline DType random_dtype(Random& random) {
 struct RandomOptions {
   RandomOptions(Random& random, const QuantSpec& spec, int axis, int64_t batch)
       : amax(static_cast<size_t>(batch)) {
-    static const float odd[] = {0, 0x1p-149f, 1e-30f, 3.4e38f, HUGE_VALF, NAN};
+    // The last ones make outer scales of 1: of E4M3 and of UE5M3.
+    static const float odd[] = {0, 0x1p-149f, 1e-30f, 3.4e38f, HUGE_VALF, NAN, 2688.0f, 688128.0f};
     for (float& a : amax)
       a = random.one_in(6) ? random.pick(odd)
                            : static_cast<float>(std::ldexp(

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <set>
 
 #include "cases.h"
 #include "runner.h"
@@ -20,7 +21,13 @@ void SetSupportedTargetsForTest(int64_t targets);
 namespace blockscale::testing {
 namespace {
 
+#ifdef BLOCKSCALE_EMULATE
+constexpr int kCases = kSweepStep > 1 ? 10 : 100;
+constexpr int kKernelCases = kSweepStep > 1 ? 1 : 6;
+#else
 constexpr int kCases = kSweepStep > 1 ? 40 : 300;
+constexpr int kKernelCases = 1;
+#endif
 
 class QuantizeTest : public ::testing::TestWithParam<std::tuple<std::string, uint64_t>> {
  protected:
@@ -33,24 +40,26 @@ class QuantizeTest : public ::testing::TestWithParam<std::tuple<std::string, uin
   std::unique_ptr<Runner> runner;
 };
 INSTANTIATE_TEST_SUITE_P(Backends, QuantizeTest,
-                         ::testing::Combine(::testing::Values("cpu", "cuda"),
+                         ::testing::Combine(::testing::ValuesIn(test_backends()),
                                             ::testing::ValuesIn(test_seeds())),
                          [](const auto& info) {
                            return std::get<0>(info.param) + std::to_string(info.index);
                          });
 
-// One random matrix and what it shall become.
+// One random matrix and what it shall become; half of them what a GPU has kernels of its own for.
 struct Case {
   Case(uint64_t seed, int i, bool finite = false)
       : random(seed * 1000003 + static_cast<uint64_t>(i)),
-        spec(random.pick(valid_specs())),
+        compiled(random.one_in(2)),
+        spec(compiled ? random.pick(random.pick(compiled_specs())) : random.pick(valid_specs())),
         layout(random.pick(layouts_for(spec))),
         axis(random.one_in(2) ? -1 : -2),
         batch(1 + static_cast<int64_t>(random.below(3))),
         rows(random_extent(random)),
         columns(random_extent(random)),
-        strides(random.pick(kStrides)),
-        x(random_dtype(random), batch, rows, columns, strides, random_values(random, finite)),
+        strides(compiled ? random.pick(kRowStrides) : random.pick(kStrides)),
+        x(compiled ? DType::bf16 : random_dtype(random), batch, rows, columns, strides,
+          random_values(random, finite)),
         wanted(random, spec, axis, batch),
         text(to_string(spec) + " as " + to_string(layout) + " axis " + std::to_string(axis) +
              " batch " + std::to_string(batch) + " [" + std::to_string(rows) + ", " +
@@ -61,6 +70,7 @@ struct Case {
   const QuantizeOptions& options() const { return wanted.options; }
 
   Random random;
+  bool compiled;
   QuantSpec spec;
   StorageLayout layout;
   int axis;
@@ -87,11 +97,83 @@ TEST_P(QuantizeTest, IsTheReferenceOnAnyThreads) {
   }
 }
 
+// Every kernel that is compiled for a spec or a pair of specs: along rows, along columns, at once;
+// rows at multiples of 16 bytes, of 4, and anywhere.
+TEST_P(QuantizeTest, EveryCompiledKernelIsTheReference) {
+  constexpr Strides kPlaces[] = {Strides::aligned_rows, Strides::even_rows, Strides::padded_rows};
+  std::set<const void*> kernels;
+  size_t wanted_kernels = 0;
+  auto check = [&](const std::vector<QuantSpec>* rows_of,
+                   const std::vector<QuantSpec>* columns_of) {
+    wanted_kernels += 2;  // for aligned rows, and for others
+    for (const Strides strides : kPlaces) {
+      for (int i = 0; i < kKernelCases; ++i) {
+        Random random(seed() * 1000003 + 7000000 + wanted_kernels * 100 + i);
+        const auto batch = 1 + static_cast<int64_t>(random.below(2));
+        const int64_t rows = 1 + random_extent(random);
+        const int64_t columns = 1 + random_extent(random) + (random.one_in(8) ? 512 : 0);
+        const Input x(DType::bf16, batch, rows, columns, strides, random_values(random));
+        const QuantSpec row_spec = rows_of ? random.pick(*rows_of) : QuantSpec{};
+        const QuantSpec column_spec = columns_of ? random.pick(*columns_of) : QuantSpec{};
+        SCOPED_TRACE((rows_of ? "rows " + to_string(row_spec) : "") +
+                     (columns_of ? " columns " + to_string(column_spec) : "") + " [" +
+                     std::to_string(rows) + ", " + std::to_string(columns) + "] strides " +
+                     std::to_string(static_cast<int>(strides)) + " case " + std::to_string(i));
+        const RandomOptions row(random, row_spec, -1, batch),
+            column(random, column_spec, -2, batch);
+        auto output = [&](const QuantSpec& spec, int axis) {
+          return Output(spec, random.pick(layouts_for(spec)), axis, rows, columns, batch);
+        };
+        auto same = [&](const char* what, Output& want, Output& got, const RandomOptions& o) {
+          reference::quantize(x.view(), want.view, o.options);
+          EXPECT_TRUE(same_operand(got, want)) << what;
+        };
+        auto fresh = [&](const Output& o) {
+          return Output(o.view.spec, o.view.layout, o.view.axis, rows, columns, batch);
+        };
+        if (!columns_of) {
+          Output got = output(row_spec, -1), want = fresh(got);
+          runner->quantize(x, got, row.options, i);
+          same("rows", want, got, row);
+        } else if (!rows_of) {
+          Output got = output(column_spec, -2), want = fresh(got);
+          runner->quantize(x, got, column.options, i);
+          same("columns", want, got, column);
+        } else {
+          Output r = output(row_spec, -1), want_r = fresh(r);
+          Output c = output(column_spec, -2), want_c = fresh(c);
+          runner->quantize_dual(x, r, c, row.options, column.options, i);
+          same("rows", want_r, r, row);
+          same("columns", want_c, c, column);
+        }
+        kernels.insert(runner->last_kernel());
+        ASSERT_TRUE(x.untouched());
+        if (HasFailure()) return;
+      }
+    }
+  };
+  for (const auto& specs : compiled_specs()) {
+    check(&specs, nullptr);
+    check(nullptr, &specs);
+    for (const auto& others : compiled_specs())
+      if (is_compiled_pair(specs.front(), others.front())) check(&specs, &others);
+  }
+  if (runner->last_kernel()) {
+    EXPECT_EQ(kernels.size(), wanted_kernels);
+  }
+}
+
 TEST_P(QuantizeTest, BothAxesInOnePassAreTheTwoPasses) {
   for (int i = 0; i < kCases; ++i) {
     const Case c(seed(), 1000000 + i);
     Random random(seed() + i);
-    const QuantSpec row_spec = random.pick(valid_specs()), column_spec = random.pick(valid_specs());
+    QuantSpec row_spec = random.pick(valid_specs()), column_spec = random.pick(valid_specs());
+    if (c.compiled) {
+      do {
+        row_spec = random.pick(random.pick(compiled_specs()));
+        column_spec = random.pick(random.pick(compiled_specs()));
+      } while (!is_compiled_pair(row_spec, column_spec));
+    }
     const StorageLayout row_layout = random.pick(layouts_for(row_spec)),
                         column_layout = random.pick(layouts_for(column_spec));
     const RandomOptions row(random, row_spec, -1, c.batch),
@@ -266,6 +348,7 @@ TEST_P(QuantizeTest, ASliceOfABatchIsItsOwnMatrixWithLinesCountedThrough) {
   }
 }
 
+#ifndef BLOCKSCALE_EMULATE
 TEST(Quantize, EveryInstructionSetGivesTheReference) {
   const std::vector<std::string> names = instruction_sets();
   size_t tested = 0;
@@ -323,6 +406,7 @@ TEST(Quantize, DoesNotDependOnTheCallersFloatingPointModes) {
     ASSERT_TRUE(same_operand(got, want));
   }
 }
+#endif
 #endif
 
 }  // namespace

@@ -1,7 +1,11 @@
 #include "runner.h"
 
-#ifdef BLOCKSCALE_CUDA
+#include <new>
+
+#if defined(BLOCKSCALE_CUDA)
 #include <cuda_runtime_api.h>
+#elif defined(BLOCKSCALE_EMULATE)
+#include "gpu/port.h"
 #endif
 
 namespace blockscale::testing {
@@ -37,26 +41,54 @@ class CpuRunner final : public Runner {
   }
 };
 
-#ifdef BLOCKSCALE_CUDA
+// ---- device memory: CUDA's, or the host's where kernels are emulated ----
+
+#if defined(BLOCKSCALE_CUDA)
 void check(cudaError_t e) {
   if (e != cudaSuccess) throw std::runtime_error(cudaGetErrorString(e));
 }
+void* device_new(int64_t size) {
+  void* p = nullptr;
+  check(cudaMalloc(&p, static_cast<size_t>(std::max<int64_t>(size, 1))));
+  return p;
+}
+void device_delete(void* p) { cudaFree(p); }
+void to_device(void* to, const void* from, int64_t size) {
+  check(cudaMemcpy(to, from, static_cast<size_t>(size), cudaMemcpyHostToDevice));
+  check(cudaDeviceSynchronize());  // small copies may return before they arrive
+}
+void to_host(void* to, const void* from, int64_t size) {
+  check(cudaMemcpy(to, from, static_cast<size_t>(size), cudaMemcpyDeviceToHost));
+}
+cudaStream_t new_stream() {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return stream;
+}
+void delete_stream(void* stream) { cudaStreamDestroy(static_cast<cudaStream_t>(stream)); }
+void wait_for(void* stream) { check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream))); }
+#elif defined(BLOCKSCALE_EMULATE)
+constexpr std::align_val_t kAlignment{256};  // as of cudaMalloc
+void* device_new(int64_t size) { return ::operator new(static_cast<size_t>(size), kAlignment); }
+void device_delete(void* p) { ::operator delete(p, kAlignment); }
+void to_device(void* to, const void* from, int64_t size) {
+  if (size > 0) std::memcpy(to, from, static_cast<size_t>(size));
+}
+void to_host(void* to, const void* from, int64_t size) { to_device(to, from, size); }
+void* new_stream() { return nullptr; }
+void delete_stream(void*) {}
+void wait_for(void*) {}
+#endif
 
+#if defined(BLOCKSCALE_CUDA) || defined(BLOCKSCALE_EMULATE)
 class Memory {
  public:
-  explicit Memory(int64_t size) {
-    check(cudaMalloc(&data_, static_cast<size_t>(std::max<int64_t>(size, 1))));
-  }
-  Memory(const void* from, int64_t size) : Memory(size) {
-    check(cudaMemcpy(data_, from, static_cast<size_t>(size), cudaMemcpyHostToDevice));
-    check(cudaDeviceSynchronize());  // small copies may return before they arrive
-  }
+  explicit Memory(int64_t size) : data_(device_new(size)) {}
+  Memory(const void* from, int64_t size) : Memory(size) { to_device(data_, from, size); }
   Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
-  ~Memory() { cudaFree(data_); }
+  ~Memory() { device_delete(data_); }
   uint8_t* at(int64_t offset = 0) const { return static_cast<uint8_t*>(data_) + offset; }
-  void read(void* to, int64_t size) const {
-    check(cudaMemcpy(to, data_, static_cast<size_t>(size), cudaMemcpyDeviceToHost));
-  }
+  void read(void* to, int64_t size) const { to_host(to, data_, size); }
 
  private:
   void* data_ = nullptr;
@@ -64,17 +96,16 @@ class Memory {
 
 class TestStream final : public Stream {
  public:
-  TestStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~TestStream() override { cudaStreamDestroy(stream_); }
+  ~TestStream() override { delete_stream(stream_); }
   void* handle() const override { return stream_; }
   void* workspace(int64_t bytes) const override {
     pieces_.emplace_back(bytes);
     return pieces_.back().at();
   }
-  void wait() const { check(cudaStreamSynchronize(stream_)); }
+  void wait() const { wait_for(stream_); }
 
  private:
-  cudaStream_t stream_ = nullptr;
+  void* stream_ = new_stream();
   mutable std::vector<Memory> pieces_;
 };
 
@@ -129,8 +160,7 @@ class DeviceOptions {
     if (host.amax) options.amax = reinterpret_cast<const float*>(amax_.at());
     if (!host.rng || variant % 2 == 0) return;
     const uint64_t key[] = {host.rng->seed, host.rng->offset};
-    check(cudaMemcpy(key_.at(), key, sizeof(key), cudaMemcpyHostToDevice));
-    check(cudaDeviceSynchronize());
+    to_device(key_.at(), key, sizeof(key));
     options.rng.reset();
     options.device_seed = reinterpret_cast<const int64_t*>(key_.at());
     options.device_offset = options.device_seed + 1;
@@ -143,7 +173,7 @@ class DeviceOptions {
   QuantizeOptions options;
 };
 
-class CudaRunner final : public Runner {
+class DeviceRunner final : public Runner {
  public:
   using Runner::quantize;
   std::string unavailable() const override {
@@ -207,9 +237,12 @@ class CudaRunner final : public Runner {
     stream.wait();
     t.read(to);
   }
+#ifdef BLOCKSCALE_EMULATE
+  const void* last_kernel() const override { return gpu::emulated::last_kernel; }
+#endif
 };
 #else
-class CudaRunner final : public Runner {
+class DeviceRunner final : public Runner {
  public:
   using Runner::quantize;
   std::string unavailable() const override { return "this build has no CUDA kernels"; }
@@ -225,9 +258,17 @@ class CudaRunner final : public Runner {
 
 }  // namespace
 
+std::vector<std::string> test_backends() {
+#ifdef BLOCKSCALE_EMULATE
+  return {"emulated"};
+#else
+  return {"cpu", "cuda"};
+#endif
+}
+
 std::unique_ptr<Runner> make_runner(const std::string& backend) {
-  if (backend == "cuda") return std::make_unique<CudaRunner>();
-  return std::make_unique<CpuRunner>();
+  if (backend == "cpu") return std::make_unique<CpuRunner>();
+  return std::make_unique<DeviceRunner>();
 }
 
 }  // namespace blockscale::testing

@@ -26,12 +26,16 @@ class Runner {
   virtual void dequantize(const Output& q, const Matrix& x, Guarded& storage, uint64_t variant) = 0;
   virtual void relayout(const Output& from, Output& to, uint64_t variant) = 0;
 
+  // The kernel that ran last, where that is known.
+  virtual const void* last_kernel() const { return nullptr; }
+
   void quantize(const Input& x, Output& out, const QuantizeOptions& options, uint64_t variant = 0) {
     quantize(x, x.view(), out, options, variant);
   }
 };
 
-// "cpu" or "cuda".
+// "cpu" and "cuda"; or "emulated" alone, in the executable whose GPU kernels run on the host.
+std::vector<std::string> test_backends();
 std::unique_ptr<Runner> make_runner(const std::string& backend);
 
 }  // namespace blockscale::testing

@@ -85,4 +85,43 @@ inline const std::vector<QuantSpec>& valid_specs() {
   return all;
 }
 
+// ---- what the GPU backend has kernels of their own for: what recipes ask for ----
+
+// Whether two specs differ in nothing that a kernel is compiled for.
+inline bool same_kernel(const QuantSpec& a, const QuantSpec& b) {
+  return a.element == b.element && a.scale == b.scale && a.square == b.square &&
+         a.stochastic() == b.stochastic() && (a.hadamard.dim != 0) == (b.hadamard.dim != 0);
+}
+inline bool is_compiled(const QuantSpec& s) {
+  if (s.element == Format::e2m1)
+    return s.hadamard.dim == 0 || (s.hadamard.dim == 16 && !s.square) ? !s.square || !s.stochastic()
+                                                                      : false;
+  const bool fp8 = s.element == Format::e4m3fn || s.element == Format::e5m2;
+  return fp8 && !s.stochastic() && s.hadamard.dim == 0;
+}
+// Specs of one kernel each, whatever their rules.
+inline const std::vector<std::vector<QuantSpec>>& compiled_specs() {
+  static const std::vector<std::vector<QuantSpec>> all = [] {
+    std::vector<std::vector<QuantSpec>> list;
+    for (const QuantSpec& spec : valid_specs()) {
+      if (!is_compiled(spec)) continue;
+      auto same = list.begin();
+      while (same != list.end() && !same_kernel(same->front(), spec)) ++same;
+      if (same == list.end()) same = list.insert(same, std::vector<QuantSpec>{});
+      same->push_back(spec);
+    }
+    return list;
+  }();
+  return all;
+}
+// Whether there is one for rows and columns at once.
+inline bool is_compiled_pair(const QuantSpec& row, const QuantSpec& column) {
+  if (row.element != column.element || row.scale != column.scale || row.square != column.square)
+    return false;
+  if (row.element != Format::e2m1 || row.square) return true;
+  const bool h_row = row.hadamard.dim != 0, h_column = column.hadamard.dim != 0;
+  if (column.stochastic()) return row.stochastic() && !h_row && h_column;
+  return !h_row && (h_column || !row.stochastic());
+}
+
 }  // namespace blockscale::testing

@@ -1,0 +1,193 @@
+// The device functions that find codes and scales another way than the definitions do, against the
+// definitions, by exhaustion.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "../testing.h"
+#include "blockscale/rounding.h"
+#include "gpu/block.h"
+
+namespace blockscale::testing {
+namespace {
+
+using namespace gpu;
+
+constexpr uint32_t kBf16End = 0x7F80;  // of finite magnitudes
+
+TEST(Emulated, Fp4NearestIsTheDefinitionForEveryMagnitudeItIsUsedFor) {
+  const uint32_t end = bits_of(kNearestSafe) + 1, dense = bits_of(0x1p-6f);
+  constexpr FormatTraits t = traits(Format::e2m1);
+  std::atomic<uint32_t> wrong{0}, example{0};
+  auto check = [&](uint32_t bits) {
+    const float y = float_of(bits);
+    const uint32_t want = encode_magnitude(t, y, Direction::nearest_even);
+    // The code alone in the low twelve bits, as join_nibbles() needs it.
+    if ((fp4_nearest(-y, 1.0f) & 0xFFF) != want) ++wrong, example = bits;
+  };
+  for_chunks(0, dense, 1 << 20, [&](uint64_t begin, uint64_t stop) {
+    for (uint64_t b = begin; b < stop; b += 1021) check(static_cast<uint32_t>(b));
+  });
+  for_chunks(dense, end, 1 << 20, [&](uint64_t begin, uint64_t stop) {
+    for (uint64_t b = begin; b < stop; b += kSweepStep) check(static_cast<uint32_t>(b));
+  });
+  EXPECT_EQ(wrong, 0u) << "e.g. " << float_of(example);
+}
+
+// Codes of 16 magnitudes by the encoder of the kernels, and by the definition.
+template <Encoder kEncoder>
+void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
+  constexpr Pass kPass{kEncoder, Format::e8m0};
+  constexpr bool kStochastic = kEncoder == Encoder::fp4_stochastic;
+  constexpr FormatTraits t = traits(Format::e2m1);
+  float largest = 0, used[kRun];
+  uint32_t words[2] = {};
+  for (int i = 0; i < kRun; ++i) {
+    largest = std::fmax(largest, std::fabs(v[i]));
+    words[i / 8] |= bits_of(v[i]) >> 31 << (4 * (i % 8) + 3);
+    used[i] = v[i];
+  }
+  const Codes got = encode_run<kPass>(Side{}, used, uint2{words[0] | 0x11111111, words[1]}, inv,
+                                      largest, rng, 1, 7, 16 * position);
+  const PhiloxBlock random = random_block(rng, 1, 7, position);
+  for (int i = 0; i < kRun; ++i) {
+    const float y = std::fabs(v[i]) * inv;
+    const uint32_t byte = random.word[i / 4] >> (8 * (i % 4)) & 0xFF;
+    const uint32_t want =
+        with_sign(t,
+                  kStochastic ? encode_magnitude_stochastic(t, 6.0f, std::fmin(y, 6.0f), byte)
+                              : encode_magnitude(t, std::fmin(y, 6.0f), Direction::nearest_even),
+                  v[i]);
+    ASSERT_EQ(got.word[i / 8] >> (4 * (i % 8)) & 15, want)
+        << v[i] << " * " << inv << " random " << byte << " largest " << largest;
+  }
+}
+
+template <Encoder kEncoder>
+void expect_every_bf16(const std::vector<float>& invs) {
+  for (const float inv : invs) {
+    for (uint32_t first = 0; first < kBf16End; first += kRun) {
+      float v[kRun];
+      for (int i = 0; i < kRun; ++i)
+        v[i] = from_bf16(static_cast<uint16_t>((first + i) | (first / 16 + i) % 2 << 15));
+      expect_run<kEncoder>(v, inv, {first, 5}, first);
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+std::vector<float> many_multipliers() {
+  std::vector<float> list;
+  Random random(11);
+  for (int e = -126; e<127; e += kSweepStep> 1 ? 60 : 5) {
+    list.push_back(exp2i(e));
+    list.push_back(float_of(static_cast<uint32_t>(e + 127) << 23 |
+                            static_cast<uint32_t>(random.below(1 << 23))));
+  }
+  list.push_back(kFloatMax);
+  return list;
+}
+TEST(Emulated, EveryBf16MagnitudeToTheNearestE2m1) {
+  expect_every_bf16<Encoder::fp4_nearest>(many_multipliers());
+}
+TEST(Emulated, EveryBf16MagnitudeToE2m1Stochastically) {
+  expect_every_bf16<Encoder::fp4_stochastic>(many_multipliers());
+}
+
+// Every byte of random bits, at every place of a run.
+TEST(Emulated, Fp4StochasticIsTheDefinitionForEveryRandomByte) {
+  constexpr FormatTraits t = traits(Format::e2m1);
+  const uint32_t end = bits_of(kStochasticSafe) + 1;
+  const uint32_t step = kSweepStep > 1 ? 65537 * 31 : 1021;  // odd: all low bits come up
+  for (uint32_t b = 0; b < end; b += b < bits_of(0x1p-12f) ? 64 * step : step) {
+    const float y = float_of(b);
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      const float v[8] = {y, y, y, y, y, y, y, y};
+      const uint32_t random[2] = {byte * 0x01010101, (byte ^ 0x55) * 0x01010101};
+      const uint32_t got = fp4_stochastic_of_8(v, 1.0f, 0x77777777, random);
+      const uint32_t low = encode_magnitude_stochastic(t, 6.0f, y, byte),
+                     high = encode_magnitude_stochastic(t, 6.0f, y, byte ^ 0x55);
+      ASSERT_EQ(got, low * 0x1111 | high * 0x11110000) << y << " random " << byte;
+    }
+  }
+}
+
+// ---- scales ----
+
+template <Format kScale>
+void expect_two_level() {
+  std::vector<float> amaxes = {0, 0x1p-149f, 0x1p-126f, 1e-30f, 3.4e38f, 2688.0f, 688128.0f, 1.0f};
+  Random random(3);
+  for (int i = 0; i < (kSweepStep > 1 ? 4 : 100); ++i)
+    amaxes.push_back(static_cast<float>(
+        std::ldexp(1 + random.uniform(), static_cast<int>(random.below(254)) - 127)));
+  for (size_t i = 0; i <= amaxes.size(); ++i) {
+    // The last one is no outer scale at all.
+    float amax = i < amaxes.size() ? amaxes[i] : 0.0f;
+    Side s{};
+    s.out.spec.scale = kScale;
+    s.out.spec.outer = i < amaxes.size();
+    s.amax = &amax;
+    const Outer outer = outer_of(s, 0);
+    const OuterScale want_outer =
+        s.out.spec.outer ? outer_scale(kScale, amax) : OuterScale{1.0f, 1.0f};
+    ASSERT_EQ(bits_of(outer.dec), bits_of(want_outer.dec));
+    for (const bool up : {false, true}) {
+      for (uint32_t b = 0; b < kBf16End; ++b) {
+        const float a = from_bf16(static_cast<uint16_t>(b));
+        const Block got = two_level_block<kScale>(up, a, outer);
+        const BlockScale want =
+            two_level_scale(kScale, up ? ScaleRounding::up : ScaleRounding::nearest, a, want_outer);
+        ASSERT_EQ(got.stored & 0xFF, want.code) << a << " up " << up << " tensor " << amax;
+        ASSERT_EQ(bits_of(got.inv), bits_of(want.enc)) << a << " up " << up << " tensor " << amax;
+      }
+    }
+  }
+}
+TEST(Emulated, TwoLevelScalesOfEveryBf16AmaxAreTheDefinitions) {
+  expect_two_level<Format::e4m3>();
+  if (!HasFatalFailure()) expect_two_level<Format::ue5m3>();
+}
+
+TEST(Emulated, E8m0ScalesOfEveryBf16AmaxAreTheDefinitions) {
+  for (const Format element : {Format::e2m1, Format::e4m3fn, Format::e5m2}) {
+    const ElementFacts facts{traits(element), max_value(element), element == Format::e2m1};
+    for (const ScaleRule rule :
+         {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even, ScaleRule::rceil}) {
+      for (uint32_t b = 0; b < kBf16End; ++b) {
+        const float a = from_bf16(static_cast<uint16_t>(b));
+        const Block got = e8m0_block(rule, facts, a);
+        const uint8_t want = e8m0_byte(rule, element, a);
+        ASSERT_EQ(got.stored, want) << a;
+        ASSERT_EQ(bits_of(got.inv), bits_of(e8m0_inv(want))) << a;
+      }
+    }
+  }
+}
+
+// The signs of 16 values stand at the tops of nibbles, whatever the values.
+TEST(Emulated, SignsOfARunAreGatheredInOrder) {
+  Random random(9);
+  for (int n = 0; n < 2000; ++n) {
+    PairRun run;
+    PairColumns columns;
+    for (uint32_t& pair : run.pair) pair = static_cast<uint32_t>(random.next());
+    for (uint32_t& pair : columns.pair) pair = static_cast<uint32_t>(random.next());
+    uint32_t want[3][2] = {};
+    for (int i = 0; i < kRun; ++i) {
+      const int at = 4 * (i % 8) + 3;
+      want[0][i / 8] |= (run.pair[i / 2] >> (16 * (i % 2) + 15) & 1) << at;
+      want[1][i / 8] |= (columns.pair[i] >> 15 & 1) << at;
+      want[2][i / 8] |= columns.pair[i] >> 31 << at;
+    }
+    const uint2 got[] = {run.signs(), columns.signs<0>(), columns.signs<1>()};
+    for (int which = 0; which < 3; ++which) {
+      ASSERT_EQ(got[which].x & kSignBits, want[which][0]);
+      ASSERT_EQ(got[which].y & kSignBits, want[which][1]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace blockscale::testing
