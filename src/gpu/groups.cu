@@ -85,7 +85,7 @@ BLOCKSCALE_DEVICE void store(const PlanParams& p, const Sums& at, int64_t g, int
 
 // One block of threads, each with some consecutive groups.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
-  __shared__ __align__(8) uint8_t memory[kPlanThreads * sizeof(Sums)];
+  alignas(8) __shared__ uint8_t memory[kPlanThreads * sizeof(Sums)];
   auto* sums = reinterpret_cast<Sums*>(memory);
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t count = p.groups.count, each = ceil_div(count, kPlanThreads);

@@ -297,13 +297,15 @@ BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
 #endif
 }
 
-// a * b + c, rounded up. With a and b powers of two and c above 2^-30 of their product: as double,
-// both are exact, and so is the sum.
+// a * b + c >= 0, rounded up.
 BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
 #if !defined(__CUDACC__)
-  const double exact = static_cast<double>(a) * b + c;
-  const float near = static_cast<float>(exact);
-  return near < exact ? bit_cast<float>(bit_cast<uint32_t>(near) + 1) : near;  // of a positive sum
+  // Nearest, and one further where the exact value is above: the product is exact in double, and
+  // Knuth's sum gives the error of the other operation.
+  const float nearest = __fmaf_rn(a, b, c);
+  const double p = static_cast<double>(a) * b, sum = p + c, of_c = sum - p;
+  const double error = (p - (sum - of_c)) + (c - of_c);
+  return (sum - nearest) + error > 0 ? bit_cast<float>(bit_cast<uint32_t>(nearest) + 1) : nearest;
 #else
   return __fmaf_ru(a, b, c);
 #endif

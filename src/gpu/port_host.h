@@ -36,6 +36,9 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 
 namespace blockscale::gpu {
 
@@ -71,6 +74,17 @@ void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t
 }
 
 inline void __syncthreads() { emulated::barrier(); }
+// Whether any thread says so.
+inline int __syncthreads_or(int here) {
+  static bool any = false;
+  any |= here != 0;
+  emulated::barrier();
+  const bool result = any;
+  emulated::barrier();
+  any = false;
+  emulated::barrier();
+  return result;
+}
 inline void __syncwarp() { emulated::exchange(0, threadIdx.x % 32); }
 inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, int mask) {
   if (lanes != ~0u) emulated::misuse("an exchange of less than a warp");
@@ -92,15 +106,6 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
-// Rounded up: nearest, and one further where the exact value is above. The product is exact in
-// double; Knuth's sum gives the error of the other operation.
-inline float __fmaf_ru(float a, float b, float c) {
-  const float nearest = std::fma(a, b, c);
-  if (!std::isfinite(nearest)) return nearest;
-  const double p = static_cast<double>(a) * b, sum = p + c;
-  const double of_c = sum - p, error = (p - (sum - of_c)) + (c - of_c);
-  return (sum - nearest) + error > 0 ? std::nextafter(nearest, HUGE_VALF) : nearest;
-}
 
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);

@@ -61,7 +61,7 @@ template <bool kDown, bool kConsecutive>
 struct GroupWalk {
   int first, second;  // `first` moving faster; one of them counts rows of tiles through all groups
   int firsts, step_first, step_second;
-  TileRow row;
+  TileRow row{};
 
   BLOCKSCALE_DEVICE explicit GroupWalk(const QuantizeParams& p) {
     firsts = max(kDown ? p.plan.head->tile_rows : p.tiles_across, 1);
