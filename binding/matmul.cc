@@ -64,9 +64,9 @@ void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
 }
 
 // The core's GEMM into a fresh tensor.
-Tensor fp8_matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
-                         const std::optional<Tensor>& bias, ScalarType out_dtype) {
-  const TorchStream stream(at.device());
+template <class On>
+Tensor core_matmul(const Place& at, const Operand& a, const Operand& b,
+                   const std::optional<Tensor>& bias, ScalarType out_dtype, const On& on) {
   const int64_t rows = a.view.rows, columns = b.view.rows;
   GemmOptions options;
   std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
@@ -77,9 +77,13 @@ Tensor fp8_matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
   Tensor out = torch::stable::empty(std::vector<int64_t>{rows, columns}, out_dtype, std::nullopt,
                                     at.device());
   const DType type = dtype_of(at.op(), "out_dtype", out_dtype);
-  gemm(a.view, b.view,
-       Matrix{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns}, options,
-       stream);
+  const Matrix d{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns};
+  try {
+    gemm(a.view, b.view, d, options, on);
+  } catch (const Error& error) {  // the core's name of this operator is gemm
+    const std::string text = error.what();
+    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
+  }
   return out;
 }
 
@@ -93,8 +97,8 @@ std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
 Tensor matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
                      const std::optional<Tensor>& bias, ScalarType out_dtype) {
   check_pair(at, a.view.spec, b.view.spec);
-  if (a.view.spec.scale == Format::fp32) return fp8_matmul_on_gpu(at, a, b, bias, out_dtype);
   const TorchStream stream(at.device());
+  if (a.view.spec.scale == Format::fp32) return core_matmul(at, a, b, bias, out_dtype, stream);
   const StoredShape sa = a.view.shape(), sb = b.view.shape();
   const std::optional<Tensor> outer = outer_of(a, b);
   const ScalarType sum_dtype = outer || bias ? ScalarType::Float : out_dtype;
@@ -115,25 +119,9 @@ Tensor matmul_on_gpu(const Place& at, const Operand& a, const Operand& b,
 
 Tensor matmul_on_cpu(const Place& at, const Operand& a, const Operand& b,
                      const std::optional<Tensor>& bias, ScalarType out_dtype) {
-  const int64_t rows = a.view.rows, columns = b.view.rows;
-  GemmOptions options;
-  std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
-  if (bias) {
-    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
-    options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
-  }
-  Tensor out = torch::stable::empty(std::vector<int64_t>{rows, columns}, out_dtype, std::nullopt,
-                                    at.device());
-  const DType type = dtype_of(at.op(), "out_dtype", out_dtype);
-  const Matrix d{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns};
-  try {
-    // A multiply-add costs about 1/16 of quantizing an element.
-    gemm(a.view, b.view, d, options, executor_for(rows * columns / 16 * a.view.columns));
-  } catch (const Error& error) {  // the core's name of this operator is gemm
-    const std::string text = error.what();
-    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
-  }
-  return out;
+  // A multiply-add costs about 1/16 of quantizing an element.
+  const int64_t elements = a.view.rows * b.view.rows / 16 * a.view.columns;
+  return core_matmul(at, a, b, bias, out_dtype, executor_for(elements));
 }
 
 }  // namespace blockscale::binding

@@ -27,8 +27,8 @@ struct SquareScales {
     if (w.blocks > 0) load();
   }
   BLOCKSCALE_INLINE void load() {
-    first = __ldg(next);
-    if constexpr (kTwo) second = __ldg(next2);
+    first = load_early(next);
+    if constexpr (kTwo) second = load_early(next2);
     next += step;
     next2 += step;
   }
@@ -253,8 +253,6 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     for (int end = min(2, w.blocks);; end = w.blocks) {
 #pragma unroll 1
       for (; i < end; ++i) {
-        const float b_first = square.first, b_second = square.second;
-        if (kSquare && i + 1 < w.blocks) square.load();
         const int stage = ring.stage;
         if (!ready) barrier_wait(shared.full(stage), ring.phase);
         const uint32_t a_tile = a_tiles + stage * (T::kABytes / 16);
@@ -262,7 +260,8 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
         const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
         const uint32_t b_scales = shared.b_scales(stage) + (group_column + lane % 4 * 2) * 4;
         ring.next();
-        float upper[T::kWaves], lower[T::kWaves];
+        float upper[T::kWaves], lower[T::kWaves];  // of A; times the first scale of B when square,
+        float upper2[T::kWaves], lower2[T::kWaves];  // and times the second
 #pragma unroll
         for (int wave = 0; wave < T::kWaves; ++wave) {
           upper[wave] = load_shared(a_scales + wave * 256);
@@ -279,6 +278,17 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       tile_descriptor(a_tile + wave * (64 * kBlock / 16) + 2 * k),
                                       tile_descriptor(b_tile + 2 * k), k != 0);
           wgmma_commit();
+          if (kSquare && wave == 0) {
+#pragma unroll
+            for (int v = 0; v < T::kWaves; ++v) {
+              upper2[v] = upper[v] * square.second;
+              lower2[v] = lower[v] * square.second;
+              upper[v] *= square.first;
+              lower[v] *= square.first;
+            }
+            // Nothing needs the last ones any more: the next have a whole block's time.
+            if (i + 1 < w.blocks) square.load();
+          }
           pin(part);
           wgmma_wait();
           if (kSquare && wave == kLast && i < releases) release(stage);
@@ -287,9 +297,9 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
           if constexpr (!kSquare) {
             promote<kN>(sum[wave], part, u, l, b_scales);
           } else if (kN > kBlock && early_split) {
-            promote<8, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+            promote<8, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
           } else {
-            promote<16, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+            promote<16, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
           }
           if (!kSquare && wave == kLast && i < releases) release(stage);
         }
