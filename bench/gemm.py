@@ -43,11 +43,11 @@ def seconds(call: Callable[[], Any], runs: int = 7) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
-    times = []
+    times: list[float] = []
     for _ in range(runs):
         time.sleep(0.02)  # the same start for everyone: clocks follow the load
         graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()

@@ -47,8 +47,8 @@ def factors(q: bs.QuantizedTensor) -> tuple[torch.Tensor, float]:
 def largest_sums(va: torch.Tensor, vb: torch.Tensor) -> torch.Tensor:
     """The largest product or partial sum of each block of 128, added over the blocks."""
     total = torch.zeros(va.shape[0], vb.shape[0], dtype=torch.float64)
-    for a, b in zip(va.split(128, 1), vb.split(128, 1), strict=True):
-        products = a[:, None, :] * b[None, :, :]
+    for k in range(0, va.shape[1], 128):
+        products = va[:, None, k : k + 128] * vb[None, :, k : k + 128]
         total += torch.maximum(products.abs(), products.cumsum(-1).abs()).amax(-1)
     return total
 
