@@ -19,7 +19,8 @@ __global__ void spread_scales_kernel(const float* from, float* to, Layout layout
 
 const float* line_scales(const ConstQuantized& q, const Stream& stream) {
   const float* scales = reinterpret_cast<const float*>(q.scales);
-  if (q.layout.scales == Layout::mn_major && !q.spec.square) return scales;
+  const bool aligned = reinterpret_cast<uintptr_t>(scales) % 16 == 0;
+  if (q.layout.scales == Layout::mn_major && !q.spec.square && aligned) return scales;
   const StoredShape s = q.shape();
   const int64_t count = layout_size(Layout::mn_major, s.lines, s.blocks);
   if (count == 0) return scales;

@@ -7,7 +7,7 @@ namespace blockscale::cuda {
 namespace {
 
 constexpr double kSharedBytes = 128;  // a multiprocessor's shared memory moves in a cycle
-constexpr double kL2Bytes = 34;       // a multiprocessor gets from L2 in a cycle when all ask
+constexpr double kL2Bytes = 33;       // a multiprocessor gets from L2 in a cycle when all ask
 constexpr double kLatency = 200;      // of a wgmma chain: barrier, issue, drain
 constexpr double kTileStart = 1500;   // the first stage of a tile that found the ring empty
 
@@ -21,7 +21,9 @@ double step_cost(const TileShape& t, bool square) {
   const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes;
   // One warpgroup by itself: its wgmmas and promotions follow each other.
   const double promotion = t.n / 2 * (square ? 1.0 : 2.5);
-  const double chain = t.waves * (t.n * 2 + promotion + kLatency);
+  // 192 columns with a scale each leave no registers to overlap anything with.
+  const double crowded = !square && t.n > 128 ? 1.1 : 1;
+  const double chain = t.waves * (t.n * 2 + promotion + kLatency) * crowded;
   const double own =
       t.pairs_columns() ? t.columns() + t.rows() / t.cluster : t.rows() + t.columns() / t.cluster;
   return std::max({tensor, shared, chain, own * 128.0 / kL2Bytes});

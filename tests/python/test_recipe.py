@@ -191,11 +191,11 @@ def test_explain_says_what_the_error_would() -> None:
 
 
 def test_what_recipes_need_on_a_gpu() -> None:
-    """FP32 block scales need the FP8 GEMM, but only where both operands of a GEMM are quantized."""
+    """Elements that the tensor cores read, but only where both operands of a GEMM are quantized."""
     needs = {name: bs.recipe(name).cuda_needs for name in bs.recipe_names()}
-    assert needs.pop("fp8_blockwise") == "the FP8 GEMM, which is not built yet"
     assert set(needs.values()) == {""}
     mixed = bs.recipe("fp8_blockwise").replace(fprop_x=None, dgrad_dy=None, wgrad_dy=None)
     assert mixed.cuda_needs == ""
-    assert mixed.replace(wgrad_dy="fp8_1x128").cuda_needs != ""
+    amd = mixed.replace(wgrad_dy="fp8_1x128[element=e4m3fnuz]")
+    assert amd.cuda_needs == "e4m3fn or e5m2 elements, which NVIDIA's tensor cores read"
     assert bs.recipe("mxfp8").replace(wgrad_dy=None, wgrad_x=None).cuda_needs == ""

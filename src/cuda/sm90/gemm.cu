@@ -40,14 +40,15 @@ using Launch = cudaError_t (*)(const Fp8Gemm&, int device, int multiprocessors, 
 using Table = std::array<Launch, cuda::kTileCount>;
 
 // Every tile's kernel for one kind of operands; null where it is not compiled.
+template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
+constexpr Launch entry() {
+  if constexpr (cuda::kTiles[kIndex].e5m2 || !(kAE5m2 || kBE5m2))
+    return launch<kIndex, kSquare, kAE5m2, kBE5m2>;
+  return nullptr;
+}
 template <bool kSquare, bool kAE5m2, bool kBE5m2, int... kIndex>
 constexpr Table table(std::integer_sequence<int, kIndex...>) {
-  const auto one = []<int i>() -> Launch {
-    if constexpr (cuda::kTiles[i].e5m2 || !(kAE5m2 || kBE5m2))
-      return launch<i, kSquare, kAE5m2, kBE5m2>;
-    return nullptr;
-  };
-  return {one.template operator()<kIndex>()...};
+  return {entry<kIndex, kSquare, kAE5m2, kBE5m2>()...};
 }
 template <bool kSquare>
 const Table& table_for(bool a_e5m2, bool b_e5m2) {
@@ -76,6 +77,7 @@ cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
 
 cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream) {
   if (g.m == 0 || g.n == 0 || g.groups == 0) return cudaSuccess;
+  if (g.groups > kMaxGroups) return cudaErrorInvalidValue;
   int device = 0, multiprocessors = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess)

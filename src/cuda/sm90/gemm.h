@@ -5,11 +5,14 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
-
-#include "cuda/sm90/problem.h"
 
 namespace blockscale::sm90 {
+
+inline constexpr int kBlock = 128;  // contraction length of one scale and of one pipeline stage
+inline constexpr int kMaxGroups = 1024;  // the table of a launch's groups lies in shared memory
+
+// Which dimension the groups divide.
+enum class Grouping : int { dense, rows, contraction };
 
 // D = alpha * (A B^T) [+ bias] [+ D].
 //   dense        A [m, k],    B [n, k],    D [m, n]

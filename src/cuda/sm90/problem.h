@@ -2,17 +2,11 @@
 // contraction-grouped) are an enumeration of tiles, and the kernel below them is one.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
+#include "cuda/sm90/gemm.h"
+
 namespace blockscale::sm90 {
-
-inline constexpr int kBlock = 128;  // contraction length of one scale and of one pipeline stage
-inline constexpr int kMaxGroups = 1024;  // the table of a launch's groups lies in shared memory
-
-// Which dimension the groups divide.
-enum class Grouping : int { dense, rows, contraction };
 
 // In units: a unit is the tile, or the pair of neighbouring tiles, that one cluster computes.
 struct Problem {

@@ -1,0 +1,125 @@
+"""Speed of the FP8 GEMM on a GPU beside cuBLASLt's block-scaled GEMM and torch.mm in BF16.
+
+Random normal data, quantized beforehand with scales laid out as each side wants them; every product
+is compared with the peer's before it is timed: the median of several runs of 20 calls each, back to
+back in a CUDA graph. `python bench/gemm.py --out FILE` writes one JSON with where it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import torch
+
+# M, N, K. A 1x128 by B 128x128: what the forward pass and the input's gradient multiply.
+FPROP = (
+    (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (4096, 2304, 7168),
+    (4096, 24576, 1536), (4096, 7168, 16384), (4096, 4096, 7168), (4096, 7168, 2048),
+    (8192, 14336, 4096), (8192, 4096, 14336),
+)  # fmt: skip
+# Both 1x128: the weight's gradient.
+WGRAD = (
+    (4096, 4096, 4096), (8192, 8192, 8192), (7168, 4096, 4096), (7168, 2048, 8192),
+    (14336, 4096, 8192),
+)  # fmt: skip
+FEW_ROWS = tuple((m, n, k) for n, k in ((7168, 2048), (2048, 7168)) for m in (1, 16, 64, 128))
+CALLS = 20
+
+
+def seconds(call: Callable[[], Any], runs: int = 7) -> float:
+    """Median time of a call among `CALLS` of them in a replayed graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    times: list[float] = []
+    for _ in range(runs):
+        time.sleep(0.02)  # the same start for everyone: clocks follow the load
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def peer_scales(q: bs.QuantizedTensor) -> torch.Tensor:
+    """The scales of an operand as torch._scaled_mm reads them, [K/128, rows or blocks]."""
+    linear: torch.Tensor = bs.relayout(q, "linear").scales
+    if q.spec.block[0] == 1:
+        return linear.t().contiguous()
+    blocks, k = linear.shape
+    padded = torch.zeros(blocks, -(-k // 4) * 4, device=linear.device)  # rows of 16 bytes
+    padded[:, :k] = linear
+    return padded[:, :k].t()
+
+
+def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
+    """TFLOP/s of ours and of the peers for one product."""
+    x, w = (torch.randn(r, k, device="cuda", dtype=torch.bfloat16) for r in (m, n))
+    b_spec = "fp8_1x128" if kind == "wgrad" else "fp8_128x128"
+    a = bs.quantize(x, "fp8_1x128", layout="mn_major")
+    b = bs.quantize(w, b_spec, layout="mn_major")
+    out = torch.float32 if kind == "wgrad" else torch.bfloat16
+    a_scales, b_scales = peer_scales(a).t(), peer_scales(b)
+
+    def peer() -> torch.Tensor:
+        y: torch.Tensor = torch._scaled_mm(a.codes, b.codes.t(), a_scales, b_scales, out_dtype=out)
+        return y
+
+    got = bs.matmul(a, b, out_dtype=out).double()
+    want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
+    error = float((got - want).norm() / want.norm())
+    if error > 5e-3:
+        raise SystemExit(f"{kind} {m} x {n} x {k}: relative error {error}")
+    row: dict[str, Any] = {"kind": kind, "m": m, "n": n, "k": k, "relative_error": error}
+    calls: dict[str, Callable[[], Any]] = {
+        "blockscale": lambda: bs.matmul(a, b, out_dtype=out),
+        "cublaslt_fp8": peer,
+        "bf16": lambda: x @ w.t(),
+    }
+    for name, call in calls.items():
+        try:
+            row[name] = round(2e-12 * m * n * k / seconds(call), 1)
+        except RuntimeError as refusal:  # cuBLASLt asks for multiples of 16
+            row[name] = str(refusal).splitlines()[0]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for kind, shapes in (("fprop", FPROP), ("wgrad", WGRAD), ("few rows", FEW_ROWS)):
+        for shape in shapes:
+            rows.append(measure(kind, *shape))
+            print(rows[-1], flush=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "unit": "TFLOP/s",
+        "rows": rows,
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+// The FP8 GEMM of Hopper against sums in double: dense, row-grouped and contraction-grouped, every
+// tile, every tail, into poisoned and guarded memory.
+//
+// Exact cases: codes of 0, ±1 and ±2 and scales of ½, 1 and 2 have sums below 2^24 in units of ¼,
+// which no order and no precision of the machine rounds; the result must be equal to the bit.
+//
+// Random cases: the tensor cores add 32 products and the sum so far at once, each cut to 13 bits
+// below the largest of them: 33 errors of 2^-13 of it, four times a block of 128, where the largest
+// is at most the largest product or partial sum of the block (34 leaves room for that being the
+// exact one). Blocks are then scaled and added in FP32: the product of scales, the product with the
+// sum, the addition.
+#ifdef BLOCKSCALE_CUDA
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "blockscale/spec.h"
+#include "cuda/sm90/gemm.h"
+#include "cuda/tiles.h"
+#include "testing.h"
+
+namespace blockscale::testing {
+namespace {
+
+using sm90::Fp8Gemm;
+using sm90::Grouping;
+
+class Device {
+ public:
+  template <class T>
+  explicit Device(const std::vector<T>& v) {
+    const size_t bytes = v.size() * sizeof(T);
+    EXPECT_EQ(cudaMalloc(&data_, bytes + 16), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(data_, v.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
+  }
+  ~Device() { cudaFree(data_); }
+  Device(const Device&) = delete;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+};
+
+struct Case {
+  Grouping grouping = Grouping::dense;
+  int64_t m, n, k;
+  std::vector<int64_t> groups;  // sizes along M or K, instead of m or k
+  bool square = true, a_e5m2 = false, b_e5m2 = false;
+  bool f32 = true, accumulate = false, alpha = false, bias = false, wide = false;
+  bool exact = true;
+  int tile = -1;
+  int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
+};
+
+constexpr int64_t kGuard = 64;
+constexpr uint8_t kPoison = 0xFF;  // NaN
+
+class Product {
+ public:
+  Product(const Case& c, uint64_t seed) : c_(c), random_(seed) {
+    if (c.grouping == Grouping::rows) c_.m = 0;
+    if (c.grouping == Grouping::contraction) c_.k = 0;
+    for (const int64_t size : c.groups) {
+      if (c.grouping == Grouping::rows) c_.m += size;
+      if (c.grouping == Grouping::contraction) c_.k += round_up(size, 128);
+      ends_.push_back((ends_.empty() ? 0 : ends_.back()) + size);
+    }
+    batch_ = c.grouping == Grouping::rows ? static_cast<int64_t>(ends_.size()) : 1;
+    outs_ = c.grouping == Grouping::contraction ? static_cast<int64_t>(ends_.size()) : 1;
+    padded_ = round_up(c_.k, 128);
+    blocks_ = padded_ / 128;
+    a_ = codes(c_.m, c.a_e5m2);
+    b_ = codes(batch_ * c.n, c.b_e5m2);
+    a_values_ = decoded(a_, c.a_e5m2);
+    b_values_ = decoded(b_, c.b_e5m2);
+    b_lines_ = c.square ? ceil_div(c.n, 128) : c.n;
+    a_scales_ = scales(round_up(c_.m, 4) * blocks_);
+    b_scales_ = scales(batch_ * round_up(b_lines_, 4) * blocks_);
+    bias_ = scales(c.n);
+  }
+
+  void run() {
+    const Device a(a_), b(b_), as(a_scales_), bs(b_scales_), bias(bias_);
+    const Device alpha(std::vector<float>{0.5f});
+    const Device wide(ends_), narrow(std::vector<int32_t>(ends_.begin(), ends_.end()));
+    const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad;
+    const int64_t elements = outs_ * c_.m * stride;
+    std::vector<uint8_t> memory(static_cast<size_t>((2 * kGuard + elements) * size), kPoison);
+    if (c_.accumulate) {
+      const float before = kBefore;
+      for (int64_t i = 0; i < elements; ++i)
+        std::memcpy(&memory[static_cast<size_t>((kGuard + c_.pad + i) * 4)], &before, 4);
+    }
+    std::vector<uint8_t> first;
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      const Device d(memory);
+      Fp8Gemm g;
+      g.m = c_.m, g.n = c_.n, g.k = c_.k;
+      g.a = a.as<void>(), g.b = b.as<void>();
+      g.a_scales = as.as<float>(), g.b_scales = bs.as<float>();
+      g.a_e5m2 = c_.a_e5m2, g.b_e5m2 = c_.b_e5m2, g.b_square = c_.square;
+      g.b_scale_n = 1, g.b_scale_k = round_up(b_lines_, 4);
+      g.b_scale_group = g.b_scale_k * blocks_;
+      g.d = d.as<uint8_t>() + (kGuard + c_.pad) * size;
+      g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
+      if (c_.alpha) g.alpha = 4, g.device_alpha = alpha.as<float>();
+      if (c_.bias) g.bias = bias.as<float>();
+      g.grouping = c_.grouping, g.groups = static_cast<int>(std::max<size_t>(ends_.size(), 1));
+      g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
+      g.tile = c_.tile;
+      ASSERT_EQ(sm90::fp8_gemm(g, nullptr), cudaSuccess);
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      std::vector<uint8_t> got(memory.size());
+      ASSERT_EQ(cudaMemcpy(got.data(), d.as<void>(), got.size(), cudaMemcpyDeviceToHost),
+                cudaSuccess);
+      if (repeat == 0) first = got;
+      ASSERT_EQ(first, got) << "not the same bits again";
+    }
+    check(first, memory);
+  }
+
+ private:
+  static constexpr float kBefore = 3.5f;
+
+  std::vector<uint8_t> codes(int64_t lines, bool e5m2) {
+    std::vector<uint8_t> all(static_cast<size_t>(lines * padded_));
+    const Format format = e5m2 ? Format::e5m2 : Format::e4m3fn;
+    for (int64_t i = 0; i < lines * padded_; ++i) {
+      if (i % padded_ >= c_.k) continue;
+      const float v = c_.exact ? static_cast<float>(random_.below(5)) - 2
+                               : static_cast<float>(random_.normal()) * 100;
+      all[static_cast<size_t>(i)] = static_cast<uint8_t>(encode(format, v));
+    }
+    return all;
+  }
+  std::vector<float> scales(int64_t count) {
+    std::vector<float> all(static_cast<size_t>(count));
+    for (float& s : all)
+      s = c_.exact ? std::ldexp(1.0f, static_cast<int>(random_.below(3)) - 1)
+                   : static_cast<float>(0.01 * (1 + random_.uniform()));
+    return all;
+  }
+  static std::vector<float> decoded(const std::vector<uint8_t>& codes, bool e5m2) {
+    std::vector<float> values;
+    for (const uint8_t code : codes)
+      values.push_back(decode(e5m2 ? Format::e5m2 : Format::e4m3fn, code));
+    return values;
+  }
+
+  struct Sum {
+    double exact = 0, bound = 0;
+  };
+  Sum sum(int64_t row, int64_t group, int64_t column, int64_t first, int64_t last) const {
+    Sum s;
+    double magnitude = 0;
+    const float* a = &a_values_[static_cast<size_t>(row * padded_)];
+    const float* b =
+        &b_values_[static_cast<size_t>(((batch_ > 1 ? group : 0) * c_.n + column) * padded_)];
+    for (int64_t block = first; block < last; ++block) {
+      double part = 0, all = 0, largest = 0;
+      for (int64_t k = block * 128; k < block * 128 + 128; ++k) {
+        const double p = static_cast<double>(a[k]) * b[k];
+        part += p, all += std::fabs(p);
+        largest = std::max(largest, std::max(std::fabs(p), std::fabs(part)));
+      }
+      const int64_t b_block = (batch_ > 1 ? group : 0) * blocks_ + block;
+      const double scale =
+          static_cast<double>(a_scales_[static_cast<size_t>(block * round_up(c_.m, 4) + row)]) *
+          b_scales_[static_cast<size_t>(b_block * round_up(b_lines_, 4) +
+                                        (c_.square ? column / 128 : column))];
+      s.exact += scale * part;
+      s.bound += scale * 4 * 34 * 0x1p-13 * largest;
+      magnitude += scale * all;
+    }
+    s.bound += static_cast<double>(last - first + 3) * 0x1p-24 * magnitude;
+    return s;
+  }
+
+  void check(const std::vector<uint8_t>& got, const std::vector<uint8_t>& before) const {
+    const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad;
+    std::vector<bool> written(got.size());
+    int64_t group = 0, first = 0;
+    for (int64_t line = 0; line < outs_ * c_.m; ++line) {
+      const int64_t row = line % c_.m;
+      int64_t last = blocks_;
+      if (c_.grouping == Grouping::contraction) {
+        if (row == 0 && line > 0) first += ceil_div(c_.groups[static_cast<size_t>(group++)], 128);
+        last = first + ceil_div(c_.groups[static_cast<size_t>(group)], 128);
+      }
+      if (c_.grouping == Grouping::rows)
+        while (row >= ends_[static_cast<size_t>(group)]) ++group;
+      for (int64_t column = 0; column < c_.n; ++column) {
+        const auto at = static_cast<size_t>((kGuard + c_.pad + line * stride + column) * size);
+        for (int64_t i = 0; i < size; ++i) written[at + static_cast<size_t>(i)] = true;
+        uint32_t bits = 0;
+        std::memcpy(&bits, &got[at], static_cast<size_t>(size));
+        const double value = c_.f32 ? float_of(bits) : float_of(bits << 16);
+        const Sum s = sum(row, group, column, first, last);
+        const double alpha = c_.alpha ? 2 : 1;
+        const double exact = alpha * s.exact + (c_.accumulate ? kBefore : 0) +
+                             (c_.bias ? bias_[static_cast<size_t>(column)] : 0);
+        double bound = c_.exact ? 0 : alpha * s.bound + 0x1p-22 * (std::fabs(exact) + 4);
+        if (!c_.f32) bound += 0x1p-8 * (std::fabs(exact) + bound);
+        ASSERT_LE(std::fabs(value - exact), bound)
+            << "row " << line << ", column " << column << ": " << value << " for " << exact;
+      }
+    }
+    for (size_t i = 0; i < got.size(); ++i) {
+      if (written[i]) continue;
+      ASSERT_EQ(got[i], before[i]) << "byte " << i << " outside of D";
+    }
+  }
+
+  Case c_;
+  Random random_;
+  std::vector<int64_t> ends_;
+  std::vector<uint8_t> a_, b_;
+  std::vector<float> a_values_, b_values_, a_scales_, b_scales_, bias_;
+  int64_t batch_ = 1, outs_ = 1, padded_ = 0, blocks_ = 0, b_lines_ = 0;
+};
+
+class Fp8GemmTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int major = 0, minor = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0) != cudaSuccess ||
+        major != 9 || minor != 0)
+      GTEST_SKIP() << "no GPU of compute capability 9.0";
+  }
+};
+
+void run(const Case& c, uint64_t seed) {
+  SCOPED_TRACE("seed " + std::to_string(seed) + ": " + std::to_string(c.m) + " x " +
+               std::to_string(c.n) + " x " + std::to_string(c.k) + ", grouping " +
+               std::to_string(static_cast<int>(c.grouping)) + ", tile " + std::to_string(c.tile) +
+               (c.square ? ", square" : ", lines") + (c.exact ? ", exact" : ", random"));
+  Product(c, seed).run();
+}
+
+// Draws what is left open.
+Case drawn(Random& random, int tile) {
+  constexpr int64_t kSizes[] = {1, 7, 64, 127, 128, 129, 300};
+  Case c;
+  c.tile = tile;
+  c.m = random.pick(kSizes), c.n = random.pick(kSizes), c.k = random.pick(kSizes);
+  c.square = random.one_in(2);
+  if (tile < 0 || cuda::kTiles[tile].e5m2) c.a_e5m2 = random.one_in(3), c.b_e5m2 = random.one_in(3);
+  c.f32 = random.one_in(2);
+  c.accumulate = c.f32 && random.one_in(2);
+  c.alpha = random.one_in(2), c.bias = random.one_in(2), c.wide = random.one_in(2);
+  c.exact = !random.one_in(3);
+  c.pad = random.one_in(2) ? 0 : random.one_in(2) ? 8 : 1;
+  return c;
+}
+
+TEST_F(Fp8GemmTest, EveryTileEveryTail) {
+  for (int tile = -1; tile < cuda::kTileCount; ++tile) {
+    for (uint64_t seed = 0; seed < 5; ++seed) {
+      Random random(seed * 100 + static_cast<uint64_t>(tile + 1));
+      Case c = drawn(random, tile);
+      if (seed == 0) c.m = 520, c.n = 400, c.k = 1100, c.pad = 0;  // several tiles, whole ones too
+      run(c, seed);
+      for (const Grouping grouping : {Grouping::rows, Grouping::contraction}) {
+        c.grouping = grouping;
+        c.m = grouping == Grouping::rows ? 0 : 70;
+        c.n = std::min<int64_t>(c.n, 129);
+        c.k = std::min<int64_t>(c.k, 129);
+        c.groups.clear();
+        const uint64_t count = random.one_in(2) ? 9 : 3;
+        for (uint64_t g = 0; g < count; ++g)
+          c.groups.push_back(random.one_in(4)   ? 0
+                             : random.one_in(3) ? 1
+                                                : static_cast<int64_t>(random.below(40)));
+        c.groups[random.below(count)] = 300;
+        run(c, seed);
+      }
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(Fp8GemmTest, NothingToAdd) {
+  Case c;
+  c.m = 5, c.n = 70, c.k = 0;
+  for (const bool bias : {false, true}) {
+    c.bias = bias;
+    run(c, 1);
+  }
+  c.accumulate = true;
+  run(c, 1);
+}
+
+}  // namespace
+}  // namespace blockscale::testing
+#endif  // BLOCKSCALE_CUDA

@@ -1,0 +1,101 @@
+// The choice of a tile for the Hopper GEMM, which needs no GPU.
+#include "cuda/tiles.h"
+
+#include <gtest/gtest.h>
+
+namespace blockscale::cuda {
+namespace {
+
+GemmSize dense(int64_t m, int64_t n, int64_t k, bool square = true) {
+  GemmSize s;
+  s.rows = m;
+  s.columns = n;
+  s.blocks = (k + 127) / 128;
+  s.square = square;
+  return s;
+}
+const TileShape& chosen(const GemmSize& s) { return kTiles[choose_tile(s)]; }
+
+// What the kernel asks of a tile, whichever is added to the table.
+TEST(Tiles, FitTheMachine) {
+  for (const TileShape& t : kTiles) {
+    // Stages of both operands and their scales in 227 KB, with room for barriers and 1024 groups.
+    const int stage = (t.rows() + t.columns()) * 128 + (t.rows() + t.columns()) * 4 + 256;
+    EXPECT_LE(t.stages * stage + 8192, 227 * 1024) << t.rows() << " x " << t.columns();
+    // Sums and the tensor cores' accumulators, of 232 registers (160 with three warpgroups).
+    EXPECT_LE(t.waves * t.n / 2 + t.n / 2, t.groups == 2 ? 200 : 136);
+    EXPECT_LE(t.rows(), 256);  // of a box of the copy engine
+    EXPECT_LE(t.columns(), 256);
+    EXPECT_LT(t.held, t.stages);
+    // A warpgroup's columns lie in one block of 128, or start in its middle or at its start.
+    EXPECT_EQ(t.n <= 128 ? 128 % t.n : t.n % 64, 0);
+  }
+}
+
+TEST(Tiles, LargeProductsGetLargeTiles) {
+  for (const bool square : {true, false}) {
+    const TileShape& t = chosen(dense(4096, 4096, 4096, square));
+    EXPECT_EQ(t.rows() * t.columns(), 256 * 128);
+  }
+  EXPECT_EQ(chosen(dense(4096, 7168, 2048)).rows(), 256);
+  EXPECT_EQ(chosen(dense(8192, 14336, 4096)).rows(), 256);
+}
+
+// 288 tiles of 256 x 128 would be 2.2 rounds of the machine.
+TEST(Tiles, WavesCount) {
+  const TileShape& t = chosen(dense(4096, 2304, 7168));
+  EXPECT_LT(t.rows() * t.columns(), 256 * 128);
+  EXPECT_LT(tile_cost(t, dense(4096, 2304, 7168)), tile_cost(kTiles[0], dense(4096, 2304, 7168)));
+}
+
+TEST(Tiles, FewRowsGetFlatTiles) {
+  for (const int m : {1, 16, 64}) {
+    EXPECT_EQ(chosen(dense(m, 7168, 2048)).rows(), 64) << m;
+    // Few columns: narrow tiles, so that more multiprocessors read B.
+    EXPECT_EQ(chosen(dense(m, 2048, 7168)).columns(), 32) << m;
+  }
+}
+
+TEST(Tiles, GroupsCountAsTheirOwnProducts) {
+  GemmSize s = dense(32, 4096, 4096);  // 256 experts of 32 tokens
+  s.groups = 256;
+  EXPECT_EQ(chosen(s).rows(), 64);
+  s.rows = 8192;
+  s.groups = 4;
+  EXPECT_EQ(chosen(s).rows(), 256);
+}
+
+TEST(Tiles, E5m2TakesWhatIsCompiledForIt) {
+  for (const int64_t m : {1, 100, 500, 4096})
+    for (const int64_t n : {70, 2304, 4096}) {
+      GemmSize s = dense(m, n, 7168);
+      s.e5m2 = true;
+      EXPECT_TRUE(chosen(s).e5m2) << m << " " << n;
+    }
+}
+
+TEST(Tiles, CostGrowsWithTheProduct) {
+  for (const TileShape& t : kTiles) {
+    double last = 0;
+    for (const int64_t m : {1, 128, 1000, 4096, 10000}) {
+      const double cost = tile_cost(t, dense(m, 4096, 4096));
+      EXPECT_GE(cost, last);
+      last = cost;
+    }
+    EXPECT_LT(tile_cost(t, dense(4096, 4096, 2048)), tile_cost(t, dense(4096, 4096, 4096)));
+  }
+}
+
+TEST(Tiles, ConcurrentTilesFormASquare) {
+  for (const TileShape& t : kTiles) {
+    const GemmSize s = dense(1 << 16, 1 << 16, 4096);
+    const double down = choose_band(t, s) * t.unit_rows();
+    const double across =
+        static_cast<double>(s.multiprocessors / t.cluster) / choose_band(t, s) * t.unit_columns();
+    EXPECT_LT(down, 2 * across);
+    EXPECT_LT(across, 2 * down);
+  }
+}
+
+}  // namespace
+}  // namespace blockscale::cuda
