@@ -9,8 +9,8 @@ venv := .venv
 python := $(venv)/bin/python
 requirements := requirements.txt requirements-dev.txt
 cxx_files = $(wildcard include/blockscale/*.h src/*.h src/*.cc src/*/*.h src/*/*.cc src/gpu/*.cu \
-              binding/*.h binding/*.cc bench/*.cc tests/cpp/*.h tests/cpp/*.cc examples/cpp/*.cc \
-              cmake/highway/*.cc)
+              binding/*.h binding/*.cc bench/*.cc tests/cpp/*.h tests/cpp/*.cc tests/cpp/*/*.cc \
+              examples/cpp/*.cc cmake/highway/*.cc)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build train test bench lint format asan archs hip wheel clean
@@ -48,7 +48,8 @@ train: setup  ## the main job: train on real text in every recipe (OUT=runs/trai
 	$(venv)/bin/blockscale train --out $(OUT) $(if $(wildcard $(OUT)/settings.json),--resume) $(ARGS)
 
 test: setup  ## every test, C++ and Python
-	@$(python) tools/test.py --gtest $(BUILD)/blockscale_tests --pytest
+	@$(python) tools/test.py --gtest $(BUILD)/blockscale_tests \
+	    --gtest $(BUILD)/tests/cpp/emulated/blockscale_emulated_tests --pytest
 
 bench: setup  ## speed against memcpy, torch.mm and torchao, as JSON in bench/results/cpu.json
 	$(python) bench/run.py --core $(BUILD)/blockscale_bench --out bench/results/cpu.json $(ARGS)
@@ -89,7 +90,8 @@ asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan
 	@test -f build-asan/build.ninja || cmake -S . -B build-asan -G Ninja -DBLOCKSCALE_TESTS=ON \
 	    -DBLOCKSCALE_GPU=OFF -DBLOCKSCALE_SANITIZE=address,undefined
 	@cmake --build build-asan -j $(JOBS)
-	@UBSAN_OPTIONS=print_stacktrace=1 $(python) tools/test.py --gtest build-asan/blockscale_tests
+	@UBSAN_OPTIONS=print_stacktrace=1 $(python) tools/test.py --gtest build-asan/blockscale_tests \
+	    --gtest build-asan/tests/cpp/emulated/blockscale_emulated_tests
 
 wheel: $(venv)/.requirements  ## one wheel for every Python and PyTorch, in dist/
 	$(python) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -94,16 +94,18 @@ def run_pytest(report: Path, extra: list[str]) -> Count:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gtest", type=Path, metavar="BINARY", help="the C++ test binary")
+    parser.add_argument(
+        "--gtest", type=Path, action="append", default=[], metavar="BINARY", help="C++ test binary"
+    )
     parser.add_argument("--pytest", action="store_true", help="run the Python tests")
-    parser.add_argument("--gtest-arg", action="append", default=[], help="passed to the binary")
+    parser.add_argument("--gtest-arg", action="append", default=[], help="passed to the binaries")
     parser.add_argument("--pytest-arg", action="append", default=[], help="passed to pytest")
     options = parser.parse_args()
 
     total = Count()
     with tempfile.TemporaryDirectory() as folder:
-        if options.gtest:
-            total += run_gtest(options.gtest, Path(folder, "cpp.json"), options.gtest_arg)
+        for binary in options.gtest:
+            total += run_gtest(binary, Path(folder, f"{binary.name}.json"), options.gtest_arg)
         if options.pytest:
             total += run_pytest(Path(folder, "python.xml"), options.pytest_arg)
     print(total, flush=True)

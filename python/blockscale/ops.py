@@ -188,7 +188,8 @@ def matmul(
     On a GPU both operands are decoded to BF16 without their outer scales, which is exact (but for
     values below 2^-126, which are rounded to multiples of 2^-133), PyTorch multiplies them with
     FP32 sums, and outer scales and bias are applied to those. Specs with FP32 block scales
-    (`fp8_1x128`, `fp8_128x128`) do not fit in BF16 and are refused there.
+    (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: their own block-scaled GEMM runs on GPUs of
+    compute capability 9.0 (H100, H200), and others refuse them.
 
     Args:
         a, b: operands; the extents of their axes must be equal. The other extent of each (leading

@@ -143,10 +143,11 @@ void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream
     return e ? e->grouped(p, stream) : launch_any<true>(p, row, column, stream);
   }
   // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
-  // bytes of 128 rows in 32.
+  // bytes of 128 rows in 32, unsigned.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
   const bool fits = p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 &&
-                    runs < int64_t{1} << 31 && p.x.row_stride >= 0 && p.x.row_stride < 1 << 23;
+                    runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
+                    2 * kTile * p.x.row_stride < int64_t{1} << 32;
   if (bf16 && fits)
     if (const Entry* e = find(row, column))
       return p.aligned ? e->aligned(p, stream) : e->unaligned(p, stream);

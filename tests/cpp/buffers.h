@@ -45,9 +45,10 @@ inline constexpr Strides kStrides[] = {Strides::row_major,
                                        Strides::same_matrix,
                                        Strides::aligned_rows,
                                        Strides::even_rows};
-// Contiguous columns: rows at odd places, and those above.
-inline constexpr Strides kRowStrides[] = {Strides::row_major, Strides::padded_rows,
-                                          Strides::aligned_rows, Strides::even_rows};
+// Those with contiguous columns.
+inline constexpr Strides kRowStrides[] = {
+    Strides::row_major,   Strides::padded_rows,      Strides::aligned_rows, Strides::even_rows,
+    Strides::same_matrix, Strides::every_second_row, Strides::same_row,     Strides::negative_rows};
 
 using Values = std::function<float(int64_t batch, int64_t row, int64_t column)>;
 
