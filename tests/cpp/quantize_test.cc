@@ -22,8 +22,8 @@ namespace blockscale::testing {
 namespace {
 
 #ifdef BLOCKSCALE_EMULATE
-constexpr int kCases = kSweepStep > 1 ? 10 : 100;
-constexpr int kKernelCases = kSweepStep > 1 ? 1 : 6;
+constexpr int kCases = kSweepStep > 1 ? 10 : 70;
+constexpr int kKernelCases = kSweepStep > 1 ? 1 : 4;
 #else
 constexpr int kCases = kSweepStep > 1 ? 40 : 300;
 constexpr int kKernelCases = 1;
