@@ -286,7 +286,8 @@ BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umul
 // 16 bytes that are not written while the kernel runs.
 BLOCKSCALE_DEVICE uint4 load_once(const uint4* p) { return __ldg(p); }
 
-// 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0.
+// 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0. The
+// step is the one that __frcp_rn takes there, without its test of the range.
 BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
 #if !defined(__CUDACC__)
   return x == 0.0f ? bit_cast<float>(kNanBits) : __frcp_rn(x);

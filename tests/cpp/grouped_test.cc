@@ -10,7 +10,11 @@
 namespace blockscale::testing {
 namespace {
 
+#ifdef BLOCKSCALE_EMULATE
+constexpr int kCases = kSweepStep > 1 ? 3 : 20;  // a kernel's threads by turns
+#else
 constexpr int kCases = kSweepStep > 1 ? 60 : 300;
+#endif
 
 // Ends of random groups of up to `rows` rows: ragged, some empty, some of one row; often short of
 // the last row.
@@ -166,7 +170,7 @@ class GroupedTest : public ::testing::TestWithParam<std::tuple<std::string, uint
   std::unique_ptr<Runner> runner;
 };
 INSTANTIATE_TEST_SUITE_P(Backends, GroupedTest,
-                         ::testing::Combine(::testing::Values("cpu", "cuda"),
+                         ::testing::Combine(::testing::ValuesIn(test_backends()),
                                             ::testing::ValuesIn(test_seeds())),
                          [](const auto& info) {
                            return std::get<0>(info.param) + std::to_string(info.index);
