@@ -65,7 +65,10 @@ BLOCKSCALE_DEVICE void store(const PlanParams& p, const Sums& at, int64_t g, int
     GroupStart start = at.side[i];
     start.row = begin;
     if (g == p.groups.count) {
-      s.at[g] = {start.codes, start.scales, 0, start.position, static_cast<int>(begin)};
+      GroupAt behind{};
+      behind.codes = start.codes, behind.scales = start.scales;
+      behind.position = start.position, behind.row = static_cast<int>(begin);
+      s.at[g] = behind;
       continue;
     }
     const GroupPart part = group_part(s.spec, s.layout, s.axis, s.whole, start, rows, p.columns);
@@ -219,8 +222,10 @@ __global__ void __launch_bounds__(kFillThreads)
 
 Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQuantized* a,
                const ConstQuantized* b, bool positions, const Stream& stream) {
-  PlanParams p{.groups = groups, .rows = rows, .columns = columns, .positions = positions};
-  Plan plan{.count = static_cast<int>(groups.count)};
+  PlanParams p{};
+  p.groups = groups, p.rows = rows, p.columns = columns, p.positions = positions;
+  Plan plan{};
+  plan.count = static_cast<int>(groups.count);
   // With a block (or transform) of more rows than are there, positions go further than rows.
   const int64_t source = positions ? (a ? a : b)->shape().padded : rows;
   plan.most_tile_rows = static_cast<int>(rounded_parts(source, groups.count, kTile) / kTile);
