@@ -56,16 +56,28 @@ using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true
 // Whatever is not here runs as `any`.
 struct Entry {
   Pass row, column;
-  Launcher aligned, unaligned, grouped;  // groups: of rows that the copy engine reads
+  Launcher aligned, unaligned;
+  Launcher grouped;  // of rows that the copy engine reads, or null
 };
+// Groups are rows of tokens: no square blocks, and what is not plain is wanted in both directions.
+// The rest runs as `any`, which keeps the number of kernels down.
 template <class Row, class Column>
-constexpr Launcher kGrouped = launch<Row, Column, AlignedLoader, true>;
+constexpr Launcher grouped_launcher() {
+  constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
+  constexpr Pass kOne = kRow.present() ? kRow : kColumn;
+  constexpr bool kPlain = !kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic;
+  if constexpr (!kRow.square && !kColumn.square &&
+                (kPlain || (kRow.present() && kColumn.present())))
+    return launch<Row, Column, AlignedLoader, true>;
+  else
+    return nullptr;
+}
 template <class Row, class Column>
 constexpr Entry kEntry{Row::kPass, Column::kPass, launch_tiles<Row, Column, true>,
-                       launch_tiles<Row, Column, false>, kGrouped<Row, Column>};
+                       launch_tiles<Row, Column, false>, grouped_launcher<Row, Column>()};
 template <class P>
 constexpr Entry kRows{P::kPass, None::kPass, launch_rows<P, true>, launch_rows<P, false>,
-                      kGrouped<P, None>};
+                      grouped_launcher<P, None>()};
 template <class P>
 constexpr Entry kSquareRows = kEntry<P, None>;
 template <class P>
@@ -140,7 +152,7 @@ void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream
   const bool bf16 = p.x.dtype == DType::bf16 && p.x.column_stride == 1;
   if (p.plan.head) {
     const Entry* e = bf16 && p.copies ? find(row, column) : nullptr;
-    return e ? e->grouped(p, stream) : launch_any<true>(p, row, column, stream);
+    return e && e->grouped ? e->grouped(p, stream) : launch_any<true>(p, row, column, stream);
   }
   // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
   // bytes of 128 rows in 32, unsigned.
