@@ -24,9 +24,5 @@ void dequantize(const ConstQuantized&, const Matrix&, const Stream&) { refuse("d
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
 void finish(const float*, const Matrix&, const Epilogue&, const Stream&) { refuse("gemm"); }
 void copy(int64_t*, const int64_t*, const Stream&) { refuse("copy"); }
-void gemm(const ConstQuantized&, const ConstQuantized&, const Matrix&, const GemmOptions&,
-          const Stream&) {
-  refuse("gemm");
-}
 
 }  // namespace blockscale::gpu

@@ -1,0 +1,12 @@
+// What stands for NVIDIA's GEMMs in a build without nvcc.
+#include "blockscale/status.h"
+#include "gpu/gpu.h"
+
+namespace blockscale::gpu {
+
+void gemm(const ConstQuantized&, const ConstQuantized&, const Matrix&, const GemmOptions&,
+          const Stream&) {
+  fail("gemm", "device", "cuda", "cpu", unavailable());
+}
+
+}  // namespace blockscale::gpu
