@@ -134,13 +134,6 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
   return matmul(at, a.view, b.view, bias, out_dtype, {a_rows, b_rows});
 }
 
-// A copy that a compiler keeps as it is. A plain clone would be recomputed in the backward pass
-// from its source: the model's offset, which has moved on by then.
-Tensor snapshot_op(Tensor x) {
-  Tensor copy = torch::stable::empty(x.sizes(), x.scalar_type(), std::nullopt, x.device());
-  return torch::stable::copy_(copy, x);
-}
-
 }  // namespace
 }  // namespace blockscale::binding
 
@@ -173,7 +166,6 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
       "ScalarType dtype, ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype) "
       "-> Tensor[]");
-  m.def("snapshot(Tensor x) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
@@ -186,5 +178,4 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("matmul", TORCH_BOX(&matmul_op));
   m.impl("linear", TORCH_BOX(&linear_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
-  m.impl("snapshot", TORCH_BOX(&snapshot_op));
 }

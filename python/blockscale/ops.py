@@ -429,10 +429,6 @@ def _fake_matmul(
     return a_codes.new_empty((a_rows, b_rows), dtype=out_dtype)
 
 
-def _fake_snapshot(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "quantize": _fake_quantize,
     "quantize_dual": _fake_quantize_dual,
@@ -440,7 +436,6 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "dequantize": _fake_dequantize,
     "relayout": _fake_relayout,
     "matmul": _fake_matmul,
-    "snapshot": _fake_snapshot,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"blockscale::{_name}", _fake)

@@ -13,8 +13,9 @@
 #elif defined(__HIPCC__)
 #include <hip/hip_runtime.h>
 #else
-#include <cuda.h>
 #include <cuda_runtime.h>
+
+#include "cuda/tensor_map.h"
 #endif
 
 #include <cstdint>
@@ -169,15 +170,7 @@ inline bool has_copy_engine() {
 // where there is no copy engine, or it cannot read it: rows have to start at multiples of 16 bytes.
 inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,
                      int64_t row_stride, int64_t batch_stride, int box) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                         &result) != cudaSuccess)
-      found = nullptr;
-    return reinterpret_cast<Encode>(found);
-  }();
+  const auto encode = cuda::tensor_map_encoder();
   if (batch == 1) batch_stride = row_stride * rows;  // of no account, but it is looked at
   if (!encode || !has_copy_engine() || reinterpret_cast<uintptr_t>(data) % 16 != 0 ||
       row_stride % 8 != 0 || batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)

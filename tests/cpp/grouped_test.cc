@@ -109,6 +109,14 @@ struct Expected {
   Joined codes, scales;
   std::vector<float> outer;
 };
+// Those of group g by itself, which begins at `position` along the contraction axis.
+QuantizeOptions options_of(const GroupedCase& c, size_t g, int64_t position) {
+  QuantizeOptions options = c.options();
+  if (options.amax) options.amax += g;
+  options.origin_row += c.axis == -1 ? c.begin(g) : position;
+  return options;
+}
+
 Expected expected_of(const GroupedCase& c, const Output& whole) {
   const StoredShape& s = whole.shape;
   const int bytes = scale_bytes(c.spec.scale);
@@ -124,9 +132,7 @@ Expected expected_of(const GroupedCase& c, const Output& whole) {
   for (size_t g = 0; g < c.ends.size(); ++g) {
     const ConstMatrix part = c.group(g);
     Output one(c.spec, c.layout, c.axis, part.rows, c.columns);
-    QuantizeOptions options = c.options();
-    if (options.amax) options.amax += g;
-    options.origin_row += c.axis == -1 ? c.begin(g) : position;
+    const QuantizeOptions options = options_of(c, g, position);
     reference::quantize(part, one.view, options);
     position += one.shape.padded;
     const auto join = [&](Joined& to, Layout l, const Guarded& from, int64_t rows, int64_t columns,
@@ -159,22 +165,8 @@ void expect_groups_alone(const GroupedCase& c, const Output& got) {
     ASSERT_EQ(bits_of(got.view.outer[g]), bits_of(want.outer[g])) << "group " << g;
 }
 
-class GroupedTest : public ::testing::TestWithParam<std::tuple<std::string, uint64_t>> {
- protected:
-  void SetUp() override {
-    runner = make_runner(std::get<0>(GetParam()));
-    if (const std::string reason = runner->unavailable(); !reason.empty()) GTEST_SKIP() << reason;
-    std::printf("seed %llu\n", static_cast<unsigned long long>(seed()));
-  }
-  static uint64_t seed() { return std::get<1>(GetParam()); }
-  std::unique_ptr<Runner> runner;
-};
-INSTANTIATE_TEST_SUITE_P(Backends, GroupedTest,
-                         ::testing::Combine(::testing::ValuesIn(test_backends()),
-                                            ::testing::ValuesIn(test_seeds())),
-                         [](const auto& info) {
-                           return std::get<0>(info.param) + std::to_string(info.index);
-                         });
+class GroupedTest : public BackendTest {};
+BLOCKSCALE_BACKEND_TESTS(GroupedTest);
 
 TEST_P(GroupedTest, EveryGroupIsWhatItIsAlone) {
   for (int i = 0; i < kCases; ++i) {
@@ -251,9 +243,7 @@ TEST_P(GroupedTest, DequantizeIsThatOfEveryGroupAndZeroBehindThem) {
     for (size_t g = 0; g < c.ends.size(); ++g) {
       const ConstMatrix part = c.group(g);
       Output one(c.spec, c.layout, c.axis, part.rows, c.columns);
-      QuantizeOptions options = c.options();
-      if (options.amax) options.amax += g;
-      options.origin_row += c.axis == -1 ? c.begin(g) : position;
+      const QuantizeOptions options = options_of(c, g, position);
       position += one.shape.padded;
       reference::quantize(part, one.view, options);
       Matrix to = matrix(want);

@@ -29,22 +29,8 @@ constexpr int kCases = kSweepStep > 1 ? 40 : 300;
 constexpr int kKernelCases = 1;
 #endif
 
-class QuantizeTest : public ::testing::TestWithParam<std::tuple<std::string, uint64_t>> {
- protected:
-  void SetUp() override {
-    runner = make_runner(std::get<0>(GetParam()));
-    if (const std::string reason = runner->unavailable(); !reason.empty()) GTEST_SKIP() << reason;
-    std::printf("seed %llu\n", static_cast<unsigned long long>(seed()));
-  }
-  static uint64_t seed() { return std::get<1>(GetParam()); }
-  std::unique_ptr<Runner> runner;
-};
-INSTANTIATE_TEST_SUITE_P(Backends, QuantizeTest,
-                         ::testing::Combine(::testing::ValuesIn(test_backends()),
-                                            ::testing::ValuesIn(test_seeds())),
-                         [](const auto& info) {
-                           return std::get<0>(info.param) + std::to_string(info.index);
-                         });
+class QuantizeTest : public BackendTest {};
+BLOCKSCALE_BACKEND_TESTS(QuantizeTest);
 
 // One random matrix and what it shall become; half of them what a GPU has kernels of its own for.
 struct Case {

@@ -1,10 +1,17 @@
 // The backends that the property tests run on, behind one interface over host memory.
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdio>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "buffers.h"
+#include "cases.h"
 
 namespace blockscale::testing {
 
@@ -37,5 +44,23 @@ class Runner {
 // "cpu" and "cuda"; or "emulated" alone, in the executable whose GPU kernels run on the host.
 std::vector<std::string> test_backends();
 std::unique_ptr<Runner> make_runner(const std::string& backend);
+
+// A property test of one backend and one seed: BLOCKSCALE_BACKEND_TESTS(Name) instantiates it for
+// all of both. Skipped where the backend cannot run.
+class BackendTest : public ::testing::TestWithParam<std::tuple<std::string, uint64_t>> {
+ protected:
+  void SetUp() override {
+    runner = make_runner(std::get<0>(GetParam()));
+    if (const std::string reason = runner->unavailable(); !reason.empty()) GTEST_SKIP() << reason;
+    std::printf("seed %llu\n", static_cast<unsigned long long>(seed()));
+  }
+  static uint64_t seed() { return std::get<1>(GetParam()); }
+  std::unique_ptr<Runner> runner;
+};
+#define BLOCKSCALE_BACKEND_TESTS(name)                                                             \
+  INSTANTIATE_TEST_SUITE_P(                                                                        \
+      Backends, name,                                                                              \
+      ::testing::Combine(::testing::ValuesIn(test_backends()), ::testing::ValuesIn(test_seeds())), \
+      [](const auto& info) { return std::get<0>(info.param) + std::to_string(info.index); })
 
 }  // namespace blockscale::testing

@@ -86,7 +86,6 @@ def op_samples() -> list[Any]:
         ("relayout", (*groups[:2], "amdfp4", -1, [5, 70], "linear", "nv_128x4", ENDS)),
         ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
         ("matmul", (*pair, 9, 70, normal(9), torch.float32)),
-        ("snapshot", (OFFSET,)),
         *linear_samples(),
     ]  # fmt: skip
     return [pytest.param(*s, id=f"{s[0]}-{i}") for i, s in enumerate(samples)]

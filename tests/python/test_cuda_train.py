@@ -55,7 +55,6 @@ def op_samples(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
         ("relayout", (*a[:2], "amdfp4", -1, [5, 70], "linear", "mfma_16x16+nv_128x4")),
         ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
         ("matmul", (*pair, 9, 70, normal(device, 9), torch.float32)),
-        ("snapshot", (offset,)),
         *linear_samples(device),
     ]  # fmt: skip
 

@@ -4,20 +4,13 @@
 
 #include "cuda/sm90/gemm.h"
 #include "cuda/sm90/instance.h"
+#include "cuda/tensor_map.h"
 
 namespace blockscale::sm90 {
 
 bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
               int box_across, int box_down, bool swizzled) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                         &result) != cudaSuccess)
-      found = nullptr;
-    return reinterpret_cast<Encode>(found);
-  }();
+  const auto encode = cuda::tensor_map_encoder();
   if (!encode) return false;
   const auto& [size, stride] = extents;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(size[0]), static_cast<cuuint64_t>(size[1]),
