@@ -39,8 +39,15 @@ BLOCKSCALE_DEVICE int table_index(const Side& s, int line, int pos) {
                              : pos / block * kTile + line;
 }
 
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool needs_limit(float inv, uint32_t amax) {
+  return kPass.encoder == Encoder::fp4_nearest &&
+         __fmul_rn(bit_cast<float>(amax), inv) > kNearestSafe;
+}
+
 // The codes of one run of a block whose amax is `largest`. `line` and `pos` are global coordinates;
-// v is used up. `signs` are those of v, at the top of nibbles; only FP4 looks at them.
+// v is used up, and below the limit of rounding to nearest. `signs` are those of v, at the top of
+// nibbles; only FP4 looks at them.
 template <Pass kPass>
 BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, const uint2& signs, float inv,
                                    float largest, const Rng& rng, int plane, uint32_t line,
@@ -62,7 +69,7 @@ BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, const uint2& signs, 
       out.word[i] = to_fp8x4<kE5m2>(y[0], y[1], y[2], y[3]);
     }
   } else {
-    if (__fmul_rn(largest, inv) > (kStochastic ? kStochasticSafe : kNearestSafe)) saturate(v, inv);
+    if (kStochastic && __fmul_rn(largest, inv) > kStochasticSafe) saturate(v, inv);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t signs_of_8 = i == 0 ? signs.x : signs.y;

@@ -25,26 +25,33 @@ struct Stage {
 };
 
 // Where run `g` of a line lies in the stage: 16 bytes (8 for FP4) apart within a line, permuted so
-// that neither the writers (every fourth line, at one g) nor the readers (one line) share banks.
-template <bool kFp4>
+// that neither the writers (every kWide-th line, at one g) nor the readers (one line) share banks.
+template <bool kFp4, int kWide>
 BLOCKSCALE_DEVICE int stage_offset(int line, int g) {
-  const int run = g ^ (line >> 2 & 7);
-  return kFp4 ? (line ^ (line >> 5 & 1)) * (kTile / 2) + run * 8 : line * kTile + run * 16;
+  static_assert(kWide == 2 || kWide == 4);
+  constexpr int kShift = kWide / 2;
+  const int run = g ^ (line >> kShift & 7);
+  return kFp4 ? (line ^ (line >> (kShift + 3) & 1)) * (kTile / 2) + run * 8
+              : line * kTile + run * 16;
 }
 
-// Codes of run `g` of a line, and the scale of its block, into the stage.
-template <Pass kPass>
-BLOCKSCALE_DEVICE void stage_run(const Side& s, Stage<kPass>& stage, const Codes& codes,
-                                 uint32_t scale, int line, int g) {
+// Codes of run `g` of a line into the stage.
+template <Pass kPass, int kWide>
+BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Codes& codes, int line,
+                                   int g) {
   auto* staged = reinterpret_cast<uint8_t*>(stage.codes);
-  const int block = block_length<kPass>(s);
   if (is_fp4<kPass>(s))
-    *reinterpret_cast<uint2*>(staged + stage_offset<true>(line, g)) = {codes.word[0],
-                                                                       codes.word[1]};
+    *reinterpret_cast<uint2*>(staged + stage_offset<true, kWide>(line, g)) = {codes.word[0],
+                                                                              codes.word[1]};
   else
-    *reinterpret_cast<uint4*>(staged + stage_offset<false>(line, g)) = {
+    *reinterpret_cast<uint4*>(staged + stage_offset<false, kWide>(line, g)) = {
         codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
-  if (g * kRun % block != 0) return;
+}
+// The scale of the block that starts at run `g` of a line.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void stage_scale(const Side& s, Stage<kPass>& stage, uint32_t scale, int line,
+                                   int g) {
+  const int block = block_length<kPass>(s);
   if (has_wide_scales<kPass>(s))
     stage.template scale<uint32_t>(line, kTile / block, g * kRun / block) = scale;
   else
@@ -80,12 +87,17 @@ struct ColumnValues {
     amax[0] = transformed[0].amax_bits();
     amax[1] = transformed[1].amax_bits();
   }
+  // The values of one, cut to what the encoder takes in a block of this amax.
   template <int kWhich>
-  BLOCKSCALE_DEVICE void unpack(const Side& s, float* v) const {
-    if (transforms<kPass>(s))
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float inv, uint32_t block_amax, float* v) {
+    if (transforms<kPass>(s)) {
+      if (needs_limit<kPass>(inv, block_amax)) transformed[kWhich].limit(nearest_limit(inv));
       transformed[kWhich].unpack(v);
-    else
+    } else {
+      if constexpr (kPass.encoder == Encoder::fp4_nearest)
+        if (needs_limit<kPass>(inv, block_amax)) plain.template limit<kWhich>(nearest_limit(inv));
       plain.template unpack<kWhich>(v);
+    }
   }
   template <int kWhich>
   BLOCKSCALE_DEVICE uint2 signs(const Side& s) const {
@@ -93,29 +105,27 @@ struct ColumnValues {
   }
 };
 
-// Scales from the stage to memory. Where four of a line lie together, as they do in `linear` and
-// `nv_128x4`, they go as one word.
+// Scales from the stage to memory, by kCount threads.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
                                            int tile_pos, int lines, Stage<kPass>& stage) {
   const int block = block_length<kPass>(s), blocks = kTile / block;
   const int first_block = tile_pos / block;
-  const Layout layout = s.out.layout.scales;
-  const bool words = !has_wide_scales<kPass>(s) && s.shape.scale_lines == 1 &&
-                     (layout == Layout::linear || layout == Layout::nv_128x4) &&
-                     (s.blocks | s.scale_columns) % 4 == 0 &&
-                     reinterpret_cast<uintptr_t>(m.scales) % 4 == 0;
-  if (words) {
+  if (!has_wide_scales<kPass>(s) && s.scale_words) {
     const int per_line = blocks / 4;
+#pragma unroll 1
     for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
       const int line = i / per_line, b = first_block + i % per_line * 4;
       if (line >= lines || b >= s.blocks) continue;
-      const uint32_t at =
-          layout_offset_as<uint32_t>(layout, s.lines, s.scale_columns, tile_line + line, b);
+      const uint32_t at = s.linear_scales
+                              ? static_cast<uint32_t>((tile_line + line) * s.scale_columns + b)
+                              : layout_offset_as<uint32_t>(Layout::nv_128x4, s.lines,
+                                                           s.scale_columns, tile_line + line, b);
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
     }
     return;
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < kTile * blocks; i += kCount) {
     const int line = i / blocks, b = i % blocks;
     if (line >= lines || first_block + b >= s.blocks) continue;
@@ -125,36 +135,65 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
   }
 }
 
+// Codes from the stage to memory, kStep runs of a line at a time, 16 bytes but for single runs of
+// FP4; `lines` and `runs` of the tile are there.
+template <Pass kPass, int kWide, int kCount, bool kFp4, int kStep>
+BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
+                                          int tile_pos, int lines, int runs,
+                                          const Stage<kPass>& stage) {
+  constexpr int kPerLine = kRunsPerLine / kStep, kLines = kCount / kPerLine;
+  const auto* staged = reinterpret_cast<const uint8_t*>(stage.codes);
+  const int g = static_cast<int>(threadIdx.x % kPerLine) * kStep;
+  int line = static_cast<int>(threadIdx.x / kPerLine);
+  if (g >= runs) return;
+  auto store = [&](uint8_t* to) {
+    if constexpr (!kFp4) {
+      *reinterpret_cast<uint4*>(to) =
+          *reinterpret_cast<const uint4*>(staged + stage_offset<false, kWide>(line, g));
+    } else {
+      const auto run = [&](int i) {
+        return *reinterpret_cast<const uint2*>(staged + stage_offset<true, kWide>(line, i));
+      };
+      const uint2 low = run(g);
+      if constexpr (kStep == 1) {
+        *reinterpret_cast<uint2*>(to) = low;
+      } else {
+        const uint2 high = run(g + 1);
+        *reinterpret_cast<uint4*>(to) = {low.x, low.y, high.x, high.y};
+      }
+    }
+  };
+  const int pos = tile_pos + g * kRun;
+  if (s.linear_codes) {
+    uint8_t* to =
+        m.codes + static_cast<int64_t>(tile_line + line) * s.line_bytes + (kFp4 ? pos / 2 : pos);
+#pragma unroll
+    for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += kLines * s.line_bytes)
+      if (line < lines) store(to);
+  } else {
+#pragma unroll 1
+    for (; line < lines; line += kLines) store(codes_at<kPass>(s, m, tile_line + line, pos));
+  }
+}
+
 // Codes and scales from the stage to memory, by kCount threads; `line` and `pos` are those of the
 // tile.
-template <Pass kPass, int kCount>
+template <Pass kPass, int kWide, int kCount>
 BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
                                    Stage<kPass>& stage) {
-  const auto* staged = reinterpret_cast<const uint8_t*>(stage.codes);
-  const bool fp4 = is_fp4<kPass>(s);
   const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
   const int lines = min(kTile, s.lines - tile_line);
-  // FP4 goes in pairs of runs, 16 bytes, where lines are whole multiples of that.
-  const bool pairs = fp4 && s.line_bytes % 16 == 0 && s.padded % (2 * kRun) == 0 &&
-                     reinterpret_cast<uintptr_t>(m.codes) % 16 == 0;
-  const int step = pairs ? 2 : 1, per_line = kRunsPerLine / step;
-  for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
-    const int line = i / per_line, g = i % per_line * step;
-    if (line >= lines || g >= runs) continue;
-    uint8_t* to = codes_at<kPass>(s, m, tile_line + line, tile_pos + g * kRun);
-    if (!fp4) {
-      *reinterpret_cast<uint4*>(to) =
-          *reinterpret_cast<const uint4*>(staged + stage_offset<false>(line, g));
-      continue;
-    }
-    const uint2 low = *reinterpret_cast<const uint2*>(staged + stage_offset<true>(line, g));
-    if (pairs) {
-      const uint2 high = *reinterpret_cast<const uint2*>(staged + stage_offset<true>(line, g + 1));
-      *reinterpret_cast<uint4*>(to) = {low.x, low.y, high.x, high.y};
-    } else {
-      *reinterpret_cast<uint2*>(to) = low;
-    }
-  }
+  auto codes = [&](auto fp4, auto step) {
+    store_staged_codes<kPass, kWide, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
+        s, m, tile_line, tile_pos, lines, runs, stage);
+  };
+  // FP4 goes in pairs of runs where lines are whole multiples of that.
+  if (!is_fp4<kPass>(s))
+    codes(Constant<0>{}, Constant<1>{});
+  else if (s.code_pairs)
+    codes(Constant<1>{}, Constant<2>{});
+  else
+    codes(Constant<1>{}, Constant<1>{});
   store_staged_scales<kPass, kCount>(s, m, tile_line, tile_pos, lines, stage);
 }
 
@@ -191,16 +230,17 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
         shared_blocks ? table[table_index<kPass>(s, line, g * kRun)] : values.amax[kWhich];
     const Block b = block_of<kPass>(s, m.outer, a);
     float v[kRun];
-    values.template unpack<kWhich>(s, v);
+    values.template unpack<kWhich>(s, b.inv, a, v);
     const Codes codes =
         encode_run<kPass>(s, v, values.template signs<kWhich>(s), b.inv, bit_cast<float>(a), rng, 1,
                           m.line + at.column + line, s.origin_pos + at.row + g * kRun);
-    stage_run<kPass>(s, stage, codes, b.stored, line, g);
+    stage_codes<kPass, 2>(s, stage, codes, line, g);
+    if (g * kRun % block == 0) stage_scale<kPass>(s, stage, b.stored, line, g);
   };
   column(Constant<0>{});
   column(Constant<1>{});
   __syncthreads();
-  store_stage<kPass, kThreads>(s, m, at.column, at.row, stage);
+  store_stage<kPass, 2, kThreads>(s, m, at.column, at.row, stage);
 }
 
 }  // namespace blockscale::gpu

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = thread; i < kTile * kRunsPerLine; i += kThreads) {
     const int line = i / kRunsPerLine, g = i % kRunsPerLine;
     if (tile_c + line >= p.columns || tile_r + g * kRun >= p.shape.padded) continue;
-    *reinterpret_cast<RunBytes<kFp4>*>(staged + stage_offset<kFp4>(line, g)) =
+    *reinterpret_cast<RunBytes<kFp4>*>(staged + stage_offset<kFp4, 4>(line, g)) =
         *reinterpret_cast<const RunBytes<kFp4>*>(
             codes_from(p, batch, tile_c + line, tile_r + g * kRun));
   }
@@ -250,7 +250,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int which = 0; which < 2; ++which)
     decode_run(
-        p, *reinterpret_cast<const RunBytes<kFp4>*>(staged + stage_offset<kFp4>(first + which, g)),
+        p,
+        *reinterpret_cast<const RunBytes<kFp4>*>(staged + stage_offset<kFp4, 4>(first + which, g)),
         scale[which], v[which]);
   int64_t at = batch * p.x.batch_stride + r * p.x.row_stride + c * p.x.column_stride;
   uint32_t pair[kRun];

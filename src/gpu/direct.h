@@ -13,7 +13,7 @@
 namespace blockscale::gpu {
 
 inline constexpr int kDirectThreads = 256;
-inline constexpr int kDirectLines = 4;  // of a thread, one run each
+inline constexpr int kDirectLines = 4;  // of a thread in a tile, and of FP8 at once
 inline constexpr int kSideways = 4;     // tiles that lie beside each other are this many in a row
 
 // n / divisor for n below 2^31, as a product (Granlund and Montgomery, "Division by invariant
@@ -37,17 +37,17 @@ struct RowsParams {
   Side row;
   Divisor runs;  // of a line
   uint32_t all;  // threads with work: runs of a line by groups of lines
+  int steps;     // lines of a thread
 };
 
-// A run of BF16 from `column` of `row` on, zeros beyond the last column. Nothing outside of the row
-// is read, and no load waits for another.
+// A run of BF16 at p, of which `count` elements are there, then zeros. Nothing beyond them is read,
+// and no load waits for another.
 template <bool kAligned>
-BLOCKSCALE_DEVICE PairRun load_run(const uint16_t* row, int column, int columns) {
+BLOCKSCALE_DEVICE PairRun load_run(const uint16_t* p, int count) {
   constexpr int kPairs = kRun / 2;
-  const uint16_t* p = row + column;
-  const int count = columns - column;
-  PairRun run{};
+  PairRun run;
   if (count < kRun) {
+    run = {};
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
       if (i < count) run.pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
@@ -73,69 +73,107 @@ BLOCKSCALE_DEVICE PairRun load_run(const uint16_t* row, int column, int columns)
   return run;
 }
 
-// The lines of a thread, one after another from `line` on; `left` of them are there.
+// The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
+// there. What stands for the others is some run that is.
 template <bool kAligned>
 struct LineReader {
-  const uint16_t* row;
+  const uint16_t* at;
   int64_t stride;
-  int pos, columns, left;
+  int count, left;
 
-  BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int p, int lines)
-      : row(static_cast<const uint16_t*>(x.data) + batch * x.batch_stride + line * x.row_stride),
+  BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
+      : at(static_cast<const uint16_t*>(x.data) + batch * x.batch_stride +
+           (lines > 0 ? line : 0) * x.row_stride + pos),
         stride(x.row_stride),
-        pos(p),
-        columns(x.columns),
-        left(lines) {}
+        count(x.columns - pos),
+        left(lines) {
+    keep(at);
+  }
   BLOCKSCALE_DEVICE PairRun next() {
-    const PairRun run = left > 0 ? load_run<kAligned>(row, pos, columns) : PairRun{};
-    row += stride;
-    --left;
+    const PairRun run = load_run<kAligned>(at, count);
+    if (--left > 0) at += stride;
     return run;
   }
 };
-// Quantizes them. FP4 has work enough to hide the loads of one line behind the line before, and
-// code enough to be kept once; FP8 loads all before it begins. `loaded` gives the matrix, after the
-// first loads are on their way.
+// Quantizes them, `steps` at most. FP4 has work enough to hide the loads of one line behind the
+// line before, and code enough to be kept for two lines; FP8 loads all before it begins. `loaded`
+// gives the matrix, after the first loads are on their way.
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch, int line, int pos,
-                                      int lines, const Loaded& loaded) {
-  constexpr int kDepth = kPass.fp4() ? 1 : kDirectLines;
+                                      int lines, int steps, const Loaded& loaded) {
+  using Values = RowValues<kPass, Bf16Tile>;
   LineReader<kAligned> reader(x, batch, line, pos, lines);
-  PairRun ahead[kDepth];
-#pragma unroll
-  for (int i = 0; i < kDepth; ++i) ahead[i] = reader.next();
-  const MatrixAt m = loaded();
-  const Rng rng = rng_of(s);
-  RowTarget<kPass> to(s, m, line, pos);
+  if constexpr (kPass.fp4()) {
+    PairRun even = reader.next();
+    const MatrixAt m = loaded();
+    const Rng rng = rng_of(s);
+    RowTarget<kPass> to(s, m, line, pos);
+    auto quantize = [&](const PairRun& run, int i) {
+      Values values;
+      values.take(run, s);
+      const uint32_t amax = row_block_amax<kPass>(s, values.amax);
+      if (i < lines)
+        store_row_run<kPass>(s, m, rng, values, amax, block_of<kPass>(s, m.outer, amax), line + i,
+                             pos, to);
+      to.advance(s);
+    };
 #pragma unroll 1
-  for (int group = 0; group < kDirectLines; group += kDepth) {
-    RowValues<kPass, Bf16Tile> values[kDepth];
+    for (int i = 0; i < steps; i += 2) {
+      const PairRun odd = reader.next();
+      quantize(even, i);
+      even = reader.next();
+      quantize(odd, i + 1);
+    }
+  } else {
+    Values values[kDirectLines];
+    uint32_t amax[kDirectLines];
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) values[i].take(ahead[i], s);
+    for (int i = 0; i < kDirectLines; ++i) values[i].take(reader.next(), s);
+    const MatrixAt m = loaded();
+    const Rng rng = rng_of(s);
+    RowTarget<kPass> to(s, m, line, pos);
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i)
-      if (kDepth < kDirectLines) ahead[i] = reader.next();
+    for (int i = 0; i < kDirectLines; ++i) amax[i] = row_block_amax<kPass>(s, values[i].amax);
+    if constexpr (kPass.scale == Format::fp32) {
+      // Eight threads have the blocks of the same four lines: each finds one of the scales.
+      static_assert(kPass.block() == kRunsPerLine * kRun && kDirectLines == 4);
+      const int mine = static_cast<int>(threadIdx.x) % kDirectLines;
+      const uint32_t low = mine % 2 == 0 ? amax[0] : amax[1];
+      const uint32_t high = mine % 2 == 0 ? amax[2] : amax[3];
+      const Block b = block_of<kPass>(s, m.outer, mine < 2 ? low : high);
+      if (mine < lines && pos / kRun % kRunsPerLine < kDirectLines)
+        store_scale<kPass>(s, m, line + mine, pos / kPass.block(), b.stored);
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i, to.advance(s)) {
-      const uint32_t amax = row_block_amax<kPass>(s, values[i].amax);
-      if (group + i < lines)
-        store_row_run<kPass>(s, m, rng, values[i], amax, block_of<kPass>(s, m.outer, amax),
-                             line + group + i, pos, to);
+      for (int i = 0; i < kDirectLines; ++i, to.advance(s)) {
+        const float inv = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(b.inv), mine ^ i));
+        if (i < lines)
+          store_row_codes<kPass>(s, m, rng, values[i], amax[i], inv, line + i, pos, to);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDirectLines; ++i, to.advance(s))
+        if (i < lines)
+          store_row_run<kPass>(s, m, rng, values[i], amax[i], block_of<kPass>(s, m.outer, amax[i]),
+                               line + i, pos, to);
     }
   }
 }
 
+// Blocks of threads that a multiprocessor holds.
+template <Pass kPass>
+inline constexpr int kRowBlocks = kPass.fp4() ? 4 : 3;
+
 template <class Row, bool kAligned>
-__global__ void __launch_bounds__(kDirectThreads, Row::kPass.fp4() ? 4 : 3)
+__global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass>))
     rows_kernel(const __grid_constant__ RowsParams p) {
   const Side& s = p.row;
   const int batch = static_cast<int>(blockIdx.y);
   const uint32_t n = blockIdx.x * kDirectThreads + threadIdx.x, at = min(n, p.all - 1);
   const uint32_t group = p.runs.quotient(at);
-  const int line = static_cast<int>(group) * kDirectLines;
+  const int line = static_cast<int>(group) * p.steps;
   const int pos = static_cast<int>(at - group * p.runs.value) * kRun;
-  const int lines = n < p.all ? s.lines - line : 0;
-  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, [&] {
+  const int lines = n < p.all ? min(s.lines - line, p.steps) : 0;
+  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, p.steps, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;
@@ -153,33 +191,17 @@ struct TilesParams {
 inline constexpr int kDirectWarps = kDirectThreads / 32;
 static_assert(kDirectWarps * kRun == kTile && 32 * kDirectLines == kTile);
 
-// The largest of the amaxes that the warps which share a block hold for it, entry by entry: `block`
-// is its length down the tile, and each warp has 16 rows. `parts` has a line for every warp.
-template <int kBlock, class T, class Max>
-BLOCKSCALE_DEVICE T max_over_warps(T mine, T* parts, int stride, const Max& larger) {
-  constexpr int kWarps = kBlock / kRun;
-  if constexpr (kWarps > 1) {
-    const int warp = static_cast<int>(threadIdx.x) / 32, first = warp / kWarps * kWarps;
-    parts[warp * stride] = mine;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) mine = larger(mine, parts[(first + i) * stride]);
-    __syncthreads();
-  }
-  return mine;
-}
-BLOCKSCALE_DEVICE uint4 larger_of(const uint4& a, const uint4& b) {
-  return {max(a.x, b.x), max(a.y, b.y), max(a.z, b.z), max(a.w, b.w)};
-}
-
+// What the threads of a tile tell each other.
 struct DirectMemory {
-  uint4 column_amax[kDirectWarps * 32];            // of four columns, by warp
   uint32_t row_amax[kDirectWarps * kRunsPerLine];  // of squares, by warp
+  uint32_t column_amax[kDirectWarps][kTile];       // by warp
+  float column_inv[kTile];
   Outer outer[2];
 };
-
-// The outer scale is stored by the first tile of a matrix.
+// The matrix of a tile; its first tile stores the outer scale.
+template <Pass kPass>
 BLOCKSCALE_DEVICE MatrixAt direct_matrix(const Side& s, const TileAt& at, const Outer& outer) {
+  if (!kPass.two_level()) return matrix_at(s, at.batch, no_outer());
   if (s.out.spec.outer && at.row == 0 && at.column == 0 && threadIdx.x == 0)
     s.out.outer[at.batch] = outer.dec;
   return matrix_at(s, at.batch, outer);
@@ -189,14 +211,14 @@ BLOCKSCALE_DEVICE MatrixAt direct_matrix(const Side& s, const TileAt& at, const 
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt& at,
                                     DirectMemory& memory, const Loaded& loaded) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int line = at.row + warp * kRun + lane / kRunsPerLine * kDirectLines;
   const int pos = at.column + lane % kRunsPerLine * kRun;
   const int lines = pos < s.padded ? s.lines - line : 0;
   if constexpr (!kPass.square) {
-    quantize_lines<kPass, kAligned>(x, s, at.batch, line, pos, lines, [&] {
+    quantize_lines<kPass, kAligned>(x, s, at.batch, line, pos, lines, kDirectLines, [&] {
       loaded();
-      return direct_matrix(s, at, memory.outer[0]);
+      return direct_matrix<kPass>(s, at, memory.outer[0]);
     });
   } else {
     LineReader<kAligned> reader(x, at.batch, line, pos, lines);
@@ -204,19 +226,27 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
     loaded();
-    const MatrixAt m = direct_matrix(s, at, memory.outer[0]);
+    const MatrixAt m = direct_matrix<kPass>(s, at, memory.outer[0]);
     RowValues<kPass, Bf16Tile> values[kDirectLines];
     uint32_t amax = 0;
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) {
       values[i].take(in[i], s);
-      amax = max(amax, values[i].amax);
+      if (i < lines) amax = max(amax, values[i].amax);
     }
     amax = row_block_amax<kPass>(s, amax);
     amax = max(amax, shuffle_xor(amax, kRunsPerLine));
     amax = max(amax, shuffle_xor(amax, 2 * kRunsPerLine));
-    amax = max_over_warps<kPass.block()>(amax, memory.row_amax + lane % kRunsPerLine, kRunsPerLine,
-                                         [](uint32_t a, uint32_t b) { return max(a, b); });
+    // A warp has 16 lines.
+    constexpr int kWarps = kPass.block() / kRun;
+    if constexpr (kWarps > 1) {
+      const int run = lane % kRunsPerLine;
+      memory.row_amax[warp * kRunsPerLine + run] = amax;
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i)
+        amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
+    }
     const Rng rng = rng_of(s);
     const Block b = block_of<kPass>(s, m.outer, amax);
     RowTarget<kPass> to(s, m, line, pos);
@@ -226,108 +256,215 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
   }
 }
 
-// Four BF16 at p, of which `count` are there.
-template <bool kAligned>
-BLOCKSCALE_DEVICE uint2 load_four(const uint16_t* p, int count) {
-  if (count < 4) {
-    uint2 four{};
-    if (count > 0) four.x = p[0];
-    if (count > 1) four.x |= static_cast<uint32_t>(p[1]) << 16;
-    if (count > 2) four.y = p[2];
-    return four;
+// kWide BF16 at p, of which `count` are there, as pairs.
+template <bool kAligned, int kWide>
+BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
+  if (count < kWide) {
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i) pair[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kWide - 1; ++i)
+      if (i < count) pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
+  } else if (kAligned && kWide == 4) {
+    const uint2 four = *reinterpret_cast<const uint2*>(p);
+    pair[0] = four.x;
+    pair[1] = four.y;
+  } else if (kAligned || reinterpret_cast<uintptr_t>(p) % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i) pair[i] = reinterpret_cast<const uint32_t*>(p)[i];
+  } else if (kWide == 4) {
+    const uint32_t inner = *reinterpret_cast<const uint32_t*>(p + 1);
+    pair[0] = inner << 16 | p[0];
+    pair[1] = static_cast<uint32_t>(p[3]) << 16 | inner >> 16;
+  } else {
+    pair[0] = static_cast<uint32_t>(p[1]) << 16 | p[0];
   }
-  if (kAligned) return *reinterpret_cast<const uint2*>(p);
-  if (reinterpret_cast<uintptr_t>(p) % 4 == 0)
-    return {reinterpret_cast<const uint32_t*>(p)[0], reinterpret_cast<const uint32_t*>(p)[1]};
-  const uint32_t inner = *reinterpret_cast<const uint32_t*>(p + 1);
-  return {inner << 16 | p[0], static_cast<uint32_t>(p[3]) << 16 | inner >> 16};
 }
 
-// The columns of a tile: a warp has 16 rows, a thread four columns of them.
+// A thread's part of a tile down its columns: four columns of 16 rows; with blocks of 32 two
+// columns of 32 rows, which makes blocks its own. A warp has 128 or 64 columns.
+template <Pass kPass>
+struct ColumnPart {
+  static constexpr int kWide = kPass.block() == 2 * kRun ? 2 : 4;
+  static constexpr int kRuns = 4 / kWide, kAcross = kTile / (32 * kWide);
+  int first, run;  // the first column, and the first run of rows, of the tile
+
+  BLOCKSCALE_DEVICE ColumnPart() {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    first = (warp % kAcross * 32 + lane) * kWide;
+    run = warp / kAcross * kRuns;
+  }
+  // Both pairs of columns, or both runs of one pair.
+  template <bool kAligned>
+  BLOCKSCALE_DEVICE void load(const Source& x, const TileAt& at, PairColumns* in) const {
+    const auto* row =
+        static_cast<const uint8_t*>(x.data) +
+        2 * (at.batch * x.batch_stride + (at.row + run * kRun) * x.row_stride + at.column + first);
+    const auto pitch = static_cast<uint32_t>(2 * x.row_stride);
+    const int rows = x.rows - at.row - run * kRun, count = x.columns - at.column - first;
+    auto load_rows = [&](bool whole) {
+#pragma unroll
+      for (int i = 0; i < kRuns * kRun; ++i, row += pitch) {
+        uint32_t pair[kWide / 2] = {};
+        const auto* p = reinterpret_cast<const uint16_t*>(row);
+        if (whole || i < rows) load_wide<kAligned, kWide>(p, whole ? kWide : count, pair);
+#pragma unroll
+        for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] = pair[j];
+      }
+    };
+    if (rows >= kRuns * kRun && count >= kWide)
+      load_rows(true);
+    else
+      load_rows(false);
+  }
+};
+
+// 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint32_t* amax,
+                                    int first, DirectMemory& memory, Stage<kPass>& stage) {
+  static_assert(kPass.block() == kTile && ColumnPart<kPass>::kWide == 4);
+  const int warp = static_cast<int>(threadIdx.x / 32), line = static_cast<int>(threadIdx.x);
+  *reinterpret_cast<uint4*>(&memory.column_amax[warp][first]) = {amax[0], amax[1], amax[2],
+                                                                 amax[3]};
+  __syncthreads();
+  if (line < kTile) {
+    uint32_t largest = memory.column_amax[0][line];
+#pragma unroll
+    for (int i = 1; i < kDirectWarps; ++i) largest = max(largest, memory.column_amax[i][line]);
+    const Block b = block_of<kPass>(s, m.outer, largest);
+    memory.column_inv[line] = b.inv;
+    stage_scale<kPass>(s, stage, b.stored, line, 0);
+  }
+  __syncthreads();
+}
+
+// The columns of a tile, into the stage.
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const TileAt& at,
                                        DirectMemory& memory, Stage<kPass>& stage,
                                        const Loaded& loaded) {
-  constexpr int kBlock = kPass.block();
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = static_cast<int>(threadIdx.x) / 32;
-  const int first = lane * kDirectLines, r = at.row + g * kRun, c = at.column + first;
-  // From the tile's first element, which is the same for all threads, in bytes.
-  const auto* tile = static_cast<const uint8_t*>(x.data) +
-                     2 * (at.batch * x.batch_stride + at.row * x.row_stride + at.column);
-  const auto pitch = static_cast<uint32_t>(2 * x.row_stride);
-  uint32_t offset = g * kRun * pitch + 2 * first;
+  using Part = ColumnPart<kPass>;
+  using Values = ColumnValues<kPass, Bf16Tile>;
+  constexpr int kBlock = kPass.block(), kWide = Part::kWide;
+  const Part part;
   PairColumns in[2];
-  const int rows = x.rows - r, count = x.columns - c;
-  auto load = [&](bool whole) {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i, offset += pitch) {
-      const auto* p = reinterpret_cast<const uint16_t*>(tile + offset);
-      const uint2 four = whole      ? load_four<kAligned>(p, 4)
-                         : i < rows ? load_four<kAligned>(p, count)
-                                    : uint2{};
-      in[0].pair[i] = four.x;
-      in[1].pair[i] = four.y;
-    }
-  };
-  if (rows >= kRun && count >= 4)
-    load(true);
-  else
-    load(false);
+  part.template load<kAligned>(x, at, in);
   loaded();
-  const MatrixAt m = direct_matrix(s, at, memory.outer[1]);
+  const MatrixAt m = direct_matrix<kPass>(s, at, memory.outer[1]);
   const Rng rng = rng_of(s);
-  ColumnValues<kPass, Bf16Tile> values[2];
-  values[0].take(in[0], s);
-  values[1].take(in[1], s);
-  uint4 amax = {values[0].amax[0], values[0].amax[1], values[1].amax[0], values[1].amax[1]};
-  if constexpr (kPass.square) {
-    uint32_t a = max(max(amax.x, amax.y), max(amax.z, amax.w));
-#pragma unroll
-    for (int step = 1; step < kBlock / kDirectLines; step *= 2) a = max(a, shuffle_xor(a, step));
-    amax = {a, a, a, a};
-  }
-  amax = max_over_warps<kBlock>(amax, memory.column_amax + lane, 32, larger_of);
-  Block b = block_of<kPass>(s, m.outer, amax.x);
-  auto column = [&](auto which) {
+  auto encode = [&](Values& values, auto which, float inv, uint32_t amax, int line, int g) {
     constexpr int kWhich = decltype(which)::value;
-    const int line = first + kWhich;
-    const uint32_t a = kWhich == 0 ? amax.x : kWhich == 1 ? amax.y : kWhich == 2 ? amax.z : amax.w;
-    if (kWhich > 0 && !kPass.square) b = block_of<kPass>(s, m.outer, a);
     float v[kRun];
-    values[kWhich / 2].template unpack<kWhich % 2>(s, v);
-    const Codes codes =
-        encode_run<kPass>(s, v, values[kWhich / 2].template signs<kWhich % 2>(s), b.inv,
-                          bit_cast<float>(a), rng, 1, m.line + at.column + line, s.origin_pos + r);
-    stage_run<kPass>(s, stage, codes, b.stored, line, g);
+    values.template unpack<kWhich>(s, inv, amax, v);
+    stage_codes<kPass, kWide>(
+        s, stage,
+        encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, bit_cast<float>(amax), rng,
+                          1, m.line + at.column + line, s.origin_pos + at.row + g * kRun),
+        line, g);
   };
-  column(Constant<0>{});
-  column(Constant<1>{});
-  column(Constant<2>{});
-  column(Constant<3>{});
-  __syncthreads();
-  store_stage<kPass, kDirectThreads>(s, m, at.column, at.row, stage);
+  if constexpr (kBlock == kRun && !kPass.square) {
+    // A run is a block. What takes much code is kept once.
+    [[maybe_unused]] constexpr int kTimes =
+        kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
+    auto column = [&](Values& values, auto which, int line) {
+      const uint32_t amax = values.amax[decltype(which)::value];
+      const Block b = block_of<kPass>(s, m.outer, amax);
+      stage_scale<kPass>(s, stage, b.stored, line, part.run);
+      encode(values, which, b.inv, amax, line, part.run);
+    };
+#pragma unroll kTimes
+    for (int i = 0; i < kWide; i += 2) {
+      Values values;
+      values.take(in[0], s);
+      in[0] = in[1];
+      column(values, Constant<0>{}, part.first + i);
+      column(values, Constant<1>{}, part.first + i + 1);
+    }
+  } else {
+    Values values[2];
+    values[0].take(in[0], s);
+    values[1].take(in[1], s);
+    uint32_t amax[kWide];
+#pragma unroll
+    for (int i = 0; i < kWide; ++i)
+      amax[i] = kWide == 4 ? values[i / 2].amax[i % 2] : max(values[0].amax[i], values[1].amax[i]);
+    if constexpr (kPass.square) {
+      uint32_t a = max(amax[0], amax[1]);
+#pragma unroll
+      for (int i = 2; i < kWide; ++i) a = max(a, amax[i]);
+#pragma unroll
+      for (int step = 1; step < min(kBlock / kWide, 32); step *= 2)
+        a = max(a, shuffle_xor(a, step));
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) amax[i] = a;
+    }
+    float inv[kWide];
+    if constexpr (kBlock == kTile) {
+      share_blocks<kPass>(s, m, amax, part.first, memory, stage);
+      const float4 four = *reinterpret_cast<const float4*>(&memory.column_inv[part.first]);
+      inv[0] = four.x, inv[1] = four.y, inv[2] = four.z, inv[3] = four.w;
+    } else {
+      Block b{};
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        if (i == 0 || !kPass.square) b = block_of<kPass>(s, m.outer, amax[i]);
+        stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
+        inv[i] = b.inv;
+      }
+    }
+    auto column = [&](auto i) {
+      constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
+      encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn], amax[kColumn],
+             part.first + kColumn, part.run + kIndex / kWide);
+    };
+    column(Constant<0>{});
+    column(Constant<1>{});
+    column(Constant<2>{});
+    column(Constant<3>{});
+  }
 }
 
 // Grid: tiles down, kSideways of a row by turns; groups of kSideways tiles across; matrices.
+BLOCKSCALE_DEVICE TileAt direct_tile(uint32_t x, uint32_t y, uint32_t z) {
+  return {static_cast<int>(z), static_cast<int>(x / kSideways) * kTile,
+          static_cast<int>(y * kSideways + x % kSideways) * kTile};
+}
+// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling.
+template <Pass kRow, Pass kColumn>
+inline constexpr int kTileBlocks = (kRow.present() && kColumn.present()) || kColumn.hadamard
+                                           || kColumn.encoder == Encoder::fp4_stochastic
+                                       ? 3
+                                       : 4;
+
 template <class Row, class Column, bool kAligned>
-__global__ void __launch_bounds__(kDirectThreads, 3)
+__global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   __shared__ DirectMemory memory;
-  const TileAt at{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x / kSideways) * kTile,
-                  static_cast<int>(blockIdx.y * kSideways + blockIdx.x % kSideways) * kTile};
+  const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
   if (at.column >= p.x.columns) return;
   // The outer scales, each found by one warp while the first loads are on their way.
   auto loaded = [&] {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (kRow.present() && warp == 0) memory.outer[0] = outer_of(p.row, at.batch);
-    if (kColumn.present() && warp == 1) memory.outer[1] = outer_of(p.column, at.batch);
-    __syncthreads();
+    constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    if (kRowOuter && warp == 0) memory.outer[0] = outer_of(p.row, at.batch);
+    if (kColumnOuter && warp == 1) memory.outer[1] = outer_of(p.column, at.batch);
+    if (kRowOuter || kColumnOuter) __syncthreads();
   };
   if constexpr (kColumn.present()) {
     __shared__ Stage<kColumn> stage;
     columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory, stage, loaded);
-    if constexpr (kRow.present()) rows_of_tile<kRow, kAligned>(p.x, p.row, at, memory, [] {});
+    auto store_columns = [&] {
+      __syncthreads();
+      store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+          p.column, matrix_at(p.column, at.batch, memory.outer[1]), at.column, at.row, stage);
+    };
+    // The columns leave while the first loads of the rows are on their way.
+    if constexpr (kRow.present())
+      rows_of_tile<kRow, kAligned>(p.x, p.row, at, memory, store_columns);
+    else
+      store_columns();
   } else {
     rows_of_tile<kRow, kAligned>(p.x, p.row, at, memory, loaded);
   }

@@ -30,6 +30,10 @@ struct Pass {
            : scale == Format::e8m0 ? kMxfp8.block
                                    : kNvfp4.block;
   }
+  // Whether there may be an outer scale. Not for `any`.
+  BLOCKSCALE_HD constexpr bool two_level() const {
+    return present() && scale != Format::fp32 && scale != Format::e8m0;
+  }
 };
 // As an argument of a kernel: nvcc's host stubs do not take values of class type.
 template <Encoder kEncoder, Format kScale = Format::fp32, bool kSquare = false,
@@ -45,11 +49,17 @@ struct Codes {
 // Signs of eight elements stand at the top of their nibbles, as in packed codes.
 inline constexpr uint32_t kSignBits = 0x88888888;
 
-// The two encoders of E2M1 below do not saturate; saturate() does, for the few blocks that need it.
-// Up to these magnitudes they give the code of 6 for everything above 6. Scales rounded to nearest
-// leave |y| below 6.4 and scales rounded up below 6.00001, but where they underflow.
+// The two encoders of E2M1 below do not saturate. Up to these magnitudes they give the code of 6
+// for everything above 6. Scales rounded to nearest leave |y| below 6.4 and scales rounded up below
+// 6.00001, but where they underflow.
 inline constexpr float kNearestSafe = 6.9f, kStochasticSafe = 6.003f;
-// Replaces v by what it is encoded as, and inv by 1.
+// Beyond, elements are cut first: for rounding to nearest to a BF16 within 2^-8 of 6 / inv, which
+// is encoded as 6 like all above it ...
+BLOCKSCALE_DEVICE uint32_t nearest_limit(float inv) {
+  const float six = __fmul_rn(6.0f, __frcp_rn(inv));
+  return to_bf16x2(six, six);
+}
+// ... and otherwise v is replaced by what is encoded, and inv by 1.
 BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
 #pragma unroll
   for (int i = 0; i < kRun; ++i) v[i] = fmaxf(fminf(__fmul_rn(v[i], inv), 6.0f), -6.0f);

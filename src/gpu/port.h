@@ -265,12 +265,21 @@ BLOCKSCALE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which)
   return __byte_perm(a, b, which);
 }
 
-// Keeps a value in registers, where the compiler would rather find it again every time.
+// Tells the compiler where p points, which it cannot see where pointers meet.
+BLOCKSCALE_DEVICE void in_global_memory([[maybe_unused]] const void* p) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(p));
+#endif
+}
+
+// Keeps a pointer into global memory in registers, where the compiler would rather find it again
+// every time.
 template <class T>
 BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
 #if defined(__CUDACC__)
   asm("" : "+l"(p));
 #endif
+  in_global_memory(p);
 }
 
 // The upper word of a product.
@@ -329,6 +338,20 @@ BLOCKSCALE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
   const uint32_t high = (x >> 16) > (y >> 16) ? x : y;
   const uint32_t low = (x & 0xFFFF) > (y & 0xFFFF) ? x : y;
   return (high & 0xFFFF0000) | (low & 0xFFFF);
+#endif
+}
+
+// min(|a|, |b|) of two BF16 pairs at once, with the signs of a; b is not negative, and neither NaN.
+BLOCKSCALE_DEVICE uint32_t min_magnitude_bf16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t d;
+  asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+#else
+  const uint32_t x = a & 0x7FFF7FFF;
+  const uint32_t high = (x >> 16) < (b >> 16) ? x : b;
+  const uint32_t low = (x & 0xFFFF) < (b & 0xFFFF) ? x : b;
+  return (high & 0xFFFF0000) | (low & 0xFFFF) | (a & 0x80008000);
 #endif
 }
 

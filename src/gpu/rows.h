@@ -24,11 +24,16 @@ struct RowValues {
     transformed = hadamard16<Tile::kExactQuarter>(v);
     amax = transformed.amax_bits();
   }
-  BLOCKSCALE_DEVICE void unpack(const Side& s, float* v) const {
-    if (transforms<kPass>(s))
+  // The values, cut to what the encoder takes in a block of this amax.
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float inv, uint32_t block_amax, float* v) {
+    if (transforms<kPass>(s)) {
+      if (needs_limit<kPass>(inv, block_amax)) transformed.limit(nearest_limit(inv));
       transformed.unpack(v);
-    else
+    } else {
+      if constexpr (kPass.encoder == Encoder::fp4_nearest)
+        if (needs_limit<kPass>(inv, block_amax)) plain.limit(nearest_limit(inv));
       plain.unpack(v);
+    }
   }
   BLOCKSCALE_DEVICE uint2 signs(const Side& s) const {
     return transforms<kPass>(s) ? transformed.signs() : plain.signs();
@@ -67,6 +72,7 @@ struct RowTarget {
 
 template <Pass kPass>
 BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& codes) {
+  in_global_memory(to);
   if (is_fp4<kPass>(s))
     *reinterpret_cast<uint2*>(to) = {codes.word[0], codes.word[1]};
   else
@@ -74,17 +80,17 @@ BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& code
 }
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
-                                       const Values& values, uint32_t amax, float inv, int line,
+                                       Values& values, uint32_t amax, float inv, int line,
                                        int pos) {
   float v[kRun];
-  values.unpack(s, v);
+  values.unpack(s, inv, amax, v);
   return encode_run<kPass>(s, v, values.signs(s), inv, bit_cast<float>(amax), rng, 0, m.line + line,
                            s.origin_pos + pos);
 }
 // Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
-                                     const Values& values, uint32_t amax, const Block& b, int line,
+                                     Values& values, uint32_t amax, const Block& b, int line,
                                      int pos) {
   const int block = block_length<kPass>(s);
   if (pos % block == 0) store_scale<kPass>(s, m, line, pos / block, b.stored);
@@ -92,8 +98,15 @@ BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng
                      encode_row_run<kPass>(s, m, rng, values, amax, b.inv, line, pos));
 }
 template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const Rng& rng,
+                                       Values& values, uint32_t amax, float inv, int line, int pos,
+                                       const RowTarget<kPass>& to) {
+  store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
+                     encode_row_run<kPass>(s, m, rng, values, amax, inv, line, pos));
+}
+template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
-                                     const Values& values, uint32_t amax, const Block& b, int line,
+                                     Values& values, uint32_t amax, const Block& b, int line,
                                      int pos, const RowTarget<kPass>& to) {
   if (pos % kPass.block() == 0) {
     if (!s.linear_scales || kPass.square)
@@ -103,8 +116,7 @@ BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng
     else
       *to.scale = static_cast<uint8_t>(b.stored);
   }
-  store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
-                     encode_row_run<kPass>(s, m, rng, values, amax, b.inv, line, pos));
+  store_row_codes<kPass>(s, m, rng, values, amax, b.inv, line, pos, to);
 }
 
 // Runs of a thread: two of a tile, kRowStep rows apart.

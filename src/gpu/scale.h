@@ -21,6 +21,8 @@ struct Side {
   int lines, padded, blocks, line_bytes, scale_columns;
   // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
   int scales_up, linear_codes, linear_scales;
+  // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
+  int code_pairs, scale_words;
 };
 
 // The outer scale of one matrix, in the form its blocks need.
@@ -30,8 +32,9 @@ struct Outer {
   uint32_t limit;     // amaxes from here on make blocks of NaN; 0 when `dec` is NaN
   uint32_t ordinary;  // 1 / (scale * dec) is a normal number, or scale is 0
 };
+BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / 6.0f, 1, kInfBits, true}; }
 BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
-  if (!s.out.spec.outer) return {1.0f / 6.0f, 1, kInfBits, true};
+  if (!s.out.spec.outer) return no_outer();
   const float a = s.amax[batch];
   if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, true};
   const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
@@ -64,6 +67,8 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
   s.line_bytes = at.code_columns;
   s.scale_columns = at.scale_columns;
   s.origin_pos = whole.origin_pos + at.position;
+  s.code_pairs = whole.code_pairs && (at.codes | at.code_columns | at.padded / 2) % 16 == 0;
+  s.scale_words = whole.scale_words && (at.blocks | at.scale_columns | at.scales) % 4 == 0;
   const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
   return {outer_of(whole, group), whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
           static_cast<uint32_t>(whole.origin_line + at.line)};

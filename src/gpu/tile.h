@@ -64,6 +64,11 @@ struct PairRun {
     for (int i = 0; i < kRun / 2; ++i)
       pair[i] ^= (mask << (15 - 2 * i) & 0x8000) | (mask << (30 - 2 * i) & 0x80000000);
   }
+  // Cuts magnitudes to those of the pair `largest`.
+  BLOCKSCALE_DEVICE void limit(uint32_t largest) {
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) pair[i] = min_magnitude_bf16x2(pair[i], largest);
+  }
   BLOCKSCALE_DEVICE void unpack(float* v) const {
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) {
@@ -87,6 +92,13 @@ struct PairColumns {
   BLOCKSCALE_DEVICE void flip(uint32_t mask) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) pair[i] ^= (mask >> i & 1) * 0x80008000u;
+  }
+  // Cuts magnitudes of one of the two to those of `largest`.
+  template <int kWhich>
+  BLOCKSCALE_DEVICE void limit(uint32_t largest) {
+    const uint32_t both = permute_bytes(largest, 0x7F7F, kWhich == 0 ? 0x5410 : 0x1054);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) pair[i] = min_magnitude_bf16x2(pair[i], both);
   }
   template <int kWhich>
   BLOCKSCALE_DEVICE uint2 signs() const {

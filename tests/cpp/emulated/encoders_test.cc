@@ -8,7 +8,8 @@
 
 #include "../testing.h"
 #include "blockscale/rounding.h"
-#include "gpu/block.h"
+#include "gpu/columns.h"
+#include "gpu/rows.h"
 
 namespace blockscale::testing {
 namespace {
@@ -36,32 +37,51 @@ TEST(Emulated, Fp4NearestIsTheDefinitionForEveryMagnitudeItIsUsedFor) {
   EXPECT_EQ(wrong, 0u) << "e.g. " << float_of(example);
 }
 
-// Codes of 16 magnitudes by the encoder of the kernels, and by the definition.
+// Codes of 16 BF16 values by what kernels do with a run along a row and with two columns, and by
+// the definition.
 template <Encoder kEncoder>
 void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
   constexpr Pass kPass{kEncoder, Format::e8m0};
   constexpr bool kStochastic = kEncoder == Encoder::fp4_stochastic;
   constexpr FormatTraits t = traits(Format::e2m1);
-  float largest = 0, used[kRun];
-  uint32_t words[2] = {};
+  const Side side{};
+  PairRun run{};
+  PairColumns columns{};  // the second upside down
   for (int i = 0; i < kRun; ++i) {
-    largest = std::fmax(largest, std::fabs(v[i]));
-    words[i / 8] |= bits_of(v[i]) >> 31 << (4 * (i % 8) + 3);
-    used[i] = v[i];
+    const uint32_t bits = bits_of(v[i]) >> 16;
+    run.pair[i / 2] |= bits << (16 * (i % 2));
+    columns.pair[i] |= bits;
+    columns.pair[kRun - 1 - i] |= bits << 16;
   }
-  const Codes got = encode_run<kPass>(Side{}, used, uint2{words[0] | 0x11111111, words[1]}, inv,
-                                      largest, rng, 1, 7, 16 * position);
+  RowValues<kPass, Bf16Tile> row;
+  row.take(run, side);
+  ColumnValues<kPass, Bf16Tile> both;
+  both.take(columns, side);
+  const uint32_t amax = row.amax;
+  auto encode = [&](float* values, const uint2& signs) {
+    return encode_run<kPass>(side, values, signs, inv, float_of(amax), rng, 1, 7, 16 * position);
+  };
+  float values[kRun];
+  row.unpack(side, inv, amax, values);
+  const Codes along = encode(values, row.signs(side));
+  both.template unpack<0>(side, inv, amax, values);
+  const Codes down = encode(values, both.template signs<0>(side));
+  both.template unpack<1>(side, inv, amax, values);
+  const Codes up = encode(values, both.template signs<1>(side));
   const PhiloxBlock random = random_block(rng, 1, 7, position);
   for (int i = 0; i < kRun; ++i) {
-    const float y = std::fabs(v[i]) * inv;
-    const uint32_t byte = random.word[i / 4] >> (8 * (i % 4)) & 0xFF;
-    const uint32_t want =
-        with_sign(t,
-                  kStochastic ? encode_magnitude_stochastic(t, 6.0f, std::fmin(y, 6.0f), byte)
-                              : encode_magnitude(t, std::fmin(y, 6.0f), Direction::nearest_even),
-                  v[i]);
-    ASSERT_EQ(got.word[i / 8] >> (4 * (i % 8)) & 15, want)
-        << v[i] << " * " << inv << " random " << byte << " largest " << largest;
+    const auto want = [&](float x) {
+      const float y = std::fmin(std::fabs(x) * inv, 6.0f);
+      const uint32_t byte = random.word[i / 4] >> (8 * (i % 4)) & 0xFF;
+      return with_sign(t,
+                       kStochastic ? encode_magnitude_stochastic(t, 6.0f, y, byte)
+                                   : encode_magnitude(t, y, Direction::nearest_even),
+                       x);
+    };
+    const auto code = [&](const Codes& codes) { return codes.word[i / 8] >> (4 * (i % 8)) & 15; };
+    ASSERT_EQ(code(along), want(v[i])) << v[i] << " * " << inv << " largest " << float_of(amax);
+    ASSERT_EQ(code(down), want(v[i])) << v[i] << " * " << inv << " largest " << float_of(amax);
+    ASSERT_EQ(code(up), want(v[kRun - 1 - i])) << v[kRun - 1 - i] << " * " << inv;
   }
 }
 
