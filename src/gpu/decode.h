@@ -33,15 +33,16 @@ struct Decoder {
     }
     return d;
   }
-  // Where every code is a number.
-  BLOCKSCALE_DEVICE float number(uint32_t code) const {
-    const float value = __fmul_rn(bit_cast<float>((code & magnitude_mask) << shift), factor);
-    return bit_cast<float>(bit_cast<uint32_t>(value) | (code & sign_bit ? 0x80000000u : 0));
+  // Of an unsigned format.
+  BLOCKSCALE_DEVICE float scale(uint32_t code) const {
+    const uint32_t magnitude = code & magnitude_mask;
+    const float value = __fmul_rn(bit_cast<float>(max(magnitude << shift, least)), factor);
+    return magnitude >= nan_from ? bit_cast<float>(kNanBits) : value;
   }
   BLOCKSCALE_DEVICE float operator()(uint32_t code) const {
     const uint32_t magnitude = code & magnitude_mask;
     const uint32_t sign = code & sign_bit ? 0x80000000u : 0;
-    float value = __fmul_rn(bit_cast<float>(max(magnitude << shift, least)), factor);
+    float value = __fmul_rn(bit_cast<float>(magnitude << shift), factor);
     if (magnitude == inf) value = bit_cast<float>(kInfBits);
     if (magnitude >= nan_from || (negative_zero && magnitude == 0 && sign))
       return bit_cast<float>(kNanBits);
@@ -50,7 +51,7 @@ struct Decoder {
 };
 
 // What a kernel knows of its codes when it is compiled.
-enum class Codec : uint8_t { fp4, e4m3fn, e5m2, numbers, any };
+enum class Codec : uint8_t { fp4, e2m3, e3m2, e4m3fn, e5m2, any };
 BLOCKSCALE_HD constexpr int codes_per_word(Codec c) { return c == Codec::fp4 ? 8 : 4; }
 
 BLOCKSCALE_DEVICE uint32_t word_of(uint32_t words, int) { return words; }
@@ -58,46 +59,37 @@ BLOCKSCALE_DEVICE uint32_t word_of(const uint2& words, int which) {
   return which == 0 ? words.x : words.y;
 }
 
-// Codes 2 * which and 2 * which + 1 of a word.
-template <Codec kCodec>
-BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t word, int which, float* v) {
-  if constexpr (kCodec == Codec::fp4) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      // E2M1 has no special codes; its magnitude goes to bits 22..24.
-      const int at = 8 * which + 4 * i;
-      const uint32_t magnitude = (at < 22 ? word << (22 - at) : word >> (at - 22)) & 0x01C00000;
-      const uint32_t sign = word << (28 - at) & 0x80000000;
-      v[i] = __fmul_rn(bit_cast<float>(magnitude | sign), exp2i(126));
-    }
-  } else if constexpr (kHardwareFp8 && (kCodec == Codec::e4m3fn || kCodec == Codec::e5m2)) {
-    from_fp8x2<kCodec == Codec::e5m2>(word >> (16 * which), v);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t code = word >> (16 * which + 8 * i) & 0xFF;
-      v[i] = kCodec == Codec::numbers ? decoder.number(code) : decoder(code);
-    }
-  }
+// decode_pair() gives the codes of a word two at a time: which one the i-th of a pair is.
+BLOCKSCALE_HD constexpr int code_of(Codec c, int pair, int i) {
+  return c == Codec::fp4 ? pair % 2 * 4 + i * 2 + pair / 2 : 2 * pair + i;
 }
 
-// Eight values as BF16. The conversion's NaN is 0x7FFF, the definition's 0x7FC0; one maximum tells
-// whether there is any.
-BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v) {
-  uint32_t pair[4], largest = 0;
+// With its bits moved, a narrower code is a code of E4M3 or E5M2, for a value smaller by a power of
+// two. FP4: the even codes of a word, or the odd ones.
+template <Codec kCodec>
+BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word, [[maybe_unused]] bool odd) {
+  if constexpr (kCodec == Codec::fp4)
+    return odd ? (word >> 2 & 0x1C1C1C1C) | (word & 0x80808080)
+               : (word << 2 & 0x1C1C1C1C) | (word << 4 & 0x80808080);
+  else if constexpr (kCodec == Codec::e2m3 || kCodec == Codec::e3m2)
+    return (word & 0x1F1F1F1F) | (word << 2 & 0x80808080);
+  else
+    return word;
+}
+template <Codec kCodec>
+BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t word, int pair, float* v) {
+  if constexpr (kCodec == Codec::any) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pair[i] = to_bf16x2(v[2 * i], v[2 * i + 1]);
-    largest = max_magnitude_bf16x2(largest, pair[i]);
+    for (int i = 0; i < 2; ++i) v[i] = decoder(word >> (16 * pair + 8 * i) & 0xFF);
+  } else {
+    constexpr bool kE5m2 = kCodec == Codec::e5m2 || kCodec == Codec::e3m2;
+    constexpr float kFactor = kCodec == Codec::e3m2                           ? exp2i(15 - 3)
+                              : kCodec == Codec::fp4 || kCodec == Codec::e2m3 ? exp2i(7 - 1)
+                                                                              : 1.0f;
+    from_fp8x2<kE5m2>(as_fp8<kCodec>(word, pair >= 2) >> (pair % 2 * 16), v);
+    if constexpr (kFactor != 1.0f)
+      for (int i = 0; i < 2; ++i) v[i] = __fmul_rn(v[i], kFactor);
   }
-  if ((largest & 0x7FFF) > 0x7F80 || (largest >> 16 & 0x7FFF) > 0x7F80) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((pair[i] & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF0000) | 0x7FC0;
-      if ((pair[i] >> 16 & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF) | 0x7FC00000;
-    }
-  }
-  return {pair[0], pair[1], pair[2], pair[3]};
 }
 
 }  // namespace blockscale::gpu

@@ -8,12 +8,12 @@
 #include "gpu/divisor.h"
 #include "gpu/launch.h"
 #include "gpu/quantize.h"
+#include "gpu/store.h"
 
 namespace blockscale::gpu {
 namespace {
 
 constexpr int kDecodeThreads = 256;
-constexpr int kPiece = 8;     // values of a row that are stored at once: 16 bytes of BF16
 constexpr int kRowLines = 4;  // of a thread along rows, one piece each
 constexpr int kAcross = 4;    // tiles beside each other that are worked on at the same time
 
@@ -23,12 +23,13 @@ struct DequantizeParams {
   Decoder element, scale;
   Matrix x;
   int rows, columns;
-  int block_shift, tile_shift;  // binary logarithms of a block and of the blocks in kTile
-  Plan plan;                    // of groups
-  Divisor parts;                // pieces of work of a matrix, or of a row of tiles of a group
-  Divisor runs;                 // along rows: pieces of a line
-  Divisor bands;                // down columns: tiles in kAcross columns of them
-  uint32_t all;                 // along rows: threads with work
+  int linear, wide_scales;  // both layouts are linear; scales are FP32
+  int block_shift;          // the binary logarithm of a block
+  Plan plan;                // of groups
+  Divisor parts;            // pieces of work of a matrix, or of a row of tiles of a group
+  Divisor runs;             // along rows: pieces of a line
+  Divisor bands;            // down columns: tiles in kAcross columns of them
+  uint32_t all;             // along rows: threads with work
 };
 
 // What a piece of work is part of: a matrix of the batch, or a row of tiles of a group.
@@ -72,91 +73,120 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
   return true;
 }
 
-// The scale of a block as it is stored, and as a factor of its codes. Of square blocks in a grid
-// `line` counts blocks.
+// The scale of a block as it is stored, and as a factor of its codes.
+template <bool kLinear>
 BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& at, int line,
                                         int block) {
-  const Layout layout = p.q.layout.scales;
-  const int64_t i =
-      layout == Layout::linear
-          ? static_cast<int64_t>(line) * at.scale_columns + block
-          : layout_offset_as<uint32_t>(layout, static_cast<uint32_t>(p.shape.scale_rows),
-                                       at.scale_columns, line, block);
-  if (p.q.spec.scale == Format::fp32) return reinterpret_cast<const uint32_t*>(at.scales)[i];
-  return at.scales[i];
+  const int row = p.shape.scale_lines == 1 ? line : line >> p.block_shift;
+  const int64_t i = kLinear ? static_cast<int64_t>(row) * at.scale_columns + block
+                            : layout_offset_as<uint32_t>(p.q.layout.scales,
+                                                         static_cast<uint32_t>(p.shape.scale_rows),
+                                                         at.scale_columns, row, block);
+  return p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(at.scales) + i)
+                       : load_once(at.scales + i);
 }
 BLOCKSCALE_DEVICE float factor_of(const DequantizeParams& p, const Place& at, uint32_t stored) {
-  const float scale = p.q.spec.scale == Format::fp32 ? bit_cast<float>(stored) : p.scale(stored);
-  return __fmul_rn(at.outer, scale);
+  return __fmul_rn(at.outer, p.wide_scales ? bit_cast<float>(stored) : p.scale.scale(stored));
 }
 
 // Where byte `byte` of a line of codes lies.
+template <bool kLinear>
 BLOCKSCALE_DEVICE const uint8_t* code_at(const DequantizeParams& p, const Place& at, int line,
                                          int byte) {
-  const Layout layout = p.q.layout.codes;
-  if (layout == Layout::linear)
-    return at.codes + static_cast<int64_t>(line) * at.code_columns + byte;
-  return at.codes + layout_offset(layout, p.shape.code_rows, at.code_columns, line, byte);
+  if (kLinear) return at.codes + static_cast<int64_t>(line) * at.code_columns + byte;
+  return at.codes + layout_offset(p.q.layout.codes, p.shape.code_rows, at.code_columns, line, byte);
 }
 
-BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
-  if (value != value) value = bit_cast<float>(kNanBits);  // the definition's, not the processor's
-  if (x.dtype == DType::f32)
-    static_cast<float*>(x.data)[at] = value;
-  else
-    static_cast<uint16_t*>(x.data)[at] = x.dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
-}
-// A piece of row r from column c on. kWide: BF16 with rows at multiples of 16 bytes.
-template <bool kWide>
-BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, const Place& at, int r, int c,
-                                   const float* v) {
-  const int64_t i = at.x + r * p.x.row_stride + c * p.x.column_stride;
-  if (kWide && c + kPiece <= p.columns) {
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.x.data) + i) = to_bf16x8(v);
-    return;
-  }
+// Stores a piece of row r from column c on. All lanes of a warp come here when rows start anywhere;
+// `there`: whether the calling one has a piece.
+template <Rows kRows>
+BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, const Place& at, bool there, int r,
+                                   int c, bool follows, bool last, const float* v) {
+  const int64_t i = at.x + r * p.x.row_stride + c * (kRows == Rows::any ? p.x.column_stride : 1);
+  auto* to = static_cast<uint16_t*>(p.x.data) + i;
+  const int count = there ? p.columns - c : 0;
+  if constexpr (kRows == Rows::anywhere) {
+    store_shifted(to, to_bf16x8(v), {count, follows, last || count <= kPiece});
+  } else if (kRows == Rows::aligned && count >= kPiece) {
+    *reinterpret_cast<uint4*>(to) = to_bf16x8(v);
+  } else {
 #pragma unroll
-  for (int j = 0; j < kPiece; ++j)
-    if (c + j < p.columns) store_value(p.x, i + j * p.x.column_stride, v[j]);
+    for (int j = 0; j < kPiece; ++j)
+      if (j < count) store_value(p.x, i + j * p.x.column_stride, v[j]);
+  }
 }
 
-template <Codec kCodec, bool kWide>
+// The codes and scales of pieces one below the other, of which `left` are there; all loads first.
+template <class Codes>
+BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, int first, int c,
+                                   int byte, int left, Codes* codes, uint32_t* stored) {
+  const uint8_t* from = code_at<true>(p, at, first, byte);
+  // The lines of a thread are of one row of a grid of square blocks.
+  const bool grid = p.shape.scale_lines != 1;
+  const int row = grid ? first >> p.block_shift : first, scale_bytes = p.wide_scales ? 4 : 1;
+  const uint8_t* scales =
+      at.scales +
+      (static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift)) * scale_bytes;
+  const int64_t step = grid ? 0 : static_cast<int64_t>(at.scale_columns) * scale_bytes;
+#pragma unroll
+  for (int i = 0; i < kRowLines; ++i) {
+    codes[i] = load_once(reinterpret_cast<const Codes*>(from));
+    stored[i] =
+        p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(scales)) : load_once(scales);
+    if (i + 1 < left) from += at.code_columns, scales += step;
+  }
+}
+template <class Codes>
+BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int first, int c,
+                                int byte, int left, Codes* codes, uint32_t* stored) {
+#pragma unroll
+  for (int i = 0; i < kRowLines; ++i) {
+    const int r = first + min(i, left - 1);
+    codes[i] = load_once(reinterpret_cast<const Codes*>(code_at<false>(p, at, r, byte)));
+    stored[i] = stored_scale<false>(p, at, r, c >> p.block_shift);
+  }
+}
+
+template <Codec kCodec, Rows kRows>
 __global__ void __launch_bounds__(kDecodeThreads)
     dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
   constexpr int kPerWord = codes_per_word(kCodec), kWords = kPiece / kPerWord;
   using Codes = std::conditional_t<kWords == 1, uint32_t, uint2>;
-  uint32_t n = blockIdx.x * kDecodeThreads + threadIdx.x;
-  if (n >= p.all) return;
+  const uint32_t thread = blockIdx.x * kDecodeThreads + threadIdx.x;
+  uint32_t n = min(thread, p.all - 1);
   uint32_t lines = p.runs.divide(n);
   const uint32_t part = p.parts.divide(lines);
   const int c = static_cast<int>(n) * kPiece;
-  Place at;
-  if (!find(p, part, at)) return;
+  Place at{};
+  const bool found = thread < p.all && find(p, part, at);
   const int first = at.row + static_cast<int>(lines) * kRowLines;
-  if (first >= at.rows) return;
-  Codes codes[kRowLines];
-  uint32_t stored[kRowLines];
-#pragma unroll
-  for (int i = 0; i < kRowLines; ++i) {
-    const int r = min(first + i, at.rows - 1);  // all loads first, within the matrix
-    codes[i] = load_once(
-        reinterpret_cast<const Codes*>(code_at(p, at, r, kCodec == Codec::fp4 ? c / 2 : c)));
-    stored[i] =
-        stored_scale(p, at, p.shape.scale_lines == 1 ? r : r >> p.block_shift, c >> p.block_shift);
+  const int left = found ? at.rows - first : 0;
+  if (kRows != Rows::anywhere && left <= 0) return;
+  Codes codes[kRowLines] = {};
+  uint32_t stored[kRowLines] = {};
+  if (left > 0) {
+    const int byte = kCodec == Codec::fp4 ? c / 2 : c;
+    if (p.linear)
+      load_linear(p, at, first, c, byte, left, codes, stored);
+    else
+      load_any(p, at, first, c, byte, left, codes, stored);
   }
 #pragma unroll
   for (int i = 0; i < kRowLines; ++i) {
-    if (first + i >= at.rows) break;
+    if (kRows != Rows::anywhere && i >= left) break;
     const float factor = factor_of(p, at, stored[i]);
     float v[kPiece];
 #pragma unroll
-    for (int j = 0; j < kPiece / 2; ++j) {
-      const uint32_t word = word_of(codes[i], 2 * j / kPerWord);
-      decode_pair<kCodec>(p.element, word, j % (kPerWord / 2), v + 2 * j);
-    }
+    for (int word = 0; word < kWords; ++word)
 #pragma unroll
-    for (int j = 0; j < kPiece; ++j) v[j] = __fmul_rn(factor, v[j]);
-    store_piece<kWide>(p, at, first + i, c, v);
+      for (int pair = 0; pair < kPerWord / 2; ++pair) {
+        float two[2];
+        decode_pair<kCodec>(p.element, word_of(codes[i], word), pair, two);
+        for (int j = 0; j < 2; ++j)
+          v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
+      }
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    store_piece<kRows>(p, at, i<left, first + i, c, lane> 0 && c > 0, lane == 31, v);
   }
 }
 
@@ -189,64 +219,76 @@ struct CodeTile {
   }
 };
 
-// Up to 16 bytes of a line of codes, of which `count` are there: none, 8 or more.
-BLOCKSCALE_DEVICE uint4 load_chunk(const uint8_t* from, int count) {
-  uint4 v{};
-  if (count >= 16 && reinterpret_cast<uintptr_t>(from) % 16 == 0)
-    return load_once(reinterpret_cast<const uint4*>(from));
+// 16 bytes of a line of codes, of which `count` are there, 8 or more; `whole`: all of them can be
+// read at once.
+BLOCKSCALE_DEVICE uint4 load_chunk(const uint8_t* from, int count, bool whole) {
+  if (whole) return load_once(reinterpret_cast<const uint4*>(from));
   const auto* half = reinterpret_cast<const uint2*>(from);
-  if (count >= 8) v.x = half[0].x, v.y = half[0].y;
-  if (count >= 16) v.z = half[1].x, v.w = half[1].y;
-  return v;
+  const uint2 low = load_once(half), high = count >= 16 ? load_once(half + 1) : uint2{};
+  return {low.x, low.y, high.x, high.y};
+}
+
+// The scales of `count` consecutive blocks of a line, those of a byte as the bytes of two words.
+template <bool kLinear>
+BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, int line, int block,
+                                    int count) {
+  if (p.wide_scales) return {stored_scale<kLinear>(p, at, line, block), 0};  // a block is kTile
+  if constexpr (kLinear) {
+    const uint8_t* from = at.scales + block;
+    from += static_cast<int64_t>(p.shape.scale_lines == 1 ? line : line >> p.block_shift) *
+            at.scale_columns;
+    if (count == 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0)
+      return load_once(reinterpret_cast<const uint2*>(from));
+    if (count == 4 && reinterpret_cast<uintptr_t>(from) % 4 == 0)
+      return {load_once(reinterpret_cast<const uint32_t*>(from)), 0};
+  }
+  uint32_t word[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i < count) word[i / 4] |= stored_scale<kLinear>(p, at, line, block + i) << (i % 4 * 8);
+  return {word[0], word[1]};
 }
 
 // The codes and scales of the tile at (r, c) into shared memory; no load waits for another.
-template <Codec kCodec>
+template <Codec kCodec, bool kLinear>
 BLOCKSCALE_DEVICE void load_tile(const DequantizeParams& p, const Place& at, int r, int c,
                                  CodeTile<kCodec>& tile) {
   using Tile = CodeTile<kCodec>;
+  constexpr int kPerByte = kCodec == Codec::fp4 ? 2 : 1;
   const int thread = static_cast<int>(threadIdx.x);
+  const int rows = min(at.padded - r, kTile), lines = min(p.columns - c, Tile::kLines);
+  // Then what lies behind the codes of a line, if anything, is part of the buffer too.
+  const bool whole =
+      (reinterpret_cast<uintptr_t>(at.codes) | static_cast<unsigned>(at.code_columns)) % 16 == 0;
   uint4 chunk[Tile::kLoads];
 #pragma unroll
   for (int i = 0; i < Tile::kLoads; ++i) {
-    const int n = thread + i * kDecodeThreads, line = c + n / Tile::kChunks;
-    const int pos = r + n % Tile::kChunks * (4 * codes_per_word(kCodec));
-    const int left = line < p.columns ? at.padded - pos : 0;
+    const int n = thread + i * kDecodeThreads, line = n / Tile::kChunks;
+    const int byte = n % Tile::kChunks * 16, left = rows / kPerByte - byte;
     chunk[i] = {};
-    if (left > 0)
-      chunk[i] = load_chunk(code_at(p, at, line, kCodec == Codec::fp4 ? pos / 2 : pos),
-                            kCodec == Codec::fp4 ? left / 2 : left);
+    if (line < lines && left > 0)
+      chunk[i] = load_chunk(code_at<kLinear>(p, at, c + line, r / kPerByte + byte), left, whole);
   }
-  // The blocks of a line are neighbours.
-  const int per_line = kTile >> p.block_shift;
-  constexpr int kScales = Tile::kMostBlocks * Tile::kLines / kDecodeThreads;
-  uint32_t stored[kScales];
-  auto for_scales = [&](const auto& body) {
-#pragma unroll
-    for (int i = 0; i < kScales; ++i) {
-      const int n = thread + i * kDecodeThreads;
-      const int line = n >> p.tile_shift, block = n & (per_line - 1);
-      if (line < Tile::kLines && c + line < p.columns && r + (block << p.block_shift) < at.padded)
-        body(stored[i], line, block);
-    }
-  };
-  for_scales([&](uint32_t& to, int line, int block) {
-    const int row = c + line;
-    to = stored_scale(p, at, p.shape.scale_lines == 1 ? row : row >> p.block_shift,
-                      (r >> p.block_shift) + block);
-  });
+  const int blocks = (rows - 1 >> p.block_shift) + 1;
+  uint2 stored{};
+  if (thread < lines) stored = load_scales<kLinear>(p, at, c + thread, r >> p.block_shift, blocks);
 #pragma unroll
   for (int i = 0; i < Tile::kLoads; ++i) {
     const int n = thread + i * kDecodeThreads;
     tile.put(n / Tile::kChunks, n % Tile::kChunks, chunk[i]);
   }
-  for_scales([&](uint32_t from, int line, int block) {
-    tile.factor(line, block) = factor_of(p, at, from);
-  });
+  if (thread >= lines) return;
+  tile.factor(thread, 0) =
+      factor_of(p, at, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
+#pragma unroll
+  for (int i = 1; i < Tile::kMostBlocks; ++i)
+    if (i < blocks)
+      tile.factor(thread, i) =
+          factor_of(p, at, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
 }
 
-// A warp decodes one word, or two, of every line, and stores whole pieces of rows.
-template <Codec kCodec, bool kWide>
+// A warp decodes a word, or two, of every line, and stores whole pieces of rows.
+template <Codec kCodec, Rows kRows>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
     dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
   using Tile = CodeTile<kCodec>;
@@ -261,18 +303,20 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
   Place at;
   if (tile_c >= p.columns || !find(p, part, at)) return;
   const int tile_r = at.row + static_cast<int>(tile_row) * kTile;
-  load_tile<kCodec>(p, at, tile_r, tile_c, tile);
+  if (p.linear)
+    load_tile<kCodec, true>(p, at, tile_r, tile_c, tile);
+  else
+    load_tile<kCodec, false>(p, at, tile_r, tile_c, tile);
   __syncthreads();
-  const int thread = static_cast<int>(threadIdx.x);
-  const int line = thread % kPieces * kPiece, c = tile_c + line;
+  const int thread = static_cast<int>(threadIdx.x), piece = thread % kPieces;
+  const int line = piece * kPiece, c = tile_c + line;
 #pragma unroll 1
   for (int i = 0; i < kPieces * Tile::kWords; i += kDecodeThreads) {
     // Two words of a warp are half a line apart, which is where their banks differ.
-    constexpr int kHalves = 32 / kPieces > 1 ? 32 / kPieces : 1;
-    const int warp = (i + thread) / 32;
-    const int which = warp + thread % 32 / kPieces * (Tile::kWords / kHalves);
+    constexpr int kHalves = 32 / kPieces;
+    const int which = (i + thread) / 32 + thread % 32 / kPieces * (Tile::kWords / kHalves);
     const int r = tile_r + which * kPerWord;
-    if (r >= at.rows || c >= p.columns) continue;
+    if (kRows != Rows::anywhere && (r >= at.rows || c >= p.columns)) continue;
     uint32_t word[kPiece];
     float factor[kPiece];
 #pragma unroll
@@ -291,8 +335,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
         v[1][j] = __fmul_rn(factor[j], two[1]);
       }
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        if (r + 2 * pair + k < at.rows) store_piece<kWide>(p, at, r + 2 * pair + k, c, v[k]);
+      for (int k = 0; k < 2; ++k) {
+        const int row = r + code_of(kCodec, pair, k);
+        store_piece<kRows>(p, at, row<at.rows, row, c, piece> 0, piece == kPieces - 1, v[k]);
+      }
     }
   }
 }
@@ -310,7 +356,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
                 value);
 }
 
-template <Codec kCodec, bool kWide>
+template <Codec kCodec, Rows kRows>
 void launch(DequantizeParams& p, NativeStream stream) {
   const bool groups = p.plan.head, along = p.q.axis == -1;
   // Rows of tiles in all, and where there are groups the most that there can be.
@@ -322,27 +368,28 @@ void launch(DequantizeParams& p, NativeStream stream) {
     const int64_t all = runs * each * (groups ? tile_rows : p.x.batch);
     p.runs = Divisor::of(runs), p.parts = Divisor::of(each);
     p.all = static_cast<uint32_t>(all);
-    start(dequantize_rows_kernel<kCodec, kWide>,
+    start(dequantize_rows_kernel<kCodec, kRows>,
           static_cast<unsigned>(ceil_div(all, kDecodeThreads)), kDecodeThreads, 0, stream, p);
   } else {
     const int64_t bands = ceil_div(p.columns, CodeTile<kCodec>::kLines * kAcross);
     p.bands = Divisor::of(tile_rows * kAcross), p.parts = Divisor::of(groups ? 1 : tiles_down);
-    start(dequantize_columns_kernel<kCodec, kWide>,
+    start(dequantize_columns_kernel<kCodec, kRows>,
           static_cast<unsigned>(bands * tile_rows * kAcross), kDecodeThreads, 0, stream, p);
   }
   if (groups) start(clear_rows_kernel, 512, kDecodeThreads, 0, stream, p);
 }
 using Launcher = void (*)(DequantizeParams&, NativeStream);
 
-template <bool kWide>
+template <Rows kRows>
 Launcher launcher_of(Format element) {
-  if (element == Format::e2m1) return launch<Codec::fp4, kWide>;
-  if constexpr (kWide) {
-    if (element == Format::e4m3fn) return launch<Codec::e4m3fn, true>;
-    if (element == Format::e5m2) return launch<Codec::e5m2, true>;
-    if (traits(element).special == Special::none) return launch<Codec::numbers, true>;
+  if (element == Format::e2m1) return launch<Codec::fp4, kRows>;
+  if constexpr (kRows != Rows::any) {
+    if (element == Format::e2m3) return launch<Codec::e2m3, kRows>;
+    if (element == Format::e3m2) return launch<Codec::e3m2, kRows>;
+    if (element == Format::e4m3fn) return launch<Codec::e4m3fn, kRows>;
+    if (element == Format::e5m2) return launch<Codec::e5m2, kRows>;
   }
-  return launch<Codec::any, kWide>;
+  return launch<Codec::any, kRows>;
 }
 
 }  // namespace
@@ -354,11 +401,12 @@ void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) 
   p.element = Decoder::of(q.spec.element), p.scale = Decoder::of(q.spec.scale);
   p.rows = static_cast<int>(x.rows), p.columns = static_cast<int>(x.columns);
   p.block_shift = std::countr_zero(q.spec.block);
-  p.tile_shift = std::countr_zero(static_cast<unsigned>(kTile / q.spec.block));
   if (q.groups) p.plan = make_plan(q.groups, x.rows, x.columns, &q, nullptr, false, stream);
-  const bool wide = is_bf16_rows(as_const(x)) && is_aligned(as_const(x));
-  const Launcher run =
-      wide ? launcher_of<true>(q.spec.element) : launcher_of<false>(q.spec.element);
+  p.linear = q.layout == StorageLayout{}, p.wide_scales = q.spec.scale == Format::fp32;
+  const ConstMatrix to = as_const(x);
+  const Launcher run = !is_bf16_rows(to) ? launcher_of<Rows::any>(q.spec.element)
+                       : is_aligned(to)  ? launcher_of<Rows::aligned>(q.spec.element)
+                                         : launcher_of<Rows::anywhere>(q.spec.element);
   run(p, native(stream));
   check_launch("dequantize");
 }

@@ -79,29 +79,29 @@ BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
     store_chunk(p.to.codes + at, all - at, v[i]);
   }
 }
+// How far 64 bytes of a line are from the next 64.
+BLOCKSCALE_DEVICE int next_64(Layout codes) { return codes == Layout::linear ? 64 : 1024; }
+
 BLOCKSCALE_DEVICE void move_codes(const RelayoutParams& p, int batch, int row, int column) {
   const Layout from = p.from.layout.codes, to = p.to.layout.codes;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int64_t r = row * kPieceLines + warp % 2 * 8 + lane % 8;
-  const int64_t first = column * kPieceBytes + warp / 2 * 256 + lane / 8 * 16;
-  const uint8_t* codes = p.from.codes + batch * p.f.code_bytes;
-  uint8_t* target = p.to.codes + batch * p.t.code_bytes;
-  const int64_t left = r < p.t.lines ? p.t.line_bytes : 0;
+  const int64_t c = column * kPieceBytes + warp / 2 * 256 + lane / 8 * 16;
+  const uint8_t* source = p.from.codes + batch * p.f.code_bytes +
+                          layout_offset(from, p.f.code_rows, p.f.code_columns, r, c);
+  uint8_t* target = p.to.codes + batch * p.t.code_bytes +
+                    layout_offset(to, p.t.code_rows, p.t.code_columns, r, c);
+  const int64_t left = (r < p.t.lines ? p.t.line_bytes : 0) - c;
   // Beyond the codes of a line is the padding of the layout, which is 0.
-  const int64_t kept = r < round_up(p.t.lines, p.code_traits.row_multiple)
-                           ? round_up(p.t.line_bytes, p.code_traits.column_multiple)
-                           : 0;
+  const int64_t kept = (r < round_up(p.t.lines, p.code_traits.row_multiple)
+                            ? round_up(p.t.line_bytes, p.code_traits.column_multiple)
+                            : 0) -
+                       c;
   uint4 v[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int64_t c = first + i * 64;
-    v[i] = load_chunk(codes + layout_offset(from, p.f.code_rows, p.f.code_columns, r, c), left - c);
-  }
+  for (int i = 0; i < 4; ++i) v[i] = load_chunk(source + i * next_64(from), left - i * 64);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int64_t c = first + i * 64;
-    store_chunk(target + layout_offset(to, p.t.code_rows, p.t.code_columns, r, c), kept - c, v[i]);
-  }
+  for (int i = 0; i < 4; ++i) store_chunk(target + i * next_64(to), kept - i * 64, v[i]);
 }
 
 // ---- scales ----
@@ -191,7 +191,7 @@ constexpr int kSlots = kTile * (kWords + 1) + 4 * 8;
 BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_row,
                                    int tile_column) {
   __shared__ uint32_t tile[kSlots];
-  constexpr int kEach = kTile * kWords / kBlock;
+  constexpr int kEach = kTile * kWords / kBlock, kAtOnce = 4;
   const int bytes = p.scale_bytes, first_row = tile_row * kTile, first_word = tile_column * kWords;
   const uint8_t* source = p.from.scales + batch * p.f.scale_count * bytes;
   uint8_t* target = p.to.scales + batch * p.t.scale_count * bytes;
@@ -210,11 +210,15 @@ BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_
     return count < 4 ? v | padding << (8 * count) : v;
   };
   if (p.f.scale_lines == p.t.scale_lines) {
-    uint32_t held[kEach];
+    // A few loads at a time: the rest of the memory's time belongs to the codes.
+#pragma unroll 1
+    for (int i = 0; i < kEach; i += kAtOnce) {
+      uint32_t held[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) held[i] = load(from.at(i).bytes, from.at(i));
+      for (int j = 0; j < kAtOnce; ++j) held[j] = load(from.at(i + j).bytes, from.at(i + j));
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) tile[slot(from.at(i))] = held[i];
+      for (int j = 0; j < kAtOnce; ++j) tile[slot(from.at(i + j))] = held[j];
+    }
   } else {
     // The row of the source that covers the same lines: grids of square blocks have fewer.
     const auto more = static_cast<int>(p.t.scale_lines), fewer = static_cast<int>(p.f.scale_lines);
@@ -230,7 +234,7 @@ BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_
   const int all_rows = static_cast<int>(round_up(rows, p.scale_traits.row_multiple));
   const int all_bytes =
       static_cast<int>(round_up(p.t.blocks, p.scale_traits.column_multiple)) * bytes;
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < kEach; ++i) {
     const WordAt at = to.at(i);
     const int count = count_of(at, all_rows, all_bytes);
@@ -269,46 +273,46 @@ BLOCKSCALE_HD Parts code_parts(const RelayoutParams& p) {
   return parts_of(p.code_traits, p.t.lines, p.t.line_bytes, p.to.batch, kPieceLines, kPieceBytes);
 }
 
-template <class Part>
-BLOCKSCALE_DEVICE void for_parts(const Parts& parts, int64_t begin, const Part& part) {
-  for (int64_t i = begin; i < parts.count; i += gridDim.x) {
-    const auto n = static_cast<uint32_t>(i), row = n / parts.across;
-    part(static_cast<int>(row / parts.down), static_cast<int>(row % parts.down),
-         static_cast<int>(n % parts.across));
-  }
-}
-// Scales first: they take longer.
-BLOCKSCALE_DEVICE void move(const RelayoutParams& p, bool codes) {
+// All parts; those of scales, which take longer, spread among those of codes.
+BLOCKSCALE_DEVICE void move(const RelayoutParams& p, const Parts& codes) {
   const Parts scales = scale_parts(p);
-  for_parts(scales, blockIdx.x,
-            [&](int b, int row, int column) { move_scales(p, b, row, column); });
-  if (!codes) return;
-  const int64_t with = scales.count % gridDim.x;  // blocks with one part more
-  const int64_t begin = blockIdx.x >= with ? blockIdx.x - with : blockIdx.x + gridDim.x - with;
-  if (copies_codes(p))
-    for_parts(code_parts(p), begin, [&](int, int, int part) { copy_codes(p, part); });
-  else
-    for_parts(code_parts(p), begin,
-              [&](int b, int row, int column) { move_codes(p, b, row, column); });
+  const auto all = static_cast<uint32_t>(scales.count + codes.count);
+  const auto of_scales = static_cast<uint32_t>(scales.count);
+  const uint32_t spread = of_scales > 0 ? all / of_scales : 1;
+  for (uint32_t n = blockIdx.x; n < all; n += gridDim.x) {
+    const uint32_t turn = n / spread, between = n % spread;
+    const bool is_scales = between == 0 && turn < of_scales;
+    const Parts& parts = is_scales ? scales : codes;
+    const uint32_t part = is_scales ? turn : n - min(turn + (between != 0), of_scales);
+    const uint32_t row = part / parts.across;
+    const auto batch = static_cast<int>(row / parts.down), r = static_cast<int>(row % parts.down);
+    const auto c = static_cast<int>(part % parts.across);
+    if (is_scales)
+      move_scales(p, batch, r, c);
+    else if (copies_codes(p))
+      copy_codes(p, part);
+    else
+      move_codes(p, batch, r, c);
+  }
 }
 
 template <bool kGrouped>
-__global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 3)
+__global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
     relayout_kernel(const __grid_constant__ RelayoutParams given) {
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int64_t i = threadIdx.x; i < given.outers; i += kBlock)
       given.to.outer[i] = given.from.outer[i];
+  const Parts codes = code_parts(given);
   if constexpr (!kGrouped) {
-    move(given, true);
+    move(given, codes);
   } else {
     if (copies_codes(given) && blockIdx.y == 0)
-      for_parts(code_parts(given), blockIdx.x,
-                [&](int, int, int part) { copy_codes(given, part); });
+      for (int64_t i = blockIdx.x; i < codes.count; i += gridDim.x) copy_codes(given, i);
     for (int g = static_cast<int>(blockIdx.y); g < given.plan.count;
          g += static_cast<int>(gridDim.y)) {
       RelayoutParams p = given;
       enter_group(p, g);
-      move(p, !copies_codes(given));
+      move(p, copies_codes(p) ? Parts{1, 1, 0} : code_parts(p));
     }
   }
 }
@@ -368,7 +372,7 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
                    traits(to.layout.scales),
                    {}};
   const int64_t parts = scale_parts(p).count + code_parts(p).count;
-  if (parts == 0 && !to.spec.outer) return;
+  if (parts == 0 && p.outers == 0 && !to.groups) return;
   if (!to.groups) {
     start(relayout_kernel<false>, static_cast<unsigned>(std::max<int64_t>(parts, 1)), kBlock, 0,
           native(stream), p);
