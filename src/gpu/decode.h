@@ -65,12 +65,11 @@ BLOCKSCALE_HD constexpr int code_of(Codec c, int pair, int i) {
 }
 
 // With its bits moved, a narrower code is a code of E4M3 or E5M2, for a value smaller by a power of
-// two. FP4: the even codes of a word, or the odd ones.
+// two. FP4: those in the low halves of bytes.
 template <Codec kCodec>
-BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word, [[maybe_unused]] bool odd) {
+BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word) {
   if constexpr (kCodec == Codec::fp4)
-    return odd ? (word >> 2 & 0x1C1C1C1C) | (word & 0x80808080)
-               : (word << 2 & 0x1C1C1C1C) | (word << 4 & 0x80808080);
+    return (word << 2 & 0x1C1C1C1C) | (word << 4 & 0x80808080);
   else if constexpr (kCodec == Codec::e2m3 || kCodec == Codec::e3m2)
     return (word & 0x1F1F1F1F) | (word << 2 & 0x80808080);
   else
@@ -86,7 +85,8 @@ BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t word, int pa
     constexpr float kFactor = kCodec == Codec::e3m2                           ? exp2i(15 - 3)
                               : kCodec == Codec::fp4 || kCodec == Codec::e2m3 ? exp2i(7 - 1)
                                                                               : 1.0f;
-    from_fp8x2<kE5m2>(as_fp8<kCodec>(word, pair >= 2) >> (pair % 2 * 16), v);
+    if (kCodec == Codec::fp4) word >>= pair / 2 * 4;
+    from_fp8x2<kE5m2>(as_fp8<kCodec>(word) >> (pair % 2 * 16), v);
     if constexpr (kFactor != 1.0f)
       for (int i = 0; i < 2; ++i) v[i] = __fmul_rn(v[i], kFactor);
   }

@@ -14,8 +14,9 @@ namespace blockscale::gpu {
 namespace {
 
 constexpr int kDecodeThreads = 256;
-constexpr int kRowLines = 4;  // of a thread along rows, one piece each
-constexpr int kAcross = 4;    // tiles beside each other that are worked on at the same time
+constexpr int kRowLines = 4;      // of a thread along rows, one piece each
+constexpr int kColumnBlocks = 5;  // of threads, on a multiprocessor, down columns
+constexpr int kAcross = 4;        // tiles beside each other that are worked on at the same time
 
 struct DequantizeParams {
   ConstQuantized q;
@@ -97,22 +98,25 @@ BLOCKSCALE_DEVICE const uint8_t* code_at(const DequantizeParams& p, const Place&
   return at.codes + layout_offset(p.q.layout.codes, p.shape.code_rows, at.code_columns, line, byte);
 }
 
-// Stores a piece of row r from column c on. All lanes of a warp come here when rows start anywhere;
-// `there`: whether the calling one has a piece.
+// Stores a piece from column c on of a row that begins at element `row`. All lanes of a warp come
+// here when rows start anywhere; those without a piece have a count of 0.
 template <Rows kRows>
-BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, const Place& at, bool there, int r,
-                                   int c, bool follows, bool last, const float* v) {
-  const int64_t i = at.x + r * p.x.row_stride + c * (kRows == Rows::any ? p.x.column_stride : 1);
+BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c, const PieceAt& at,
+                                   const float* v) {
+  const int64_t i = row + c * (kRows == Rows::any ? p.x.column_stride : 1);
   auto* to = static_cast<uint16_t*>(p.x.data) + i;
-  const int count = there ? p.columns - c : 0;
   if constexpr (kRows == Rows::anywhere) {
-    store_shifted(to, to_bf16x8(v), {count, follows, last || count <= kPiece});
-  } else if (kRows == Rows::aligned && count >= kPiece) {
-    *reinterpret_cast<uint4*>(to) = to_bf16x8(v);
+    store_shifted(to, to_bf16x8(v), at);
+  } else if constexpr (kRows == Rows::aligned) {
+    const uint4 piece = to_bf16x8(v);
+    if (at.count >= kPiece)
+      *reinterpret_cast<uint4*>(to) = piece;
+    else
+      store_some(to, piece, 0, at.count);
   } else {
 #pragma unroll
     for (int j = 0; j < kPiece; ++j)
-      if (j < count) store_value(p.x, i + j * p.x.column_stride, v[j]);
+      if (j < at.count) store_value(p.x, i + j * p.x.column_stride, v[j]);
   }
 }
 
@@ -171,6 +175,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     else
       load_any(p, at, first, c, byte, left, codes, stored);
   }
+  int64_t row = at.x + first * p.x.row_stride;
 #pragma unroll
   for (int i = 0; i < kRowLines; ++i) {
     if (kRows != Rows::anywhere && i >= left) break;
@@ -185,8 +190,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
         for (int j = 0; j < 2; ++j)
           v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
       }
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    store_piece<kRows>(p, at, i<left, first + i, c, lane> 0 && c > 0, lane == 31, v);
+    const int lane = static_cast<int>(threadIdx.x) % 32, count = i < left ? p.columns - c : 0;
+    store_piece<kRows>(p, row, c, {count, lane > 0 && c > 0, lane == 31}, v);
+    row += p.x.row_stride;
   }
 }
 
@@ -249,65 +255,78 @@ BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, 
   return {word[0], word[1]};
 }
 
-// The codes and scales of the tile at (r, c) into shared memory; no load waits for another.
-template <Codec kCodec, bool kLinear>
-BLOCKSCALE_DEVICE void load_tile(const DequantizeParams& p, const Place& at, int r, int c,
-                                 CodeTile<kCodec>& tile) {
+// A tile on its way: where it lies, and what a thread brings of it, in registers.
+template <Codec kCodec>
+struct Ahead {
   using Tile = CodeTile<kCodec>;
-  constexpr int kPerByte = kCodec == Codec::fp4 ? 2 : 1;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows = min(at.padded - r, kTile), lines = min(p.columns - c, Tile::kLines);
-  // Then what lies behind the codes of a line, if anything, is part of the buffer too.
-  const bool whole =
-      (reinterpret_cast<uintptr_t>(at.codes) | static_cast<unsigned>(at.code_columns)) % 16 == 0;
+  Place at;
+  int r, c;    // its first row and column
+  bool there;  // the same for all threads of a block
   uint4 chunk[Tile::kLoads];
-#pragma unroll
-  for (int i = 0; i < Tile::kLoads; ++i) {
-    const int n = thread + i * kDecodeThreads, line = n / Tile::kChunks;
-    const int byte = n % Tile::kChunks * 16, left = rows / kPerByte - byte;
-    chunk[i] = {};
-    if (line < lines && left > 0)
-      chunk[i] = load_chunk(code_at<kLinear>(p, at, c + line, r / kPerByte + byte), left, whole);
-  }
-  const int blocks = (rows - 1 >> p.block_shift) + 1;
-  uint2 stored{};
-  if (thread < lines) stored = load_scales<kLinear>(p, at, c + thread, r >> p.block_shift, blocks);
-#pragma unroll
-  for (int i = 0; i < Tile::kLoads; ++i) {
-    const int n = thread + i * kDecodeThreads;
-    tile.put(n / Tile::kChunks, n % Tile::kChunks, chunk[i]);
-  }
-  if (thread >= lines) return;
-  tile.factor(thread, 0) =
-      factor_of(p, at, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
-#pragma unroll
-  for (int i = 1; i < Tile::kMostBlocks; ++i)
-    if (i < blocks)
-      tile.factor(thread, i) =
-          factor_of(p, at, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
-}
+  uint2 stored;
 
-// A warp decodes a word, or two, of every line, and stores whole pieces of rows.
+  BLOCKSCALE_DEVICE int lines(const DequantizeParams& p) const {
+    return min(p.columns - c, Tile::kLines);
+  }
+  BLOCKSCALE_DEVICE int rows() const { return min(at.padded - r, kTile); }
+  BLOCKSCALE_DEVICE int blocks(const DequantizeParams& p) const {
+    return ((rows() - 1) >> p.block_shift) + 1;
+  }
+  // Tile n; no load waits for another.
+  BLOCKSCALE_DEVICE void load(const DequantizeParams& p, uint32_t n) {
+    const uint32_t band = p.bands.divide(n);
+    uint32_t row = n / kAcross;
+    c = static_cast<int>(band * kAcross + n % kAcross) * Tile::kLines;
+    const uint32_t part = p.parts.divide(row);
+    there = c < p.columns && find(p, part, at);
+    if (!there) return;
+    r = at.row + static_cast<int>(row) * kTile;
+    p.linear ? load_from<true>(p) : load_from<false>(p);
+  }
+  template <bool kLinear>
+  BLOCKSCALE_DEVICE void load_from(const DequantizeParams& p) {
+    constexpr int kPerByte = kCodec == Codec::fp4 ? 2 : 1;
+    const int thread = static_cast<int>(threadIdx.x);
+    // Then what lies behind the codes of a line, if anything, is part of the buffer too.
+    const bool whole =
+        (reinterpret_cast<uintptr_t>(at.codes) | static_cast<unsigned>(at.code_columns)) % 16 == 0;
+#pragma unroll
+    for (int i = 0; i < Tile::kLoads; ++i) {
+      const int n = thread + i * kDecodeThreads, line = n / Tile::kChunks;
+      const int byte = n % Tile::kChunks * 16, left = rows() / kPerByte - byte;
+      chunk[i] = {};
+      if (line < lines(p) && left > 0)
+        chunk[i] = load_chunk(code_at<kLinear>(p, at, c + line, r / kPerByte + byte), left, whole);
+    }
+    if (thread < lines(p))
+      stored = load_scales<kLinear>(p, at, c + thread, r >> p.block_shift, blocks(p));
+  }
+  BLOCKSCALE_DEVICE void put(const DequantizeParams& p, Tile& tile) const {
+    const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < Tile::kLoads; ++i) {
+      const int n = thread + i * kDecodeThreads;
+      tile.put(n / Tile::kChunks, n % Tile::kChunks, chunk[i]);
+    }
+    if (thread >= lines(p)) return;
+    tile.factor(thread, 0) =
+        factor_of(p, at, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
+#pragma unroll
+    for (int i = 1; i < Tile::kMostBlocks; ++i)
+      if (i < blocks(p))
+        tile.factor(thread, i) =
+            factor_of(p, at, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
+  }
+};
+
+// The tile at (tile_r, tile_c) of a matrix of `rows` rows at element x. A warp decodes a word, or
+// two, of every line, and stores whole pieces of rows.
 template <Codec kCodec, Rows kRows>
-__global__ void __launch_bounds__(kDecodeThreads, 4)
-    dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
+BLOCKSCALE_DEVICE void decode_tile(const DequantizeParams& p, CodeTile<kCodec>& tile, int64_t x,
+                                   int rows, int tile_r, int tile_c) {
   using Tile = CodeTile<kCodec>;
   constexpr int kPerWord = codes_per_word(kCodec);
   constexpr int kPieces = Tile::kLines / kPiece;  // of a row
-  __shared__ Tile tile;
-  uint32_t n = blockIdx.x;
-  const int band = static_cast<int>(p.bands.divide(n));
-  uint32_t tile_row = n / kAcross;
-  const int tile_c = (band * kAcross + static_cast<int>(n % kAcross)) * Tile::kLines;
-  const uint32_t part = p.parts.divide(tile_row);
-  Place at;
-  if (tile_c >= p.columns || !find(p, part, at)) return;
-  const int tile_r = at.row + static_cast<int>(tile_row) * kTile;
-  if (p.linear)
-    load_tile<kCodec, true>(p, at, tile_r, tile_c, tile);
-  else
-    load_tile<kCodec, false>(p, at, tile_r, tile_c, tile);
-  __syncthreads();
   const int thread = static_cast<int>(threadIdx.x), piece = thread % kPieces;
   const int line = piece * kPiece, c = tile_c + line;
 #pragma unroll 1
@@ -316,7 +335,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
     constexpr int kHalves = 32 / kPieces;
     const int which = (i + thread) / 32 + thread % 32 / kPieces * (Tile::kWords / kHalves);
     const int r = tile_r + which * kPerWord;
-    if (kRows != Rows::anywhere && (r >= at.rows || c >= p.columns)) continue;
+    if (kRows != Rows::anywhere && (r >= rows || c >= p.columns)) continue;
     uint32_t word[kPiece];
     float factor[kPiece];
 #pragma unroll
@@ -324,8 +343,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
       word[j] = tile.word(line + j, which);
       factor[j] = tile.factor(line + j, which * kPerWord >> p.block_shift);
     }
-#pragma unroll
-    for (int pair = 0; pair < kPerWord / 2; ++pair) {
+    auto decode = [&](int pair) {
       float v[2][kPiece];
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
@@ -336,11 +354,29 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
       }
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const int row = r + code_of(kCodec, pair, k);
-        store_piece<kRows>(p, at, row<at.rows, row, c, piece> 0, piece == kPieces - 1, v[k]);
+        const int row = r + code_of(kCodec, pair, k), count = row < rows ? p.columns - c : 0;
+        store_piece<kRows>(p, x + row * p.x.row_stride, c, {count, piece > 0, piece == kPieces - 1},
+                           v[k]);
       }
+    };
+#pragma unroll 1
+    for (int pair = 0; pair < kPerWord / 2; pair += 2) {
+      decode(pair);
+      decode(pair + 1);
     }
   }
+}
+
+template <Codec kCodec, Rows kRows>
+__global__ void __launch_bounds__(kDecodeThreads, kColumnBlocks)
+    dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
+  __shared__ CodeTile<kCodec> tile;
+  Ahead<kCodec> ahead;
+  ahead.load(p, blockIdx.x);
+  if (!ahead.there) return;
+  ahead.put(p, tile);
+  __syncthreads();
+  decode_tile<kCodec, kRows>(p, tile, ahead.at.x, ahead.at.rows, ahead.r, ahead.c);
 }
 
 // Rows of no group are 0; where offsets are wrong, everything is NaN.
@@ -372,9 +408,10 @@ void launch(DequantizeParams& p, NativeStream stream) {
           static_cast<unsigned>(ceil_div(all, kDecodeThreads)), kDecodeThreads, 0, stream, p);
   } else {
     const int64_t bands = ceil_div(p.columns, CodeTile<kCodec>::kLines * kAcross);
+    const int64_t all = bands * tile_rows * kAcross;
     p.bands = Divisor::of(tile_rows * kAcross), p.parts = Divisor::of(groups ? 1 : tiles_down);
-    start(dequantize_columns_kernel<kCodec, kRows>,
-          static_cast<unsigned>(bands * tile_rows * kAcross), kDecodeThreads, 0, stream, p);
+    start(dequantize_columns_kernel<kCodec, kRows>, static_cast<unsigned>(all), kDecodeThreads, 0,
+          stream, p);
   }
   if (groups) start(clear_rows_kernel, 512, kDecodeThreads, 0, stream, p);
 }

@@ -10,6 +10,17 @@ constexpr int kBlock = 256;  // threads
 // What moves at a time is a word: one FP32 scale, or four of a byte along a line.
 constexpr int kWords = 16;  // of a line of a tile of kTile lines
 
+// Parts of the work: `down` x `across` of them for each matrix of the batch.
+struct Parts {
+  int down, across;
+  int64_t count;
+};
+
+// Of a matrix of scales.
+struct Extent {
+  int rows, bytes;  // bytes of a row
+};
+
 struct RelayoutParams {
   ConstQuantized from;
   Quantized to;
@@ -17,6 +28,9 @@ struct RelayoutParams {
   int64_t outers;  // outer scales
   int scale_bytes;
   LayoutTraits code_traits, scale_traits;  // of `to`
+  Parts codes, scales;                     // found once: their divisions take a while
+  Extent used, padded;                     // scales of `to`, without and with its padding
+  uint32_t spread;                         // every how many parts one is of scales
   Plan plan;                               // of groups: side 0 is `from`
 };
 
@@ -67,7 +81,18 @@ constexpr int kCopied = 4, kPieceLines = 16, kPieceBytes = 1024;
 BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
   const int64_t all = p.to.batch * p.t.code_bytes;
   const int64_t first = (part * kBlock * kCopied + threadIdx.x) * 16;
+  const uintptr_t places =
+      reinterpret_cast<uintptr_t>(p.from.codes) | reinterpret_cast<uintptr_t>(p.to.codes);
   uint4 v[kCopied];
+  if (places % 16 == 0 && (part + 1) * kBlock * kCopied * 16 <= all) {
+    const auto* from = reinterpret_cast<const uint4*>(p.from.codes + first);
+    auto* to = reinterpret_cast<uint4*>(p.to.codes + first);
+#pragma unroll
+    for (int i = 0; i < kCopied; ++i) v[i] = load_once(from + i * kBlock);
+#pragma unroll
+    for (int i = 0; i < kCopied; ++i) to[i * kBlock] = v[i];
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kCopied; ++i) {
     const int64_t at = first + i * kBlock * 16;
@@ -150,7 +175,8 @@ struct Words {
   }
   BLOCKSCALE_DEVICE int64_t offset(const StoredShape& s, int scale_bytes, int64_t row,
                                    int64_t word) const {
-    return layout_offset(layout, s.scale_rows, s.scale_columns, row, word * 4 / scale_bytes) *
+    return layout_offset(layout, s.scale_rows, s.scale_columns, row,
+                         scale_bytes == 4 ? word : word * 4) *
            scale_bytes;
   }
   BLOCKSCALE_DEVICE WordAt at(int i) const {
@@ -191,65 +217,67 @@ constexpr int kSlots = kTile * (kWords + 1) + 4 * 8;
 BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_row,
                                    int tile_column) {
   __shared__ uint32_t tile[kSlots];
-  constexpr int kEach = kTile * kWords / kBlock, kAtOnce = 4;
+  constexpr int kEach = kTile * kWords / kBlock;
   const int bytes = p.scale_bytes, first_row = tile_row * kTile, first_word = tile_column * kWords;
   const uint8_t* source = p.from.scales + batch * p.f.scale_count * bytes;
   uint8_t* target = p.to.scales + batch * p.t.scale_count * bytes;
-  const Words from(source, p.from.layout.scales, p.f, bytes, first_row, first_word);
-  const int rows = static_cast<int>(ceil_div(p.t.lines, p.t.scale_lines));
-  const int row_bytes = static_cast<int>(p.t.blocks) * bytes;
-  // The bytes of a word that lie within so many rows of so many bytes.
-  const auto count_of = [&](const WordAt& at, int all_rows, int all_bytes) {
-    return first_row + at.row < all_rows ? min(all_bytes - (first_word + at.word) * 4, 4) : 0;
+  // Whether all of the tile lies within so many rows of so many bytes, and else how many bytes of a
+  // word do.
+  const auto holds = [&](const Extent& e) {
+    return first_row + kTile <= e.rows && (first_word + kWords) * 4 <= e.bytes;
   };
-  const uint32_t padding = padding_fill(p.to.layout.scales, p.to.spec.scale) * 0x01010101u;
-  const auto load = [&](int64_t offset, const WordAt& at) {
-    const int count = count_of(at, rows, row_bytes);
-    if (count <= 0) return padding;
-    const uint32_t v = from.load(source + offset, count);
-    return count < 4 ? v | padding << (8 * count) : v;
+  const auto count_of = [&](const WordAt& at, const Extent& e) {
+    return first_row + at.row < e.rows ? min(e.bytes - (first_word + at.word) * 4, 4) : 0;
   };
-  if (p.f.scale_lines == p.t.scale_lines) {
-    // A few loads at a time: the rest of the memory's time belongs to the codes.
-#pragma unroll 1
-    for (int i = 0; i < kEach; i += kAtOnce) {
-      uint32_t held[kAtOnce];
+  {
+    const Words from(source, p.from.layout.scales, p.f, bytes, first_row, first_word);
+    const bool same_rows = p.f.scale_lines == p.t.scale_lines;
+    const uint32_t padding = padding_fill(p.to.layout.scales, p.to.spec.scale) * 0x01010101u;
+    if (same_rows && holds(p.used)) {
+      uint32_t held[kEach];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) held[j] = load(from.at(i + j).bytes, from.at(i + j));
+      for (int i = 0; i < kEach; ++i) held[i] = from.load(source + from.at(i).bytes, 4);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) tile[slot(from.at(i + j))] = held[j];
-    }
-  } else {
-    // The row of the source that covers the same lines: grids of square blocks have fewer.
-    const auto more = static_cast<int>(p.t.scale_lines), fewer = static_cast<int>(p.f.scale_lines);
-#pragma unroll 1
-    for (int i = 0; i < kEach; ++i) {
-      const WordAt at = from.at(i);
-      const int row = (first_row + at.row) / fewer * more;
-      tile[slot(at)] = load(from.offset(p.f, bytes, row, first_word + at.word), at);
+      for (int i = 0; i < kEach; ++i) tile[slot(from.at(i))] = held[i];
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < kEach; ++i) {
+        const WordAt at = from.at(i);
+        const int count = count_of(at, p.used);
+        uint32_t v = padding;
+        if (count > 0) {
+          int64_t offset = at.bytes;
+          // The row of the source that covers the same lines: grids of square blocks have fewer.
+          if (!same_rows)
+            offset = from.offset(p.f, bytes,
+                                 (first_row + at.row) / static_cast<int>(p.f.scale_lines) *
+                                     static_cast<int>(p.t.scale_lines),
+                                 first_word + at.word);
+          v = from.load(source + offset, count);
+          if (count < 4) v |= padding << (8 * count);
+        }
+        tile[slot(at)] = v;
+      }
     }
   }
   __syncthreads();
   const Words to(target, p.to.layout.scales, p.t, bytes, first_row, first_word);
-  const int all_rows = static_cast<int>(round_up(rows, p.scale_traits.row_multiple));
-  const int all_bytes =
-      static_cast<int>(round_up(p.t.blocks, p.scale_traits.column_multiple)) * bytes;
+  if (holds(p.padded)) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) to.store(target + to.at(i).bytes, 4, tile[slot(to.at(i))]);
+  } else {
 #pragma unroll 2
-  for (int i = 0; i < kEach; ++i) {
-    const WordAt at = to.at(i);
-    const int count = count_of(at, all_rows, all_bytes);
-    if (count > 0) to.store(target + at.bytes, count, tile[slot(at)]);
+    for (int i = 0; i < kEach; ++i) {
+      const WordAt at = to.at(i);
+      const int count = count_of(at, p.padded);
+      if (count > 0) to.store(target + at.bytes, count, tile[slot(at)]);
+    }
   }
   __syncthreads();
 }
 
 // ---- both ----
 
-// Parts of the work: `down` x `across` of them for each matrix of the batch.
-struct Parts {
-  int down, across;
-  int64_t count;
-};
 BLOCKSCALE_HD Parts parts_of(const LayoutTraits& layout, int64_t rows, int64_t columns,
                              int64_t batch, int part_rows, int part_columns) {
   const auto down = static_cast<int>(ceil_div(round_up(rows, layout.row_multiple), part_rows));
@@ -273,26 +301,34 @@ BLOCKSCALE_HD Parts code_parts(const RelayoutParams& p) {
   return parts_of(p.code_traits, p.t.lines, p.t.line_bytes, p.to.batch, kPieceLines, kPieceBytes);
 }
 
+BLOCKSCALE_HD void find_parts(RelayoutParams& p, bool codes) {
+  const auto rows = static_cast<int>(ceil_div(p.t.lines, p.t.scale_lines));
+  p.used = {rows, static_cast<int>(p.t.blocks) * p.scale_bytes};
+  p.padded = {
+      static_cast<int>(round_up(rows, p.scale_traits.row_multiple)),
+      static_cast<int>(round_up(p.t.blocks, p.scale_traits.column_multiple)) * p.scale_bytes};
+  p.scales = scale_parts(p);
+  p.codes = codes ? code_parts(p) : Parts{1, 1, 0};
+  const auto all = static_cast<uint32_t>(p.scales.count + p.codes.count);
+  p.spread = p.scales.count > 0 ? all / static_cast<uint32_t>(p.scales.count) : 1;
+}
 // All parts; those of scales, which take longer, spread among those of codes.
-BLOCKSCALE_DEVICE void move(const RelayoutParams& p, const Parts& codes) {
-  const Parts scales = scale_parts(p);
-  const auto all = static_cast<uint32_t>(scales.count + codes.count);
-  const auto of_scales = static_cast<uint32_t>(scales.count);
-  const uint32_t spread = of_scales > 0 ? all / of_scales : 1;
+BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
+  const auto of_scales = static_cast<uint32_t>(p.scales.count);
+  const uint32_t all = of_scales + static_cast<uint32_t>(p.codes.count);
   for (uint32_t n = blockIdx.x; n < all; n += gridDim.x) {
-    const uint32_t turn = n / spread, between = n % spread;
+    const uint32_t turn = n / p.spread, between = n - turn * p.spread;
     const bool is_scales = between == 0 && turn < of_scales;
-    const Parts& parts = is_scales ? scales : codes;
     const uint32_t part = is_scales ? turn : n - min(turn + (between != 0), of_scales);
+    if (!is_scales && copies_codes(p)) {
+      copy_codes(p, part);
+      continue;
+    }
+    const Parts& parts = is_scales ? p.scales : p.codes;
     const uint32_t row = part / parts.across;
     const auto batch = static_cast<int>(row / parts.down), r = static_cast<int>(row % parts.down);
     const auto c = static_cast<int>(part % parts.across);
-    if (is_scales)
-      move_scales(p, batch, r, c);
-    else if (copies_codes(p))
-      copy_codes(p, part);
-    else
-      move_codes(p, batch, r, c);
+    is_scales ? move_scales(p, batch, r, c) : move_codes(p, batch, r, c);
   }
 }
 
@@ -302,17 +338,17 @@ __global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int64_t i = threadIdx.x; i < given.outers; i += kBlock)
       given.to.outer[i] = given.from.outer[i];
-  const Parts codes = code_parts(given);
   if constexpr (!kGrouped) {
-    move(given, codes);
+    move(given);
   } else {
     if (copies_codes(given) && blockIdx.y == 0)
-      for (int64_t i = blockIdx.x; i < codes.count; i += gridDim.x) copy_codes(given, i);
+      for (int64_t i = blockIdx.x; i < given.codes.count; i += gridDim.x) copy_codes(given, i);
     for (int g = static_cast<int>(blockIdx.y); g < given.plan.count;
          g += static_cast<int>(gridDim.y)) {
       RelayoutParams p = given;
       enter_group(p, g);
-      move(p, copies_codes(p) ? Parts{1, 1, 0} : code_parts(p));
+      find_parts(p, !copies_codes(p));
+      move(p);
     }
   }
 }
@@ -362,16 +398,13 @@ void fill_padding(const Quantized& out, const Stream& stream) {
 }
 
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream) {
-  RelayoutParams p{from,
-                   to,
-                   from.shape(),
-                   to.shape(),
-                   to.spec.outer ? to.matrices() : 0,
-                   scale_bytes(to.spec.scale),
-                   traits(to.layout.codes),
-                   traits(to.layout.scales),
-                   {}};
-  const int64_t parts = scale_parts(p).count + code_parts(p).count;
+  RelayoutParams p{};
+  p.from = from, p.to = to, p.f = from.shape(), p.t = to.shape();
+  p.outers = to.spec.outer ? to.matrices() : 0;
+  p.scale_bytes = scale_bytes(to.spec.scale);
+  p.code_traits = traits(to.layout.codes), p.scale_traits = traits(to.layout.scales);
+  find_parts(p, true);
+  const int64_t parts = p.scales.count + p.codes.count;
   if (parts == 0 && p.outers == 0 && !to.groups) return;
   if (!to.groups) {
     start(relayout_kernel<false>, static_cast<unsigned>(std::max<int64_t>(parts, 1)), kBlock, 0,

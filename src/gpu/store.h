@@ -48,7 +48,7 @@ BLOCKSCALE_DEVICE void store_some(uint16_t* to, const uint4& words, int begin, i
 }
 
 // Where a piece lies in its row, for store_shifted(): how many of its elements are there, whether
-// the lane before holds the piece before, and whether no lane after holds the one after.
+// the lane before holds the piece before, and whether no lane after could hold the one after.
 struct PieceAt {
   int count;
   bool follows, last;
@@ -81,7 +81,7 @@ BLOCKSCALE_DEVICE void store_shifted(uint16_t* to, const uint4& own, const Piece
     *reinterpret_cast<uint4*>(to - skew) = chunk;
   else
     store_some(to - skew, chunk, at.follows ? 0 : skew, at.count + skew);
-  if (at.last && skew != 0) store_some(to, own, kPiece - skew, at.count);
+  if ((at.last || at.count <= kPiece) && skew != 0) store_some(to, own, kPiece - skew, at.count);
 }
 
 }  // namespace blockscale::gpu
