@@ -1,320 +1,449 @@
 // From codes back to values: x^ = fl(fl(outer * scale) * code), rounded to the output's dtype.
+//
+// Codes along rows go straight through registers. Codes of columns are stored transposed: a tile
+// comes in by lines, through shared memory, and leaves by rows.
+#include <bit>
+
+#include "gpu/decode.h"
+#include "gpu/divisor.h"
 #include "gpu/launch.h"
 #include "gpu/quantize.h"
+#include "gpu/store.h"
 
 namespace blockscale::gpu {
 namespace {
 
-// How codes of a format become FP32: the magnitude bits, moved to the top of the fraction, are the
-// value times 2^(bias - 127), subnormals included; one exact multiplication puts it right.
-struct Decoder {
-  uint32_t magnitude_mask, sign_bit;
-  int shift;
-  float factor;
-  uint32_t nan_from;   // magnitudes from here on are NaN
-  uint32_t inf;        // the magnitude of Inf, or none (~0)
-  bool negative_zero;  // NaN is the code of -0
-
-  static Decoder of(Format f) {
-    const FormatTraits t = traits(f);
-    Decoder d{t.magnitude_mask(),
-              t.sign_bit(),
-              23 - t.mantissa_bits,
-              exp2i(127 - t.bias),
-              ~0u,
-              ~0u,
-              t.special == Special::negative_zero};
-    if (t.special == Special::all_ones) d.nan_from = t.magnitude_mask();
-    if (t.special == Special::ieee) {
-      d.inf = t.max_code() + 1;
-      d.nan_from = t.max_code() + 2;
-    }
-    return d;
-  }
-  BLOCKSCALE_DEVICE float operator()(uint32_t code) const {
-    const uint32_t magnitude = code & magnitude_mask;
-    const uint32_t sign = code & sign_bit ? 0x80000000u : 0;
-    float value = __fmul_rn(bit_cast<float>(magnitude << shift), factor);
-    if (magnitude == inf) value = bit_cast<float>(kInfBits);
-    if (magnitude >= nan_from || (negative_zero && magnitude == 0 && sign))
-      return bit_cast<float>(kNanBits);
-    return bit_cast<float>(bit_cast<uint32_t>(value) | sign);
-  }
-};
+constexpr int kDecodeThreads = 256;
+constexpr int kRowLines = 4;      // of a thread along rows, one piece each
+constexpr int kColumnBlocks = 5;  // of threads, on a multiprocessor, down columns
+constexpr int kAcross = 4;        // tiles beside each other that are worked on at the same time
 
 struct DequantizeParams {
   ConstQuantized q;
   StoredShape shape;
-  Decoder decoder;
-  bool four_bits;
+  Decoder element, scale;
   Matrix x;
-  int rows, columns, tiles_down, tiles_across;
-  Plan plan;  // of groups: tiles_down is the most rows of tiles that there can be
+  int rows, columns;
+  int linear, wide_scales;  // both layouts are linear; scales are FP32
+  int block_shift;          // the binary logarithm of a block
+  Plan plan;                // of groups
+  Divisor parts;            // pieces of work of a matrix, or of a row of tiles of a group
+  Divisor runs;             // along rows: pieces of a line
+  Divisor bands;            // down columns: tiles in kAcross columns of them
+  uint32_t all;             // along rows: threads with work
 };
 
-// The parameters of a kernel, or a copy of them that becomes those of one group.
-template <bool kGrouped>
-using Params = std::conditional_t<kGrouped, DequantizeParams, const DequantizeParams&>;
-// Goes on to the group of a row of tiles, of which `tile_r` becomes the first row within the group;
-// false where there are no more.
-BLOCKSCALE_DEVICE bool enter_group(DequantizeParams& p, int tile_row, int& tile_r) {
-  if (tile_row >= p.plan.head->tile_rows) return false;
-  const TileRow row = p.plan.tile_rows[tile_row];
-  const GroupAt at = p.plan.side[0][row.group];
-  tile_r = row.row;
-  p.q.codes += at.codes;
-  p.q.scales += at.scales * (p.q.spec.scale == Format::fp32 ? 4 : 1);
-  p.q.outer += row.group;
-  p.shape.padded = at.padded;
-  p.shape.code_columns = at.code_columns;
-  p.shape.scale_columns = at.scale_columns;
-  p.rows = at.rows;
-  const int64_t skipped = at.row * p.x.row_stride;
-  if (p.x.dtype == DType::f32)
-    p.x.data = static_cast<float*>(p.x.data) + skipped;
-  else
-    p.x.data = static_cast<uint16_t*>(p.x.data) + skipped;
+// What a piece of work is part of: a matrix of the batch, or a row of tiles of a group.
+struct Place {
+  const uint8_t *codes, *scales;
+  float outer;
+  int64_t x;  // where its first element lies, from x.data on
+  int row;    // the first one
+  int rows, padded, code_columns, scale_columns;
+};
+BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at) {
+  int batch = static_cast<int>(part);
+  const StoredShape& s = p.shape;
+  const int scale_bytes = p.q.spec.scale == Format::fp32 ? 4 : 1;
+  if (!p.plan.head) {
+    at = {p.q.codes + batch * s.code_bytes,
+          p.q.scales + batch * s.scale_count * scale_bytes,
+          1.0f,
+          batch * p.x.batch_stride,
+          0,
+          p.rows,
+          static_cast<int>(s.padded),
+          static_cast<int>(s.code_columns),
+          static_cast<int>(s.scale_columns)};
+  } else {
+    if (batch >= p.plan.head->tile_rows) return false;
+    const TileRow row = p.plan.tile_rows[batch];
+    const GroupAt g = p.plan.side[0][row.group];
+    batch = row.group;
+    at = {p.q.codes + g.codes,
+          p.q.scales + g.scales * scale_bytes,
+          1.0f,
+          g.row * p.x.row_stride,
+          row.row,
+          g.rows,
+          g.padded,
+          g.code_columns,
+          g.scale_columns};
+  }
+  if (p.q.spec.outer) at.outer = p.q.outer[batch];
   return true;
 }
 
-BLOCKSCALE_DEVICE float scale_at(const DequantizeParams& p, int64_t batch, int line, int pos) {
-  const QuantSpec& spec = p.q.spec;
-  const StoredShape& s = p.shape;
-  const int row = s.scale_lines == 1 ? line : line / spec.block;
-  const int block = pos / spec.block;
-  const int64_t at = batch * s.scale_count + (p.q.layout.scales == Layout::linear
-                                                  ? row * s.scale_columns + block
-                                                  : layout_offset(p.q.layout.scales, s.scale_rows,
-                                                                  s.scale_columns, row, block));
-  float scale;
-  if (spec.scale == Format::fp32)
-    scale = reinterpret_cast<const float*>(p.q.scales)[at];
-  else if (spec.scale == Format::e8m0)
-    scale = decode(Format::e8m0, p.q.scales[at]);
-  else if (spec.scale == Format::e4m3)
-    scale = decode(Format::e4m3, p.q.scales[at]);
-  else
-    scale = decode(Format::ue5m3, p.q.scales[at]);
-  return __fmul_rn(spec.outer ? p.q.outer[batch] : 1.0f, scale);
+// The scale of a block as it is stored, and as a factor of its codes.
+template <bool kLinear>
+BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& at, int line,
+                                        int block) {
+  const int row = p.shape.scale_lines == 1 ? line : line >> p.block_shift;
+  const int64_t i = kLinear ? static_cast<int64_t>(row) * at.scale_columns + block
+                            : layout_offset_as<uint32_t>(p.q.layout.scales,
+                                                         static_cast<uint32_t>(p.shape.scale_rows),
+                                                         at.scale_columns, row, block);
+  return p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(at.scales) + i)
+                       : load_once(at.scales + i);
+}
+BLOCKSCALE_DEVICE float factor_of(const DequantizeParams& p, const Place& at, uint32_t stored) {
+  return __fmul_rn(at.outer, p.wide_scales ? bit_cast<float>(stored) : p.scale.scale(stored));
 }
 
-// The bytes of the run at (line, pos): 16, or 8 for FP4.
-BLOCKSCALE_DEVICE const uint8_t* codes_from(const DequantizeParams& p, int64_t batch, int line,
-                                            int pos) {
-  const StoredShape& s = p.shape;
-  const int byte = p.four_bits ? pos / 2 : pos;
-  const uint8_t* base = p.q.codes + batch * s.code_bytes;
-  if (p.q.layout.codes == Layout::linear) return base + line * s.code_columns + byte;
-  return base + layout_offset(p.q.layout.codes, s.code_rows, s.code_columns, line, byte);
+// Where byte `byte` of a line of codes lies.
+template <bool kLinear>
+BLOCKSCALE_DEVICE const uint8_t* code_at(const DequantizeParams& p, const Place& at, int line,
+                                         int byte) {
+  if (kLinear) return at.codes + static_cast<int64_t>(line) * at.code_columns + byte;
+  return at.codes + layout_offset(p.q.layout.codes, p.shape.code_rows, at.code_columns, line, byte);
 }
 
-template <bool kFp4>
-using RunBytes = std::conditional_t<kFp4, uint2, uint4>;
-
-BLOCKSCALE_DEVICE void decode_run(const DequantizeParams&, const uint2& bytes, float scale,
-                                  float* v) {
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    const uint32_t word = i < 8 ? bytes.x : bytes.y;
-    const int at = 4 * (i % 8);
-    // E2M1 has no special codes; its magnitude goes to bits 22..24.
-    const uint32_t magnitude = (at < 22 ? word << (22 - at) : word >> (at - 22)) & 0x01C00000;
-    const uint32_t sign = word << (28 - at) & 0x80000000;
-    v[i] = __fmul_rn(scale, __fmul_rn(bit_cast<float>(magnitude | sign), exp2i(126)));
-  }
-}
-BLOCKSCALE_DEVICE void decode_run(const DequantizeParams& p, const uint4& bytes, float scale,
-                                  float* v) {
-  const uint32_t word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-  const Format element = p.q.spec.element;
-  if (kHardwareFp8 && (element == Format::e4m3fn || element == Format::e5m2)) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (element == Format::e5m2)
-        from_fp8x4<true>(word[i], v + 4 * i);
-      else
-        from_fp8x4<false>(word[i], v + 4 * i);
-    }
+// Stores a piece from column c on of a row that begins at element `row`. All lanes of a warp come
+// here when rows start anywhere; those without a piece have a count of 0.
+template <Rows kRows>
+BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c, const PieceAt& at,
+                                   const float* v) {
+  const int64_t i = row + c * (kRows == Rows::any ? p.x.column_stride : 1);
+  auto* to = static_cast<uint16_t*>(p.x.data) + i;
+  if constexpr (kRows == Rows::anywhere) {
+    store_shifted(to, to_bf16x8(v), at);
+  } else if constexpr (kRows == Rows::aligned) {
+    const uint4 piece = to_bf16x8(v);
+    if (at.count >= kPiece)
+      *reinterpret_cast<uint4*>(to) = piece;
+    else
+      store_some(to, piece, 0, at.count);
   } else {
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) v[i] = p.decoder(word[i / 4] >> (8 * (i % 4)) & 0xFF);
-  }
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) v[i] = __fmul_rn(scale, v[i]);
-}
-
-// Pairs (low[i], high[i]) as BF16. The conversion's NaN is 0x7FFF, the definition's 0x7FC0; one
-// maximum tells whether there is any.
-template <int kCount>
-BLOCKSCALE_DEVICE void to_bf16_pairs(const float* low, const float* high, int step,
-                                     uint32_t* pair) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    pair[i] = to_bf16x2(low[step * i], high[step * i]);
-    largest = max_magnitude_bf16x2(largest, pair[i]);
-  }
-  if ((largest & 0x7FFF) <= 0x7F80 && (largest >> 16 & 0x7FFF) <= 0x7F80) return;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if ((pair[i] & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF0000) | 0x7FC0;
-    if ((pair[i] >> 16 & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF) | 0x7FC00000;
+    for (int j = 0; j < kPiece; ++j)
+      if (j < at.count) store_value(p.x, i + j * p.x.column_stride, v[j]);
   }
 }
 
-BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
-  if (value != value) value = bit_cast<float>(kNanBits);  // the definition's, not the processor's
-  if (x.dtype == DType::f32)
-    static_cast<float*>(x.data)[at] = value;
-  else
-    static_cast<uint16_t*>(x.data)[at] = x.dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
+// The codes and scales of pieces one below the other, of which `left` are there; all loads first.
+template <class Codes>
+BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, int first, int c,
+                                   int byte, int left, Codes* codes, uint32_t* stored) {
+  const uint8_t* from = code_at<true>(p, at, first, byte);
+  // The lines of a thread are of one row of a grid of square blocks.
+  const bool grid = p.shape.scale_lines != 1;
+  const int row = grid ? first >> p.block_shift : first, scale_bytes = p.wide_scales ? 4 : 1;
+  const uint8_t* scales =
+      at.scales +
+      (static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift)) * scale_bytes;
+  const int64_t step = grid ? 0 : static_cast<int64_t>(at.scale_columns) * scale_bytes;
+#pragma unroll
+  for (int i = 0; i < kRowLines; ++i) {
+    codes[i] = load_once(reinterpret_cast<const Codes*>(from));
+    stored[i] =
+        p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(scales)) : load_once(scales);
+    if (i + 1 < left) from += at.code_columns, scales += step;
+  }
+}
+template <class Codes>
+BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int first, int c,
+                                int byte, int left, Codes* codes, uint32_t* stored) {
+#pragma unroll
+  for (int i = 0; i < kRowLines; ++i) {
+    const int r = first + min(i, left - 1);
+    codes[i] = load_once(reinterpret_cast<const Codes*>(code_at<false>(p, at, r, byte)));
+    stored[i] = stored_scale<false>(p, at, r, c >> p.block_shift);
+  }
 }
 
-// kWide: BF16 with rows at multiples of 16 bytes.
-template <bool kFp4, bool kWide, bool kGrouped>
-__global__ void __launch_bounds__(kThreads)
-    dequantize_rows_kernel(const __grid_constant__ DequantizeParams given) {
-  Params<kGrouped> p = given;
-  const int tiles = p.tiles_down * p.tiles_across;
-  const int64_t batch = blockIdx.x / tiles;
-  const int tile = static_cast<int>(blockIdx.x % tiles);
-  int tile_r = tile / p.tiles_across * kTile;
-  if constexpr (kGrouped)
-    if (!enter_group(p, tile / p.tiles_across, tile_r)) return;
-  const int c = tile % p.tiles_across * kTile + static_cast<int>(threadIdx.x) % kRunsPerLine * kRun;
-  const int first = tile_r + static_cast<int>(threadIdx.x) / kRunsPerLine;
-  if (c >= p.columns) return;
-  RunBytes<kFp4> bytes[kRowRuns];
-  float scale[kRowRuns];
-#pragma unroll
-  for (int i = 0; i < kRowRuns; ++i) {
-    const int r = min(first + i * kRowStep, p.rows - 1);  // all loads first, within the matrix
-    bytes[i] = *reinterpret_cast<const RunBytes<kFp4>*>(codes_from(p, batch, r, c));
-    scale[i] = scale_at(p, batch, r, c);
+template <Codec kCodec, Rows kRows>
+__global__ void __launch_bounds__(kDecodeThreads)
+    dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
+  constexpr int kPerWord = codes_per_word(kCodec), kWords = kPiece / kPerWord;
+  using Codes = std::conditional_t<kWords == 1, uint32_t, uint2>;
+  const uint32_t thread = blockIdx.x * kDecodeThreads + threadIdx.x;
+  uint32_t n = min(thread, p.all - 1);
+  uint32_t lines = p.runs.divide(n);
+  const uint32_t part = p.parts.divide(lines);
+  const int c = static_cast<int>(n) * kPiece;
+  Place at{};
+  const bool found = thread < p.all && find(p, part, at);
+  const int first = at.row + static_cast<int>(lines) * kRowLines;
+  const int left = found ? at.rows - first : 0;
+  if (kRows != Rows::anywhere && left <= 0) return;
+  Codes codes[kRowLines] = {};
+  uint32_t stored[kRowLines] = {};
+  if (left > 0) {
+    const int byte = kCodec == Codec::fp4 ? c / 2 : c;
+    if (p.linear)
+      load_linear(p, at, first, c, byte, left, codes, stored);
+    else
+      load_any(p, at, first, c, byte, left, codes, stored);
   }
+  int64_t row = at.x + first * p.x.row_stride;
 #pragma unroll
-  for (int i = 0; i < kRowRuns; ++i) {
-    const int r = first + i * kRowStep;
-    if (r >= p.rows) break;
-    float v[kRun];
-    decode_run(p, bytes[i], scale[i], v);
-    const int64_t at = batch * p.x.batch_stride + r * p.x.row_stride + c * p.x.column_stride;
-    if (kWide && c + kRun <= p.columns) {
-      uint4* to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.x.data) + at);
-      uint32_t pair[kRun / 2];
-      to_bf16_pairs<kRun / 2>(v, v + 1, 2, pair);
-      to[0] = {pair[0], pair[1], pair[2], pair[3]};
-      to[1] = {pair[4], pair[5], pair[6], pair[7]};
-    } else {
+  for (int i = 0; i < kRowLines; ++i) {
+    if (kRows != Rows::anywhere && i >= left) break;
+    const float factor = factor_of(p, at, stored[i]);
+    float v[kPiece];
 #pragma unroll
-      for (int j = 0; j < kRun; ++j)
-        if (c + j < p.columns) store_value(p.x, at + j * p.x.column_stride, v[j]);
+    for (int word = 0; word < kWords; ++word)
+#pragma unroll
+      for (int pair = 0; pair < kPerWord / 2; ++pair) {
+        float two[2];
+        decode_pair<kCodec>(p.element, word_of(codes[i], word), pair, two);
+        for (int j = 0; j < 2; ++j)
+          v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
+      }
+    const int lane = static_cast<int>(threadIdx.x) % 32, count = i < left ? p.columns - c : 0;
+    store_piece<kRows>(p, row, c, {count, lane > 0 && c > 0, lane == 31}, v);
+    row += p.x.row_stride;
+  }
+}
+
+// ---- down columns ----
+
+// A tile: kTile positions of as many lines as make 16 KB of codes. Words are permuted so that
+// neither the chunks of a line, as they come in, nor a word of every eighth line, as they are
+// decoded, share banks.
+template <Codec kCodec>
+struct CodeTile {
+  static constexpr int kWords = kTile / codes_per_word(kCodec);  // of a line
+  static constexpr int kChunks = kWords / 4;
+  static constexpr int kLines = 4096 / kWords;
+  static constexpr int kLoads = kLines * kChunks / kDecodeThreads;  // of a thread
+  static constexpr int kMostBlocks = kTile / kRun;                  // of a line
+  uint4 codes[kLines * kChunks];
+  float4 factors[kMostBlocks * kLines / 4];  // by block, then line
+
+  BLOCKSCALE_DEVICE void put(int line, int chunk, uint4 v) {
+    const int turn = line >> 3 & 3;
+    if (turn & 1) v = {v.y, v.x, v.w, v.z};
+    if (turn & 2) v = {v.z, v.w, v.x, v.y};
+    codes[(line * kChunks + chunk) ^ (line >> 5)] = v;
+  }
+  BLOCKSCALE_DEVICE uint32_t word(int line, int which) const {
+    return reinterpret_cast<const uint32_t*>(codes)[(line * kWords + which) ^ (line >> 3)];
+  }
+  BLOCKSCALE_DEVICE float& factor(int line, int block) {
+    return reinterpret_cast<float*>(factors)[block * kLines + line];
+  }
+};
+
+// 16 bytes of a line of codes, of which `count` are there, 8 or more; `whole`: all of them can be
+// read at once.
+BLOCKSCALE_DEVICE uint4 load_chunk(const uint8_t* from, int count, bool whole) {
+  if (whole) return load_once(reinterpret_cast<const uint4*>(from));
+  const auto* half = reinterpret_cast<const uint2*>(from);
+  const uint2 low = load_once(half), high = count >= 16 ? load_once(half + 1) : uint2{};
+  return {low.x, low.y, high.x, high.y};
+}
+
+// The scales of `count` consecutive blocks of a line, those of a byte as the bytes of two words.
+template <bool kLinear>
+BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, int line, int block,
+                                    int count) {
+  if (p.wide_scales) return {stored_scale<kLinear>(p, at, line, block), 0};  // a block is kTile
+  if constexpr (kLinear) {
+    const uint8_t* from = at.scales + block;
+    from += static_cast<int64_t>(p.shape.scale_lines == 1 ? line : line >> p.block_shift) *
+            at.scale_columns;
+    if (count == 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0)
+      return load_once(reinterpret_cast<const uint2*>(from));
+    if (count == 4 && reinterpret_cast<uintptr_t>(from) % 4 == 0)
+      return {load_once(reinterpret_cast<const uint32_t*>(from)), 0};
+  }
+  uint32_t word[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i < count) word[i / 4] |= stored_scale<kLinear>(p, at, line, block + i) << (i % 4 * 8);
+  return {word[0], word[1]};
+}
+
+// A tile on its way: where it lies, and what a thread brings of it, in registers.
+template <Codec kCodec>
+struct Ahead {
+  using Tile = CodeTile<kCodec>;
+  Place at;
+  int r, c;    // its first row and column
+  bool there;  // the same for all threads of a block
+  uint4 chunk[Tile::kLoads];
+  uint2 stored;
+
+  BLOCKSCALE_DEVICE int lines(const DequantizeParams& p) const {
+    return min(p.columns - c, Tile::kLines);
+  }
+  BLOCKSCALE_DEVICE int rows() const { return min(at.padded - r, kTile); }
+  BLOCKSCALE_DEVICE int blocks(const DequantizeParams& p) const {
+    return ((rows() - 1) >> p.block_shift) + 1;
+  }
+  // Tile n; no load waits for another.
+  BLOCKSCALE_DEVICE void load(const DequantizeParams& p, uint32_t n) {
+    const uint32_t band = p.bands.divide(n);
+    uint32_t row = n / kAcross;
+    c = static_cast<int>(band * kAcross + n % kAcross) * Tile::kLines;
+    const uint32_t part = p.parts.divide(row);
+    there = c < p.columns && find(p, part, at);
+    if (!there) return;
+    r = at.row + static_cast<int>(row) * kTile;
+    p.linear ? load_from<true>(p) : load_from<false>(p);
+  }
+  template <bool kLinear>
+  BLOCKSCALE_DEVICE void load_from(const DequantizeParams& p) {
+    constexpr int kPerByte = kCodec == Codec::fp4 ? 2 : 1;
+    const int thread = static_cast<int>(threadIdx.x);
+    // Then what lies behind the codes of a line, if anything, is part of the buffer too.
+    const bool whole =
+        (reinterpret_cast<uintptr_t>(at.codes) | static_cast<unsigned>(at.code_columns)) % 16 == 0;
+#pragma unroll
+    for (int i = 0; i < Tile::kLoads; ++i) {
+      const int n = thread + i * kDecodeThreads, line = n / Tile::kChunks;
+      const int byte = n % Tile::kChunks * 16, left = rows() / kPerByte - byte;
+      chunk[i] = {};
+      if (line < lines(p) && left > 0)
+        chunk[i] = load_chunk(code_at<kLinear>(p, at, c + line, r / kPerByte + byte), left, whole);
+    }
+    if (thread < lines(p))
+      stored = load_scales<kLinear>(p, at, c + thread, r >> p.block_shift, blocks(p));
+  }
+  BLOCKSCALE_DEVICE void put(const DequantizeParams& p, Tile& tile) const {
+    const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < Tile::kLoads; ++i) {
+      const int n = thread + i * kDecodeThreads;
+      tile.put(n / Tile::kChunks, n % Tile::kChunks, chunk[i]);
+    }
+    if (thread >= lines(p)) return;
+    tile.factor(thread, 0) =
+        factor_of(p, at, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
+#pragma unroll
+    for (int i = 1; i < Tile::kMostBlocks; ++i)
+      if (i < blocks(p))
+        tile.factor(thread, i) =
+            factor_of(p, at, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
+  }
+};
+
+// The tile at (tile_r, tile_c) of a matrix of `rows` rows at element x. A warp decodes a word, or
+// two, of every line, and stores whole pieces of rows.
+template <Codec kCodec, Rows kRows>
+BLOCKSCALE_DEVICE void decode_tile(const DequantizeParams& p, CodeTile<kCodec>& tile, int64_t x,
+                                   int rows, int tile_r, int tile_c) {
+  using Tile = CodeTile<kCodec>;
+  constexpr int kPerWord = codes_per_word(kCodec);
+  constexpr int kPieces = Tile::kLines / kPiece;  // of a row
+  const int thread = static_cast<int>(threadIdx.x), piece = thread % kPieces;
+  const int line = piece * kPiece, c = tile_c + line;
+#pragma unroll 1
+  for (int i = 0; i < kPieces * Tile::kWords; i += kDecodeThreads) {
+    // Two words of a warp are half a line apart, which is where their banks differ.
+    constexpr int kHalves = 32 / kPieces;
+    const int which = (i + thread) / 32 + thread % 32 / kPieces * (Tile::kWords / kHalves);
+    const int r = tile_r + which * kPerWord;
+    if (kRows != Rows::anywhere && (r >= rows || c >= p.columns)) continue;
+    uint32_t word[kPiece];
+    float factor[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      word[j] = tile.word(line + j, which);
+      factor[j] = tile.factor(line + j, which * kPerWord >> p.block_shift);
+    }
+    auto decode = [&](int pair) {
+      float v[2][kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        float two[2];
+        decode_pair<kCodec>(p.element, word[j], pair, two);
+        v[0][j] = __fmul_rn(factor[j], two[0]);
+        v[1][j] = __fmul_rn(factor[j], two[1]);
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int row = r + code_of(kCodec, pair, k), count = row < rows ? p.columns - c : 0;
+        store_piece<kRows>(p, x + row * p.x.row_stride, c, {count, piece > 0, piece == kPieces - 1},
+                           v[k]);
+      }
+    };
+#pragma unroll 1
+    for (int pair = 0; pair < kPerWord / 2; pair += 2) {
+      decode(pair);
+      decode(pair + 1);
     }
   }
 }
 
-// Lines of codes come in as they lie, through shared memory; a warp decodes 64 of them along one
-// run of rows, so that it stores whole pieces of rows.
-template <bool kFp4, bool kWide, bool kGrouped>
-__global__ void __launch_bounds__(kThreads)
-    dequantize_columns_kernel(const __grid_constant__ DequantizeParams given) {
-  Params<kGrouped> p = given;
-  __shared__ uint4 stage[kTile * kTile / 16 / (kFp4 ? 2 : 1)];
-  auto* staged = reinterpret_cast<uint8_t*>(stage);
-  const int tiles = p.tiles_down * p.tiles_across;
-  const int64_t batch = blockIdx.x / tiles;
-  const int tile = static_cast<int>(blockIdx.x % tiles);
-  int tile_r = tile % p.tiles_down * kTile;
-  const int tile_c = tile / p.tiles_down * kTile;
-  if constexpr (kGrouped)
-    if (!enter_group(p, tile % p.tiles_down, tile_r)) return;
-  const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int i = thread; i < kTile * kRunsPerLine; i += kThreads) {
-    const int line = i / kRunsPerLine, g = i % kRunsPerLine;
-    if (tile_c + line >= p.columns || tile_r + g * kRun >= p.shape.padded) continue;
-    *reinterpret_cast<RunBytes<kFp4>*>(staged + stage_offset<kFp4, 4>(line, g)) =
-        *reinterpret_cast<const RunBytes<kFp4>*>(
-            codes_from(p, batch, tile_c + line, tile_r + g * kRun));
-  }
-  const int warp = thread / 32, g = warp % kRunsPerLine;
-  const int first = warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2;
-  const int r = tile_r + g * kRun, c = tile_c + first;
-  const bool inside = r < p.rows && c < p.columns, both = c + 1 < p.columns;
-  float scale[2] = {};
-  if (inside) scale[0] = scale_at(p, batch, c, r);
-  if (inside && both) scale[1] = scale_at(p, batch, c + 1, r);
+template <Codec kCodec, Rows kRows>
+__global__ void __launch_bounds__(kDecodeThreads, kColumnBlocks)
+    dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
+  __shared__ CodeTile<kCodec> tile;
+  Ahead<kCodec> ahead;
+  ahead.load(p, blockIdx.x);
+  if (!ahead.there) return;
+  ahead.put(p, tile);
   __syncthreads();
-  if (!inside) return;
-  float v[2][kRun];
-#pragma unroll
-  for (int which = 0; which < 2; ++which)
-    decode_run(
-        p,
-        *reinterpret_cast<const RunBytes<kFp4>*>(staged + stage_offset<kFp4, 4>(first + which, g)),
-        scale[which], v[which]);
-  int64_t at = batch * p.x.batch_stride + r * p.x.row_stride + c * p.x.column_stride;
-  uint32_t pair[kRun];
-  if (kWide && both) to_bf16_pairs<kRun>(v[0], v[1], 1, pair);
-#pragma unroll
-  for (int i = 0; i < kRun; ++i, at += p.x.row_stride) {
-    if (r + i >= p.rows) break;
-    if (kWide && both) {
-      *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x.data) + at) = pair[i];
-    } else {
-      store_value(p.x, at, v[0][i]);
-      if (both) store_value(p.x, at + p.x.column_stride, v[1][i]);
-    }
-  }
+  decode_tile<kCodec, kRows>(p, tile, ahead.at.x, ahead.at.rows, ahead.r, ahead.c);
 }
 
 // Rows of no group are 0; where offsets are wrong, everything is NaN.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kDecodeThreads)
     clear_rows_kernel(const __grid_constant__ DequantizeParams p) {
   const float value = p.plan.head->bad ? bit_cast<float>(kNanBits) : 0.0f;
   const int first = p.plan.side[0][p.plan.count].row;
   const int64_t count = static_cast<int64_t>(p.rows - first) * p.columns;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count; i += step)
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kDecodeThreads;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kDecodeThreads) + threadIdx.x; i < count;
+       i += step)
     store_value(p.x, (first + i / p.columns) * p.x.row_stride + i % p.columns * p.x.column_stride,
                 value);
 }
 
-template <bool kFp4, bool kWide, bool kGrouped>
-void launch(const DequantizeParams& p, NativeStream stream) {
-  const auto blocks = static_cast<unsigned>(p.x.batch * p.tiles_down * p.tiles_across);
-  if (p.q.axis == -1)
-    start(dequantize_rows_kernel<kFp4, kWide, kGrouped>, blocks, kThreads, 0, stream, p);
-  else
-    start(dequantize_columns_kernel<kFp4, kWide, kGrouped>, blocks, kThreads, 0, stream, p);
-  if (kGrouped) start(clear_rows_kernel, 512, kThreads, 0, stream, p);
+template <Codec kCodec, Rows kRows>
+void launch(DequantizeParams& p, NativeStream stream) {
+  const bool groups = p.plan.head, along = p.q.axis == -1;
+  // Rows of tiles in all, and where there are groups the most that there can be.
+  const int64_t tiles_down = ceil_div(p.rows, kTile);
+  const int64_t tile_rows = groups ? p.plan.most_tile_rows : tiles_down * p.x.batch;
+  if (along) {
+    const int64_t runs = ceil_div(p.columns, kPiece);
+    const int64_t each = groups ? kTile / kRowLines : ceil_div(p.rows, kRowLines);
+    const int64_t all = runs * each * (groups ? tile_rows : p.x.batch);
+    p.runs = Divisor::of(runs), p.parts = Divisor::of(each);
+    p.all = static_cast<uint32_t>(all);
+    start(dequantize_rows_kernel<kCodec, kRows>,
+          static_cast<unsigned>(ceil_div(all, kDecodeThreads)), kDecodeThreads, 0, stream, p);
+  } else {
+    const int64_t bands = ceil_div(p.columns, CodeTile<kCodec>::kLines * kAcross);
+    const int64_t all = bands * tile_rows * kAcross;
+    p.bands = Divisor::of(tile_rows * kAcross), p.parts = Divisor::of(groups ? 1 : tiles_down);
+    start(dequantize_columns_kernel<kCodec, kRows>, static_cast<unsigned>(all), kDecodeThreads, 0,
+          stream, p);
+  }
+  if (groups) start(clear_rows_kernel, 512, kDecodeThreads, 0, stream, p);
 }
-template <bool kFp4, bool kWide>
-void launch(const DequantizeParams& p, NativeStream stream) {
-  p.plan.head ? launch<kFp4, kWide, true>(p, stream) : launch<kFp4, kWide, false>(p, stream);
+using Launcher = void (*)(DequantizeParams&, NativeStream);
+
+template <Rows kRows>
+Launcher launcher_of(Format element) {
+  if (element == Format::e2m1) return launch<Codec::fp4, kRows>;
+  if constexpr (kRows != Rows::any) {
+    if (element == Format::e2m3) return launch<Codec::e2m3, kRows>;
+    if (element == Format::e3m2) return launch<Codec::e3m2, kRows>;
+    if (element == Format::e4m3fn) return launch<Codec::e4m3fn, kRows>;
+    if (element == Format::e5m2) return launch<Codec::e5m2, kRows>;
+  }
+  return launch<Codec::any, kRows>;
 }
 
 }  // namespace
 
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) {
   if (x.rows * x.columns * x.batch == 0) return;
-  DequantizeParams p{q,
-                     q.shape(),
-                     Decoder::of(q.spec.element),
-                     codes_per_byte(q.spec.element) == 2,
-                     x,
-                     static_cast<int>(x.rows),
-                     static_cast<int>(x.columns),
-                     static_cast<int>(ceil_div(x.rows, kTile)),
-                     static_cast<int>(ceil_div(x.columns, kTile)),
-                     {}};
-  if (q.groups) {
-    p.plan = make_plan(q.groups, x.rows, x.columns, &q, nullptr, false, stream);
-    p.tiles_down = p.plan.most_tile_rows;
-  }
-  const bool wide = is_bf16_rows(as_const(x)) && is_aligned(as_const(x));
-  const auto run = p.four_bits ? (wide ? launch<true, true> : launch<true, false>)
-                               : (wide ? launch<false, true> : launch<false, false>);
+  DequantizeParams p{};
+  p.q = q, p.shape = q.shape(), p.x = x;
+  p.element = Decoder::of(q.spec.element), p.scale = Decoder::of(q.spec.scale);
+  p.rows = static_cast<int>(x.rows), p.columns = static_cast<int>(x.columns);
+  p.block_shift = std::countr_zero(q.spec.block);
+  if (q.groups) p.plan = make_plan(q.groups, x.rows, x.columns, &q, nullptr, false, stream);
+  p.linear = q.layout == StorageLayout{}, p.wide_scales = q.spec.scale == Format::fp32;
+  const ConstMatrix to = as_const(x);
+  const Launcher run = !is_bf16_rows(to) ? launcher_of<Rows::any>(q.spec.element)
+                       : is_aligned(to)  ? launcher_of<Rows::aligned>(q.spec.element)
+                                         : launcher_of<Rows::anywhere>(q.spec.element);
   run(p, native(stream));
   check_launch("dequantize");
 }

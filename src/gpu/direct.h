@@ -8,6 +8,7 @@
 #pragma once
 
 #include "gpu/columns.h"
+#include "gpu/divisor.h"
 #include "gpu/rows.h"
 
 namespace blockscale::gpu {
@@ -15,22 +16,6 @@ namespace blockscale::gpu {
 inline constexpr int kDirectThreads = 256;
 inline constexpr int kDirectLines = 4;  // of a thread in a tile, and of FP8 at once
 inline constexpr int kSideways = 4;     // tiles that lie beside each other are this many in a row
-
-// n / divisor for n below 2^31, as a product (Granlund and Montgomery, "Division by invariant
-// integers using multiplication", 1994).
-struct Divisor {
-  uint32_t value, inverse, shift;
-
-  static Divisor of(uint32_t d) {
-    uint32_t bits = 0;
-    while ((1ull << bits) < d) ++bits;
-    const uint64_t inverse = ((1ull << (31 + bits)) + d - 1) / d;
-    return {d, static_cast<uint32_t>(inverse), bits - 1};
-  }
-  BLOCKSCALE_DEVICE uint32_t quotient(uint32_t n) const {
-    return value == 1 ? n : multiply_high(n, inverse) >> shift;
-  }
-};
 
 struct RowsParams {
   Source x;

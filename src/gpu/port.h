@@ -223,6 +223,15 @@ BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
 #endif
 }
 
+// The value of the lane before; of its own for the first of a warp.
+BLOCKSCALE_DEVICE uint32_t shuffle_up(uint32_t value) {
+#if defined(__HIPCC__)
+  return static_cast<uint32_t>(__shfl_up(static_cast<int>(value), 1, 32));
+#else
+  return __shfl_up_sync(~0u, value, 1);
+#endif
+}
+
 BLOCKSCALE_DEVICE void sync_warp() {
 #if defined(__HIPCC__)
   __builtin_amdgcn_wave_barrier();
@@ -285,8 +294,11 @@ BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
 // The upper word of a product.
 BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
-// 16 bytes that are not written while the kernel runs.
-BLOCKSCALE_DEVICE uint4 load_once(const uint4* p) { return __ldg(p); }
+// What is not written while the kernel runs.
+template <class T>
+BLOCKSCALE_DEVICE T load_once(const T* p) {
+  return __ldg(p);
+}
 
 // 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0. The
 // step is the one that __frcp_rn takes there, without its test of the range.
@@ -359,12 +371,6 @@ BLOCKSCALE_DEVICE uint32_t min_magnitude_bf16x2(uint32_t a, uint32_t b) {
 BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high);
 
 // Four FP32 to four FP8 codes, round to nearest even, saturating.
-inline constexpr bool kHardwareFp8 =
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    true;
-#else
-    false;
-#endif
 template <bool kE5m2>
 BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -384,22 +390,22 @@ BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
 #endif
 }
 
-// Four FP8 codes to FP32, exactly; only where kHardwareFp8.
+// The FP8 codes in the low half of `codes` to FP32, exactly.
 template <bool kE5m2>
-BLOCKSCALE_DEVICE void from_fp8x4([[maybe_unused]] uint32_t codes, [[maybe_unused]] float* v) {
+BLOCKSCALE_DEVICE void from_fp8x2(uint32_t codes, float* v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint16_t two = static_cast<uint16_t>(codes >> (16 * i));
-    uint32_t halves;
-    if constexpr (kE5m2)
-      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(two));
-    else
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-        : "=f"(v[2 * i]), "=f"(v[2 * i + 1])
-        : "r"(halves));
-  }
+  const auto two = static_cast<uint16_t>(codes);
+  uint32_t halves;
+  if constexpr (kE5m2)
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(two));
+  else
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(v[0]), "=f"(v[1])
+      : "r"(halves));
+#else
+  for (int i = 0; i < 2; ++i)
+    v[i] = decode(kE5m2 ? Format::e5m2 : Format::e4m3fn, codes >> (8 * i) & 0xFF);
 #endif
 }
 

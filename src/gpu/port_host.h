@@ -90,6 +90,11 @@ inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, int mask) {
   if (lanes != ~0u) emulated::misuse("an exchange of less than a warp");
   return emulated::exchange(value, threadIdx.x % 32 ^ static_cast<unsigned>(mask));
 }
+inline uint32_t __shfl_up_sync(uint32_t lanes, uint32_t value, unsigned by) {
+  if (lanes != ~0u) emulated::misuse("an exchange of less than a warp");
+  const unsigned lane = threadIdx.x % 32;
+  return emulated::exchange(value, lane < by ? lane : lane - by);
+}
 inline uint32_t atomicMax(uint32_t* p, uint32_t value) {
   const uint32_t before = *p;
   *p = std::max(before, value);

@@ -7,16 +7,35 @@ namespace {
 
 constexpr int kBlock = 256;  // threads
 
+// What moves at a time is a word: one FP32 scale, or four of a byte along a line.
+constexpr int kWords = 16;  // of a line of a tile of kTile lines
+
+// Parts of the work: `down` x `across` of them for each matrix of the batch.
+struct Parts {
+  int down, across;
+  int64_t count;
+};
+
+// Of a matrix of scales.
+struct Extent {
+  int rows, bytes;  // bytes of a row
+};
+
 struct RelayoutParams {
   ConstQuantized from;
   Quantized to;
   StoredShape f, t;
-  Plan plan;  // of groups: side 0 is `from`
+  int64_t outers;  // outer scales
+  int scale_bytes;
+  LayoutTraits code_traits, scale_traits;  // of `to`
+  Parts codes, scales;                     // found once: their divisions take a while
+  Extent used, padded;                     // scales of `to`, without and with its padding
+  uint32_t spread;                         // every how many parts one is of scales
+  Plan plan;                               // of groups: side 0 is `from`
 };
 
 // Goes on to group `blockIdx.y`, if there are groups: `p` becomes that group's.
 BLOCKSCALE_DEVICE void enter_group(RelayoutParams& p, int group) {
-  const int bytes = p.to.spec.scale == Format::fp32 ? 4 : 1;
   const GroupAt from = p.plan.side[0][group], to = p.plan.side[1][group];
   const auto extents = [](StoredShape& s, const GroupAt& at, int per_byte) {
     s.lines = at.lines;
@@ -29,63 +48,309 @@ BLOCKSCALE_DEVICE void enter_group(RelayoutParams& p, int group) {
   extents(p.f, from, per_byte);
   extents(p.t, to, per_byte);
   p.from.codes += from.codes;
-  p.from.scales += from.scales * bytes;
+  p.from.scales += from.scales * p.scale_bytes;
   p.to.codes += to.codes;
-  p.to.scales += to.scales * bytes;
+  p.to.scales += to.scales * p.scale_bytes;
 }
 
-// Calls body(params) for what the block has part in: everything, or some of the groups.
-template <class Body>
-BLOCKSCALE_DEVICE void for_groups(const RelayoutParams& given, const Body& body) {
-  if (!given.plan.head) return body(given);
-  for (int g = static_cast<int>(blockIdx.y); g < given.plan.count;
-       g += static_cast<int>(gridDim.y)) {
-    RelayoutParams p = given;
-    enter_group(p, g);
-    body(p);
+// ---- codes ----
+
+// 16 bytes, of which `count` are there: none, 8 or more.
+BLOCKSCALE_DEVICE uint4 load_chunk(const uint8_t* from, int64_t count) {
+  if (count >= 16 && reinterpret_cast<uintptr_t>(from) % 16 == 0)
+    return *reinterpret_cast<const uint4*>(from);
+  uint2 half[2] = {};
+  if (count >= 8) half[0] = reinterpret_cast<const uint2*>(from)[0];
+  if (count >= 16) half[1] = reinterpret_cast<const uint2*>(from)[1];
+  return {half[0].x, half[0].y, half[1].x, half[1].y};
+}
+BLOCKSCALE_DEVICE void store_chunk(uint8_t* to, int64_t count, const uint4& v) {
+  if (count >= 16 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    *reinterpret_cast<uint4*>(to) = v;
+    return;
+  }
+  if (count >= 8) reinterpret_cast<uint2*>(to)[0] = {v.x, v.y};
+  if (count >= 16) reinterpret_cast<uint2*>(to)[1] = {v.z, v.w};
+}
+
+// A part of the codes, chunks of 16 bytes: kCopied for every thread as they lie, or a piece of
+// kPieceLines lines, in which a warp takes 8 lines of 64 bytes; both layouts keep 16 together, and
+// lie in pieces of 64 bytes or more then.
+constexpr int kCopied = 4, kPieceLines = 16, kPieceBytes = 1024;
+
+BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
+  const int64_t all = p.to.batch * p.t.code_bytes;
+  const int64_t first = (part * kBlock * kCopied + threadIdx.x) * 16;
+  const uintptr_t places =
+      reinterpret_cast<uintptr_t>(p.from.codes) | reinterpret_cast<uintptr_t>(p.to.codes);
+  uint4 v[kCopied];
+  if (places % 16 == 0 && (part + 1) * kBlock * kCopied * 16 <= all) {
+    const auto* from = reinterpret_cast<const uint4*>(p.from.codes + first);
+    auto* to = reinterpret_cast<uint4*>(p.to.codes + first);
+#pragma unroll
+    for (int i = 0; i < kCopied; ++i) v[i] = load_once(from + i * kBlock);
+#pragma unroll
+    for (int i = 0; i < kCopied; ++i) to[i * kBlock] = v[i];
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCopied; ++i) {
+    const int64_t at = first + i * kBlock * 16;
+    v[i] = load_chunk(p.from.codes + at, all - at);
+  }
+#pragma unroll
+  for (int i = 0; i < kCopied; ++i) {
+    const int64_t at = first + i * kBlock * 16;
+    store_chunk(p.to.codes + at, all - at, v[i]);
+  }
+}
+// How far 64 bytes of a line are from the next 64.
+BLOCKSCALE_DEVICE int next_64(Layout codes) { return codes == Layout::linear ? 64 : 1024; }
+
+BLOCKSCALE_DEVICE void move_codes(const RelayoutParams& p, int batch, int row, int column) {
+  const Layout from = p.from.layout.codes, to = p.to.layout.codes;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int64_t r = row * kPieceLines + warp % 2 * 8 + lane % 8;
+  const int64_t c = column * kPieceBytes + warp / 2 * 256 + lane / 8 * 16;
+  const uint8_t* source = p.from.codes + batch * p.f.code_bytes +
+                          layout_offset(from, p.f.code_rows, p.f.code_columns, r, c);
+  uint8_t* target = p.to.codes + batch * p.t.code_bytes +
+                    layout_offset(to, p.t.code_rows, p.t.code_columns, r, c);
+  const int64_t left = (r < p.t.lines ? p.t.line_bytes : 0) - c;
+  // Beyond the codes of a line is the padding of the layout, which is 0.
+  const int64_t kept = (r < round_up(p.t.lines, p.code_traits.row_multiple)
+                            ? round_up(p.t.line_bytes, p.code_traits.column_multiple)
+                            : 0) -
+                       c;
+  uint4 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = load_chunk(source + i * next_64(from), left - i * 64);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_chunk(target + i * next_64(to), kept - i * 64, v[i]);
+}
+
+// ---- scales ----
+
+// A word of a tile and where it lies; or how far another is from it.
+struct WordAt {
+  int row, word;
+  int64_t bytes;
+};
+// The scales of one side, as words of a layout.
+struct Words {
+  Layout layout;
+  int gap;       // bytes from one byte of a word to the next
+  bool aligned;  // words are words of memory
+  // Of a tile of kTile x kWords, in the order in which they lie: the first of this thread, the
+  // second from there, and the third, which repeats.
+  WordAt first, second, third;
+
+  BLOCKSCALE_DEVICE Words(const uint8_t* scales, Layout l, const StoredShape& s, int scale_bytes,
+                          int tile_row, int tile_word)
+      : layout(l), gap(l == Layout::aiter_scale ? 64 : 1) {
+    const int i = static_cast<int>(threadIdx.x);
+    const int64_t pitch = s.scale_columns * scale_bytes;
+    if (l == Layout::linear) {
+      first = {i / kWords, i % kWords, 0};
+      second = {kBlock / kWords, 0, kBlock / kWords * pitch};
+      third = {2 * second.row, 0, 2 * second.bytes};
+    } else if (l == Layout::aiter_scale) {
+      first = {i % 2 * 16 + i / 4 % 16, i / 64 * 2 + i / 2 % 2, 0};
+      second = {0, kBlock / 32, kBlock * 4};
+      third = {32, 0, 32 * round_up(pitch, traits(Layout::aiter_scale).column_multiple)};
+    } else {
+      const int64_t column = l == Layout::mn_major
+                                 ? 4 * round_up(s.scale_rows, traits(Layout::mn_major).row_multiple)
+                                 : 512;
+      if (l == Layout::mn_major)
+        first = {i % kTile, i / kTile, 0};
+      else
+        first = {i % 4 * 32 + i / 4 % 32, i / kTile, 0};
+      second = {0, kBlock / kTile, kBlock / kTile * column};
+      third = {0, 2 * second.word, 2 * second.bytes};
+    }
+    first.bytes = offset(s, scale_bytes, tile_row + first.row, tile_word + first.word);
+    aligned = gap == 1 && reinterpret_cast<uintptr_t>(scales) % 4 == 0 &&
+              (l != Layout::linear || pitch % 4 == 0);
+  }
+  BLOCKSCALE_DEVICE int64_t offset(const StoredShape& s, int scale_bytes, int64_t row,
+                                   int64_t word) const {
+    return layout_offset(layout, s.scale_rows, s.scale_columns, row,
+                         scale_bytes == 4 ? word : word * 4) *
+           scale_bytes;
+  }
+  BLOCKSCALE_DEVICE WordAt at(int i) const {
+    const int a = i % 2, b = i / 2;
+    return {first.row + a * second.row + b * third.row,
+            first.word + a * second.word + b * third.word,
+            first.bytes + a * second.bytes + b * third.bytes};
+  }
+  // The bytes of a word, of which `count` are there.
+  BLOCKSCALE_DEVICE uint32_t load(const uint8_t* from, int count) const {
+    if (aligned && count == 4) return *reinterpret_cast<const uint32_t*>(from);
+    uint32_t v = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < count) v |= static_cast<uint32_t>(from[i * gap]) << (8 * i);
+    return v;
+  }
+  BLOCKSCALE_DEVICE void store(uint8_t* to, int count, uint32_t v) const {
+    if (aligned && count == 4) {
+      *reinterpret_cast<uint32_t*>(to) = v;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < count) to[i * gap] = static_cast<uint8_t>(v >> (8 * i));
+  }
+};
+
+// Where a word of a tile lies in shared memory: words of a column, and every 32nd row, in banks of
+// their own.
+BLOCKSCALE_DEVICE int slot(const WordAt& at) {
+  return at.row * (kWords + 1) + at.row / 32 * 8 + at.word;
+}
+constexpr int kSlots = kTile * (kWords + 1) + 4 * 8;
+
+// The tile (row, column) of one matrix: read in the order of one layout, written in that of the
+// other, with the padding of the other.
+BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_row,
+                                   int tile_column) {
+  __shared__ uint32_t tile[kSlots];
+  constexpr int kEach = kTile * kWords / kBlock;
+  const int bytes = p.scale_bytes, first_row = tile_row * kTile, first_word = tile_column * kWords;
+  const uint8_t* source = p.from.scales + batch * p.f.scale_count * bytes;
+  uint8_t* target = p.to.scales + batch * p.t.scale_count * bytes;
+  // Whether all of the tile lies within so many rows of so many bytes, and else how many bytes of a
+  // word do.
+  const auto holds = [&](const Extent& e) {
+    return first_row + kTile <= e.rows && (first_word + kWords) * 4 <= e.bytes;
+  };
+  const auto count_of = [&](const WordAt& at, const Extent& e) {
+    return first_row + at.row < e.rows ? min(e.bytes - (first_word + at.word) * 4, 4) : 0;
+  };
+  {
+    const Words from(source, p.from.layout.scales, p.f, bytes, first_row, first_word);
+    const bool same_rows = p.f.scale_lines == p.t.scale_lines;
+    const uint32_t padding = padding_fill(p.to.layout.scales, p.to.spec.scale) * 0x01010101u;
+    if (same_rows && holds(p.used)) {
+      uint32_t held[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) held[i] = from.load(source + from.at(i).bytes, 4);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) tile[slot(from.at(i))] = held[i];
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < kEach; ++i) {
+        const WordAt at = from.at(i);
+        const int count = count_of(at, p.used);
+        uint32_t v = padding;
+        if (count > 0) {
+          int64_t offset = at.bytes;
+          // The row of the source that covers the same lines: grids of square blocks have fewer.
+          if (!same_rows)
+            offset = from.offset(p.f, bytes,
+                                 (first_row + at.row) / static_cast<int>(p.f.scale_lines) *
+                                     static_cast<int>(p.t.scale_lines),
+                                 first_word + at.word);
+          v = from.load(source + offset, count);
+          if (count < 4) v |= padding << (8 * count);
+        }
+        tile[slot(at)] = v;
+      }
+    }
+  }
+  __syncthreads();
+  const Words to(target, p.to.layout.scales, p.t, bytes, first_row, first_word);
+  if (holds(p.padded)) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) to.store(target + to.at(i).bytes, 4, tile[slot(to.at(i))]);
+  } else {
+#pragma unroll 2
+    for (int i = 0; i < kEach; ++i) {
+      const WordAt at = to.at(i);
+      const int count = count_of(at, p.padded);
+      if (count > 0) to.store(target + at.bytes, count, tile[slot(at)]);
+    }
+  }
+  __syncthreads();
+}
+
+// ---- both ----
+
+BLOCKSCALE_HD Parts parts_of(const LayoutTraits& layout, int64_t rows, int64_t columns,
+                             int64_t batch, int part_rows, int part_columns) {
+  const auto down = static_cast<int>(ceil_div(round_up(rows, layout.row_multiple), part_rows));
+  const auto across =
+      static_cast<int>(ceil_div(round_up(columns, layout.column_multiple), part_columns));
+  return {down, across, batch * down * across};
+}
+BLOCKSCALE_HD Parts scale_parts(const RelayoutParams& p) {
+  return parts_of(p.scale_traits, ceil_div(p.t.lines, p.t.scale_lines), p.t.blocks, p.to.batch,
+                  kTile, 4 * kWords / p.scale_bytes);
+}
+// Codes that stay as they are go as one piece, groups and all.
+BLOCKSCALE_HD bool copies_codes(const RelayoutParams& p) {
+  return p.from.layout.codes == p.to.layout.codes;
+}
+BLOCKSCALE_HD Parts code_parts(const RelayoutParams& p) {
+  if (copies_codes(p)) {
+    const int64_t count = ceil_div(p.to.batch * p.t.code_bytes, kBlock * kCopied * 16);
+    return {1, static_cast<int>(count), count};
+  }
+  return parts_of(p.code_traits, p.t.lines, p.t.line_bytes, p.to.batch, kPieceLines, kPieceBytes);
+}
+
+BLOCKSCALE_HD void find_parts(RelayoutParams& p, bool codes) {
+  const auto rows = static_cast<int>(ceil_div(p.t.lines, p.t.scale_lines));
+  p.used = {rows, static_cast<int>(p.t.blocks) * p.scale_bytes};
+  p.padded = {
+      static_cast<int>(round_up(rows, p.scale_traits.row_multiple)),
+      static_cast<int>(round_up(p.t.blocks, p.scale_traits.column_multiple)) * p.scale_bytes};
+  p.scales = scale_parts(p);
+  p.codes = codes ? code_parts(p) : Parts{1, 1, 0};
+  const auto all = static_cast<uint32_t>(p.scales.count + p.codes.count);
+  p.spread = p.scales.count > 0 ? all / static_cast<uint32_t>(p.scales.count) : 1;
+}
+// All parts; those of scales, which take longer, spread among those of codes.
+BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
+  const auto of_scales = static_cast<uint32_t>(p.scales.count);
+  const uint32_t all = of_scales + static_cast<uint32_t>(p.codes.count);
+  for (uint32_t n = blockIdx.x; n < all; n += gridDim.x) {
+    const uint32_t turn = n / p.spread, between = n - turn * p.spread;
+    const bool is_scales = between == 0 && turn < of_scales;
+    const uint32_t part = is_scales ? turn : n - min(turn + (between != 0), of_scales);
+    if (!is_scales && copies_codes(p)) {
+      copy_codes(p, part);
+      continue;
+    }
+    const Parts& parts = is_scales ? p.scales : p.codes;
+    const uint32_t row = part / parts.across;
+    const auto batch = static_cast<int>(row / parts.down), r = static_cast<int>(row % parts.down);
+    const auto c = static_cast<int>(part % parts.across);
+    is_scales ? move_scales(p, batch, r, c) : move_codes(p, batch, r, c);
   }
 }
 
-__global__ void __launch_bounds__(kBlock)
-    relayout_codes_kernel(const __grid_constant__ RelayoutParams given) {
-  // 8 bytes at a time: every layout keeps 16 together, and lines of packed codes are multiples
-  // of 8 (a block of 16).
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
-  for_groups(given, [step](const RelayoutParams& p) {
-    const int64_t per_line = p.t.line_bytes / 8, all = p.t.lines * per_line * p.to.batch;
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(kBlock) + threadIdx.x; i < all; i += step) {
-      const int64_t at = i % per_line * 8, line = i / per_line % p.t.lines;
-      const int64_t batch = i / per_line / p.t.lines;
-      *reinterpret_cast<uint2*>(
-          p.to.codes + batch * p.t.code_bytes +
-          layout_offset(p.to.layout.codes, p.t.code_rows, p.t.code_columns, line, at)) =
-          *reinterpret_cast<const uint2*>(
-              p.from.codes + batch * p.f.code_bytes +
-              layout_offset(p.from.layout.codes, p.f.code_rows, p.f.code_columns, line, at));
+template <bool kGrouped>
+__global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
+    relayout_kernel(const __grid_constant__ RelayoutParams given) {
+  if (blockIdx.x == 0 && blockIdx.y == 0)
+    for (int64_t i = threadIdx.x; i < given.outers; i += kBlock)
+      given.to.outer[i] = given.from.outer[i];
+  if constexpr (!kGrouped) {
+    move(given);
+  } else {
+    if (copies_codes(given) && blockIdx.y == 0)
+      for (int64_t i = blockIdx.x; i < given.codes.count; i += gridDim.x) copy_codes(given, i);
+    for (int g = static_cast<int>(blockIdx.y); g < given.plan.count;
+         g += static_cast<int>(gridDim.y)) {
+      RelayoutParams p = given;
+      enter_group(p, g);
+      find_parts(p, !copies_codes(p));
+      move(p);
     }
-  });
-}
-
-template <class Scale>
-__global__ void __launch_bounds__(kBlock)
-    relayout_scales_kernel(const __grid_constant__ RelayoutParams given) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
-  for_groups(given, [step](const RelayoutParams& p) {
-    const int64_t rows = ceil_div(p.t.lines, p.t.scale_lines);
-    const int64_t all = rows * p.t.blocks * p.to.batch;
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(kBlock) + threadIdx.x; i < all; i += step) {
-      const int64_t s = i % p.t.blocks, row = i / p.t.blocks % rows;
-      const int64_t batch = i / p.t.blocks / rows;
-      // The row of the source that covers the same lines: grids of square blocks have fewer rows.
-      const int64_t from_row = row * p.t.scale_lines / p.f.scale_lines;
-      const int64_t to_at =
-          layout_offset(p.to.layout.scales, p.t.scale_rows, p.t.scale_columns, row, s);
-      const int64_t from_at =
-          layout_offset(p.from.layout.scales, p.f.scale_rows, p.f.scale_columns, from_row, s);
-      reinterpret_cast<Scale*>(p.to.scales)[batch * p.t.scale_count + to_at] =
-          reinterpret_cast<const Scale*>(p.from.scales)[batch * p.f.scale_count + from_at];
-    }
-  });
+  }
 }
 
 // What lies outside rows x columns of every matrix in a layout: the rows below first, then what is
@@ -133,32 +398,26 @@ void fill_padding(const Quantized& out, const Stream& stream) {
 }
 
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream) {
-  RelayoutParams p{from, to, from.shape(), to.shape(), {}};
-  const auto grid = [&](int64_t count) {
-    if (!to.groups) return dim3(grid_for(count));
-    const int64_t groups = std::min<int64_t>(to.groups.count, 1 << 15);
-    return dim3(grid_for(ceil_div(count, groups)), static_cast<unsigned>(groups));
-  };
-  if (to.groups) {
-    const ConstQuantized target = as_const(to);
-    p.plan = make_plan(to.groups, to.rows, to.columns, &from, &target, false, stream);
+  RelayoutParams p{};
+  p.from = from, p.to = to, p.f = from.shape(), p.t = to.shape();
+  p.outers = to.spec.outer ? to.matrices() : 0;
+  p.scale_bytes = scale_bytes(to.spec.scale);
+  p.code_traits = traits(to.layout.codes), p.scale_traits = traits(to.layout.scales);
+  find_parts(p, true);
+  const int64_t parts = p.scales.count + p.codes.count;
+  if (parts == 0 && p.outers == 0 && !to.groups) return;
+  if (!to.groups) {
+    start(relayout_kernel<false>, static_cast<unsigned>(std::max<int64_t>(parts, 1)), kBlock, 0,
+          native(stream), p);
+    return check_launch("relayout");
   }
-  if (to.spec.outer)
-    copy_async(to.outer, from.outer, static_cast<size_t>(to.matrices()) * sizeof(float),
-               native(stream));
-  if (from.layout.codes == to.layout.codes)
-    copy_async(to.codes, from.codes, static_cast<size_t>(to.batch * p.t.code_bytes),
-               native(stream));
-  else if (const int64_t count = to.batch * p.t.code_bytes / 8)
-    start(relayout_codes_kernel, grid(count), kBlock, 0, native(stream), p);
-  if (const int64_t count = to.batch * p.t.scale_count) {
-    if (to.spec.scale == Format::fp32)
-      start(relayout_scales_kernel<uint32_t>, grid(count), kBlock, 0, native(stream), p);
-    else
-      start(relayout_scales_kernel<uint8_t>, grid(count), kBlock, 0, native(stream), p);
-  }
+  const ConstQuantized target = as_const(to);
+  p.plan = make_plan(to.groups, to.rows, to.columns, &from, &target, false, stream);
+  const int64_t groups = std::min<int64_t>(to.groups.count, 1 << 15);
+  const dim3 grid(static_cast<unsigned>(ceil_div(std::max<int64_t>(parts, 1), groups)),
+                  static_cast<unsigned>(groups));
+  start(relayout_kernel<true>, grid, kBlock, 0, native(stream), p);
   check_launch("relayout");
-  if (!to.groups) return fill_padding(to, stream);
   Side side{};
   side.out = to;
   side.shape = p.t;

@@ -1,0 +1,95 @@
+// From codes to values. Decoding is exact; the products with scales are the ones that round.
+#pragma once
+
+#include "gpu/port.h"
+
+namespace blockscale::gpu {
+
+// How codes of a format become FP32: the magnitude bits, moved to the top of the fraction, are the
+// value times 2^(bias - 127), subnormals included; one exact multiplication puts it right.
+struct Decoder {
+  uint32_t magnitude_mask, sign_bit;
+  int shift;
+  float factor;
+  uint32_t least;      // bits of the value of code 0: E8M0 has no zero
+  uint32_t nan_from;   // magnitudes from here on are NaN
+  uint32_t inf;        // the magnitude of Inf, or none (~0)
+  bool negative_zero;  // NaN is the code of -0
+
+  static Decoder of(Format f) {
+    const FormatTraits t = traits(f);
+    Decoder d{t.magnitude_mask(),
+              t.sign_bit(),
+              23 - t.mantissa_bits,
+              exp2i(127 - t.bias),
+              t.has_zero() ? 0 : bit_cast<uint32_t>(exp2i(-t.bias)),
+              ~0u,
+              ~0u,
+              t.special == Special::negative_zero};
+    if (t.special == Special::all_ones) d.nan_from = t.magnitude_mask();
+    if (t.special == Special::ieee) {
+      d.inf = t.max_code() + 1;
+      d.nan_from = t.max_code() + 2;
+    }
+    return d;
+  }
+  // Of an unsigned format.
+  BLOCKSCALE_DEVICE float scale(uint32_t code) const {
+    const uint32_t magnitude = code & magnitude_mask;
+    const float value = __fmul_rn(bit_cast<float>(max(magnitude << shift, least)), factor);
+    return magnitude >= nan_from ? bit_cast<float>(kNanBits) : value;
+  }
+  BLOCKSCALE_DEVICE float operator()(uint32_t code) const {
+    const uint32_t magnitude = code & magnitude_mask;
+    const uint32_t sign = code & sign_bit ? 0x80000000u : 0;
+    float value = __fmul_rn(bit_cast<float>(magnitude << shift), factor);
+    if (magnitude == inf) value = bit_cast<float>(kInfBits);
+    if (magnitude >= nan_from || (negative_zero && magnitude == 0 && sign))
+      return bit_cast<float>(kNanBits);
+    return bit_cast<float>(bit_cast<uint32_t>(value) | sign);
+  }
+};
+
+// What a kernel knows of its codes when it is compiled.
+enum class Codec : uint8_t { fp4, e2m3, e3m2, e4m3fn, e5m2, any };
+BLOCKSCALE_HD constexpr int codes_per_word(Codec c) { return c == Codec::fp4 ? 8 : 4; }
+
+BLOCKSCALE_DEVICE uint32_t word_of(uint32_t words, int) { return words; }
+BLOCKSCALE_DEVICE uint32_t word_of(const uint2& words, int which) {
+  return which == 0 ? words.x : words.y;
+}
+
+// decode_pair() gives the codes of a word two at a time: which one the i-th of a pair is.
+BLOCKSCALE_HD constexpr int code_of(Codec c, int pair, int i) {
+  return c == Codec::fp4 ? pair % 2 * 4 + i * 2 + pair / 2 : 2 * pair + i;
+}
+
+// With its bits moved, a narrower code is a code of E4M3 or E5M2, for a value smaller by a power of
+// two. FP4: those in the low halves of bytes.
+template <Codec kCodec>
+BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word) {
+  if constexpr (kCodec == Codec::fp4)
+    return (word << 2 & 0x1C1C1C1C) | (word << 4 & 0x80808080);
+  else if constexpr (kCodec == Codec::e2m3 || kCodec == Codec::e3m2)
+    return (word & 0x1F1F1F1F) | (word << 2 & 0x80808080);
+  else
+    return word;
+}
+template <Codec kCodec>
+BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t word, int pair, float* v) {
+  if constexpr (kCodec == Codec::any) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v[i] = decoder(word >> (16 * pair + 8 * i) & 0xFF);
+  } else {
+    constexpr bool kE5m2 = kCodec == Codec::e5m2 || kCodec == Codec::e3m2;
+    constexpr float kFactor = kCodec == Codec::e3m2                           ? exp2i(15 - 3)
+                              : kCodec == Codec::fp4 || kCodec == Codec::e2m3 ? exp2i(7 - 1)
+                                                                              : 1.0f;
+    if (kCodec == Codec::fp4) word >>= pair / 2 * 4;
+    from_fp8x2<kE5m2>(as_fp8<kCodec>(word) >> (pair % 2 * 16), v);
+    if constexpr (kFactor != 1.0f)
+      for (int i = 0; i < 2; ++i) v[i] = __fmul_rn(v[i], kFactor);
+  }
+}
+
+}  // namespace blockscale::gpu

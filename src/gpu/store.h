@@ -1,0 +1,87 @@
+// Rows of results, in pieces of eight that neighbouring lanes hold.
+#pragma once
+
+#include "blockscale/tensor.h"
+#include "gpu/port.h"
+
+namespace blockscale::gpu {
+
+inline constexpr int kPiece = 8;  // values of a row that a thread stores at once: 16 bytes of BF16
+
+// How a kernel stores rows: BF16 that start at multiples of 16 bytes, BF16 that start anywhere, or
+// any dtype and any strides.
+enum class Rows : uint8_t { aligned, anywhere, any };
+
+BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
+  if (value != value) value = bit_cast<float>(kNanBits);  // the definition's, not the processor's
+  if (x.dtype == DType::f32)
+    static_cast<float*>(x.data)[at] = value;
+  else
+    static_cast<uint16_t*>(x.data)[at] = x.dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
+}
+
+// Eight values as BF16. The conversion's NaN is 0x7FFF, the definition's 0x7FC0; one maximum tells
+// whether there is any.
+BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v) {
+  uint32_t pair[4], largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pair[i] = to_bf16x2(v[2 * i], v[2 * i + 1]);
+    largest = max_magnitude_bf16x2(largest, pair[i]);
+  }
+  if ((largest & 0x7FFF) > 0x7F80 || (largest >> 16 & 0x7FFF) > 0x7F80) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((pair[i] & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF0000) | 0x7FC0;
+      if ((pair[i] >> 16 & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF) | 0x7FC00000;
+    }
+  }
+  return {pair[0], pair[1], pair[2], pair[3]};
+}
+
+// Elements [begin, end) of the eight in `words`, whose first belongs at `to`.
+BLOCKSCALE_DEVICE void store_some(uint16_t* to, const uint4& words, int begin, int end) {
+  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i)
+    if (i >= begin && i < end) to[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
+}
+
+// Where a piece lies in its row, for store_shifted(): how many of its elements are there, whether
+// the lane before holds the piece before, and whether no lane after could hold the one after.
+struct PieceAt {
+  int count;
+  bool follows, last;
+};
+// Pieces anywhere as whole 16 bytes of memory: a lane stores up to the last boundary within its
+// piece, from the boundary before, which lies in the piece of the lane before. All lanes of a warp
+// come here; those without a piece have a count of 0.
+BLOCKSCALE_DEVICE void store_shifted(uint16_t* to, const uint4& own, const PieceAt& at) {
+  const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(to) / 2 % kPiece);
+  const uint32_t w[8] = {shuffle_up(own.x),
+                         shuffle_up(own.y),
+                         shuffle_up(own.z),
+                         shuffle_up(own.w),
+                         own.x,
+                         own.y,
+                         own.z,
+                         own.w};
+  if (at.count <= 0) return;
+  // The eight elements from the one 8 - skew further on: by 4, by 2, and by 2 or 1.
+  uint32_t by_4[6], by_2[5], out[4];
+#pragma unroll
+  for (int i = 0; i < 6; ++i) by_4[i] = skew & 4 ? w[i] : w[i + 2];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) by_2[i] = skew & 2 ? by_4[i] : by_4[i + 1];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    out[i] = skew & 1 ? shift_right_in(by_2[i + 1], by_2[i], 16) : by_2[i + 1];
+  const uint4 chunk = {out[0], out[1], out[2], out[3]};
+  if ((at.follows || skew == 0) && at.count + skew >= kPiece)
+    *reinterpret_cast<uint4*>(to - skew) = chunk;
+  else
+    store_some(to - skew, chunk, at.follows ? 0 : skew, at.count + skew);
+  if ((at.last || at.count <= kPiece) && skew != 0) store_some(to, own, kPiece - skew, at.count);
+}
+
+}  // namespace blockscale::gpu
