@@ -124,7 +124,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
     epilogue.bias = row->const_data_ptr();
     epilogue.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
   }
-  gpu::finish(static_cast<const float*>(sums.const_data_ptr()),
+  gpu::finish({sums.const_data_ptr(), DType::f32, sa.lines, sb.lines, sb.lines},
               Matrix{out.mutable_data_ptr(), dtype_of(at.op(), "out_dtype", out_dtype), sa.lines,
                      sb.lines, sb.lines, 1, 1, sa.lines * sb.lines},
               epilogue, stream);

@@ -82,7 +82,7 @@ class Product {
     b_lines_ = c.square ? ceil_div(c.n, 128) : c.n;
     a_scales_ = scales(round_up(c_.m, 4) * blocks_);
     b_scales_ = scales(batch_ * round_up(b_lines_, 4) * blocks_);
-    bias_ = scales(c.n);
+    bias_ = scales(std::max(batch_, outs_) * c.n);
   }
 
   void run() {
@@ -204,7 +204,7 @@ class Product {
         const Sum s = sum(row, group, column, first, last);
         const double alpha = c_.alpha ? 2 : 1;
         const double exact = alpha * s.exact + (c_.accumulate ? kBefore : 0) +
-                             (c_.bias ? bias_[static_cast<size_t>(column)] : 0);
+                             (c_.bias ? bias_[static_cast<size_t>(group * c_.n + column)] : 0);
         double bound = c_.exact ? 0 : alpha * s.bound + 0x1p-22 * (std::fabs(exact) + 4);
         if (!c_.f32) bound += 0x1p-8 * (std::fabs(exact) + bound);
         ASSERT_LE(std::fabs(value - exact), bound)

@@ -37,7 +37,7 @@ struct Fp8Gemm {
   bool accumulate = false;  // FP32 only
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor, in device memory
-  const float* bias = nullptr;          // n values
+  const float* bias = nullptr;          // n values, for each group
   Grouping grouping = Grouping::dense;
   int groups = 1;
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory

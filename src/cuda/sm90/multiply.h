@@ -64,7 +64,8 @@ BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2]
 
 // alpha and bias.
 template <class T>
-BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int column) {
+BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
+                              int column) {
   const float alpha = p.out.device_alpha ? p.out.alpha * __ldg(p.out.device_alpha) : p.out.alpha;
   if (alpha != 1.0f) {
 #pragma unroll
@@ -74,11 +75,12 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
   }
   if (p.out.bias) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float* bias = p.out.bias + int64_t{1} * group * p.problem.n;
 #pragma unroll
     for (int g = 0; g < T::kN / 8; ++g) {
       const int c = column + g * 8 + lane % 4 * 2;
-      const float x = c < p.problem.n ? __ldg(p.out.bias + c) : 0.0f;
-      const float y = c + 1 < p.problem.n ? __ldg(p.out.bias + c + 1) : 0.0f;
+      const float x = c < p.problem.n ? __ldg(bias + c) : 0.0f;
+      const float y = c + 1 < p.problem.n ? __ldg(bias + c + 1) : 0.0f;
 #pragma unroll
       for (int w = 0; w < T::kWaves; ++w) {
         sum[w][4 * g] += x;
@@ -297,7 +299,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
       if (T::kStaged) release_held();
       if (end == w.blocks) break;
     }
-    finish<T>(sum, p, column);
+    finish<T>(sum, p, w.group, column);
     if constexpr (T::kStaged) {
       if (staged) {
         held = ring.stage - T::kHeld + (ring.stage < T::kHeld ? T::kStages : 0);

@@ -1,0 +1,96 @@
+// Groups around a GEMM: where they end, from offsets that may be anything, and what none of them
+// writes.
+#include "gpu/launch.h"
+
+namespace blockscale::gpu {
+namespace {
+
+BLOCKSCALE_DEVICE int64_t start_of(const Groups& groups, int64_t g) {
+  return g == 0 ? 0 : groups.end(g - 1);
+}
+
+// Whether the offsets make no sense; for a whole block of threads.
+BLOCKSCALE_DEVICE bool are_wrong(const Groups& groups, int64_t rows) {
+  bool wrong = false;
+  for (int64_t g = threadIdx.x; g < groups.count; g += kThreads)
+    wrong |= groups.end(g) < start_of(groups, g) || groups.end(g) > rows;
+  return __syncthreads_or(wrong) != 0;
+}
+
+// One block of threads, each with some consecutive groups.
+__global__ void __launch_bounds__(kThreads)
+    ends_kernel(Groups groups, int64_t rows, int64_t unit, int32_t* ends) {
+  __shared__ int64_t sums[kThreads];
+  const bool wrong = are_wrong(groups, rows);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t each = ceil_div(groups.count, kThreads);
+  const int64_t first = thread * each, last = min(first + each, groups.count);
+  const auto size = [&](int64_t g) {
+    return wrong ? 0 : round_up(groups.end(g) - start_of(groups, g), unit);
+  };
+  int64_t own = 0;
+  for (int64_t g = first; g < last; ++g) own += size(g);
+  sums[thread] = own;
+  __syncthreads();
+  for (int step = 1; step < kThreads; step *= 2) {
+    const int64_t before = thread >= step ? sums[thread - step] : 0;
+    __syncthreads();
+    sums[thread] += before;
+    __syncthreads();
+  }
+  int64_t end = sums[thread] - own;
+  for (int64_t g = first; g < last; ++g) ends[g] = static_cast<int32_t>(end += size(g));
+  if (thread == 0) ends[groups.count] = wrong;
+}
+
+struct SettleParams {
+  void* d;
+  DType dtype;
+  int64_t rows, columns, row_stride;
+  Groups groups;
+  int64_t group_rows;  // that the groups divide
+  bool clear;
+};
+
+__global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant__ SettleParams p) {
+  const bool wrong = are_wrong(p.groups, p.group_rows);
+  int64_t first = p.rows;
+  if (wrong)
+    first = 0;
+  else if (p.clear)
+    first = p.groups.end(p.groups.count - 1);
+  const int64_t count = (p.rows - first) * p.columns;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count;
+       i += step) {
+    const int64_t at = (first + i / p.columns) * p.row_stride + i % p.columns;
+    if (p.dtype == DType::f32)
+      static_cast<uint32_t*>(p.d)[at] = wrong ? kNanBits : 0;
+    else
+      static_cast<uint16_t*>(p.d)[at] = wrong ? to_bf16(bit_cast<float>(kNanBits)) : 0;
+  }
+}
+
+}  // namespace
+
+GroupEnds group_ends(const Groups& groups, int64_t rows, int64_t unit, const Stream& stream) {
+  auto* ends = static_cast<int32_t*>(stream.workspace((groups.count + 1) * 4));
+  start(ends_kernel, 1, kThreads, 0, native(stream), groups, rows, unit, ends);
+  check_launch("gemm");
+  GroupEnds result;
+  result.ends = ends;
+  result.wrong = ends + groups.count;
+  result.count = groups.count;
+  return result;
+}
+
+void settle(const Matrix& d, const Groups& groups, int64_t rows, bool clear, const Stream& stream) {
+  if (d.rows * d.batch * d.columns == 0) return;
+  const SettleParams p{d.data, d.dtype, d.rows * d.batch, d.columns, d.row_stride, groups,
+                       rows,   clear};
+  constexpr unsigned kBlocks = 256;
+  start(settle_kernel, kBlocks, kThreads, 0, native(stream), p);
+  check_launch("gemm");
+}
+
+}  // namespace blockscale::gpu
