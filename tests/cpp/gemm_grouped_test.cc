@@ -78,7 +78,7 @@ struct Problem {
                                             x.view().columns);
         QuantizeOptions mine = options;
         mine.origin_row = axis == -1 ? at.row : at.position;
-        quantize(rows_of(x.view(), at.row, height), one->view, mine, serial_executor());
+        reference::quantize(rows_of(x.view(), at.row, height), one->view, mine);
         return one;
       };
       const auto left = piece(xa, a);
