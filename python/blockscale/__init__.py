@@ -6,7 +6,15 @@ from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
 from blockscale.functional import linear
-from blockscale.ops import amax, dequantize, matmul, quantize, quantize_dual, relayout
+from blockscale.ops import (
+    amax,
+    dequantize,
+    grouped_matmul,
+    matmul,
+    quantize,
+    quantize_dual,
+    relayout,
+)
 from blockscale.recipe import Recipe, Spec, recipe, recipe_names, spec, spec_names
 from blockscale.rng import Rng
 from blockscale.tensor import QuantizedTensor
@@ -27,6 +35,7 @@ __all__ = [
     "dequantize",
     "describe",
     "explain",
+    "grouped_matmul",
     "linear",
     "matmul",
     "nn",

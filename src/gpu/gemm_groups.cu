@@ -19,7 +19,7 @@ BLOCKSCALE_DEVICE bool are_wrong(const Groups& groups, int64_t rows) {
 
 // One block of threads, each with some consecutive groups.
 __global__ void __launch_bounds__(kThreads)
-    ends_kernel(Groups groups, int64_t rows, int64_t unit, int32_t* ends) {
+    ends_kernel(Groups groups, int64_t rows, int64_t unit, int32_t* ends, int32_t* is_wrong) {
   __shared__ int64_t sums[kThreads];
   const bool wrong = are_wrong(groups, rows);
   const int thread = static_cast<int>(threadIdx.x);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   int64_t end = sums[thread] - own;
   for (int64_t g = first; g < last; ++g) ends[g] = static_cast<int32_t>(end += size(g));
-  if (thread == 0) ends[groups.count] = wrong;
+  if (thread == 0) *is_wrong = wrong;
 }
 
 struct SettleParams {
@@ -73,15 +73,10 @@ __global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant_
 
 }  // namespace
 
-GroupEnds group_ends(const Groups& groups, int64_t rows, int64_t unit, const Stream& stream) {
-  auto* ends = static_cast<int32_t*>(stream.workspace((groups.count + 1) * 4));
-  start(ends_kernel, 1, kThreads, 0, native(stream), groups, rows, unit, ends);
+void group_ends(const Groups& groups, int64_t rows, int64_t unit, int32_t* ends, int32_t* wrong,
+                const Stream& stream) {
+  start(ends_kernel, 1, kThreads, 0, native(stream), groups, rows, unit, ends, wrong);
   check_launch("gemm");
-  GroupEnds result;
-  result.ends = ends;
-  result.wrong = ends + groups.count;
-  result.count = groups.count;
-  return result;
 }
 
 void settle(const Matrix& d, const Groups& groups, int64_t rows, bool clear, const Stream& stream) {

@@ -30,9 +30,10 @@ struct GroupEnds {
   // they divide the rows of D.
   bool contraction = false;
 };
-// Ends of groups of `rows` rows, int32 in the workspace, in storage where each group starts at a
-// multiple of `unit`. What reads them stays within the storage, whatever the offsets.
-GroupEnds group_ends(const Groups& groups, int64_t rows, int64_t unit, const Stream& stream);
+// Writes the ends of groups of `rows` rows in storage where each starts at a multiple of `unit`.
+// What reads them stays within the storage, whatever the offsets.
+void group_ends(const Groups& groups, int64_t rows, int64_t unit, int32_t* ends, int32_t* wrong,
+                const Stream& stream);
 
 // What a GEMM does with its sums S: D = alpha * a_outer * b_outer * S + bias [+ D], rounded once to
 // FP32 and then to D's dtype, as the CPU backend does it. With groups there is an outer scale and a
