@@ -265,7 +265,9 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
     if (bias) row = torch::stable::to(*bias, compute);
     y = with_shape(torch::stable::to(call("aten::linear", "", left, right, row), out_dtype), sizes);
   }
-  return into ? call("aten::add_", "Tensor", *into, y, 1.0) : y;
+  if (!into) return y;
+  Tensor sum = *into;  // the stable ABI has no addition in place
+  return torch::stable::copy_(sum, torch::stable::subtract(sum, y, -1.0));
 }
 
 // The model's offset moves on in place, perhaps before the backward of this forward runs.
@@ -385,13 +387,15 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
   return backward(dy, saved, recipe, k, dx, dw, dtype, x_dtype, w_dtype, bias_dtype, offsets, {});
 }
 
-std::vector<Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
-                                            int64_t k, bool dx, ScalarType dtype,
-                                            ScalarType x_dtype,
-                                            std::optional<ScalarType> bias_dtype,
-                                            std::optional<Tensor> offsets, Tensor into) {
-  return backward(dy, saved, recipe, k, dx, true, dtype, x_dtype, ScalarType::Float, bias_dtype,
-                  offsets, into);
+std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
+                                                   Text recipe, int64_t k, bool dx,
+                                                   ScalarType dtype, ScalarType x_dtype,
+                                                   std::optional<ScalarType> bias_dtype,
+                                                   std::optional<Tensor> offsets, Tensor into) {
+  const auto made = backward(dy, saved, recipe, k, dx, true, dtype, x_dtype, ScalarType::Float,
+                             bias_dtype, offsets, into);
+  const Tensor none = empty({0}, ScalarType::Float, dy.device());
+  return {dx ? made[0] : none, bias_dtype ? made.back() : none};
 }
 
 }  // namespace blockscale::binding

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "boundary.h"
@@ -29,11 +30,12 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
                                        std::optional<Tensor> offsets);
 
-// The same with dw, which is added to `into`, contiguous float32 of w's shape, and not returned.
-std::vector<Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
-                                            int64_t k, bool dx, ScalarType dtype,
-                                            ScalarType x_dtype,
-                                            std::optional<ScalarType> bias_dtype,
-                                            std::optional<Tensor> offsets, Tensor into);
+// The same with dw, which is added to `into`, contiguous float32 of w's shape. [dx, db], empty
+// where not asked for: PyTorch's compiler takes no lists from operators that change an argument.
+std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
+                                                   Text recipe, int64_t k, bool dx,
+                                                   ScalarType dtype, ScalarType x_dtype,
+                                                   std::optional<ScalarType> bias_dtype,
+                                                   std::optional<Tensor> offsets, Tensor into);
 
 }  // namespace blockscale::binding

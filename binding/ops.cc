@@ -184,7 +184,7 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, "
       "ScalarType dtype, ScalarType x_dtype, ScalarType? bias_dtype, Tensor? offsets, "
-      "Tensor(a!) into) -> Tensor[]");
+      "Tensor(a!) into) -> (Tensor dx, Tensor db)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {

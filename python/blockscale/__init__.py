@@ -5,7 +5,7 @@ from __future__ import annotations
 from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
-from blockscale.functional import linear
+from blockscale.functional import grouped_linear, linear
 from blockscale.ops import (
     amax,
     dequantize,
@@ -35,6 +35,7 @@ __all__ = [
     "dequantize",
     "describe",
     "explain",
+    "grouped_linear",
     "grouped_matmul",
     "linear",
     "matmul",
