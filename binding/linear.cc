@@ -169,8 +169,8 @@ Operands operands(const Place& at, const Tensor& x, bool batched, const Groups& 
   return result;
 }
 
-// The values of an operand in a dtype: [lines, k], for a batch [E, lines, k].
-Tensor values(const Place& at, const Side& side, ScalarType dtype) {
+// The values of an operand in a dtype: [lines, k], with `batched` [E, lines, k].
+Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype) {
   const auto turned = [&](const Tensor& t, int axis) {
     return axis == -1 ? t : torch::stable::transpose(t, -2, -1);
   };
@@ -181,7 +181,7 @@ Tensor values(const Place& at, const Side& side, ScalarType dtype) {
     std::swap(q.rows, q.columns);
   }
   Ints sizes{q.rows, q.columns};
-  if (q.batch != 1) sizes.insert(sizes.begin(), q.batch);
+  if (batched) sizes.insert(sizes.begin(), q.batch);
   Tensor out = empty(sizes, dtype, at.device());
   const Matrix view{out.mutable_data_ptr(),
                     dtype_of(at.op(), "dtype", dtype),
@@ -255,7 +255,8 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
                ScalarType compute, ScalarType out_dtype, const Ints& sizes, const Groups& groups,
                int64_t rows, const std::optional<Tensor>& into = std::nullopt) {
   if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes, into);
-  const Tensor left = values(at, a, compute), right = values(at, b, compute);
+  const Tensor left = values(at, a, false, compute);
+  const Tensor right = values(at, b, groups && a.axis == -1, compute);
   Tensor y;
   if (groups) {
     y = empty(sizes, into ? ScalarType::Float : out_dtype, at.device());

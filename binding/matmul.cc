@@ -23,14 +23,15 @@ void multiply(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType dt
       aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), to<int32_t>(from(dtype))));
 }
 
-// scale * code in BF16, [lines, extent] (for a batch [E, lines, extent]), without the outer scale:
-// exact. A product of a code and a block scale has at most 4 + 4 significant bits and BF16 holds 8
-// (NVFP4: 1.5 * 1.875 = 2.8125 = 0b10.1101, six bits), with FP32's exponents. The one exception:
-// below 2^-126 BF16 keeps multiples of 2^-133 only, so that an E8M0 block whose largest value is
-// below about 2^-117 loses what is smaller than 2^-134.
+// scale * code in BF16, [lines, extent], with `batched` [E, lines, extent], without the outer
+// scale: exact. A product of a code and a block scale has at most 4 + 4 significant bits and BF16
+// holds 8 (NVFP4: 1.5 * 1.875 = 2.8125 = 0b10.1101, six bits), with FP32's exponents. The one
+// exception: below 2^-126 BF16 keeps multiples of 2^-133 only, so that an E8M0 block whose largest
+// value is below about 2^-117 loses what is smaller than 2^-134.
 //
 // With `transposed` the last two dimensions are [extent, lines], over the same memory.
-Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, const Stream& stream) {
+Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, bool batched,
+               const Stream& stream) {
   const StoredShape s = q.shape();
   ConstQuantized view = q;
   // Both operands of a GEMM are transformed alike, and the product sums over all that the transform
@@ -47,7 +48,7 @@ Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, const 
   const int64_t stride = std::max<int64_t>(round_up(s.extent, 8), 8);
   Ints sizes{s.lines, s.extent}, strides{stride, 1};
   if (transposed) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
-  if (q.batch != 1) {
+  if (batched) {
     sizes.insert(sizes.begin(), q.batch);
     strides.insert(strides.begin(), s.lines * stride);
   }
@@ -114,9 +115,11 @@ Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantize
     if (b.groups) shape.insert(shape.begin(), b.groups.count);
     return torch::stable::full(shape, 0.0, dtype, std::nullopt, at.device());
   }
-  if (ends) return grouped_mm(decoded(at, a, false, stream), decoded(at, b, true, stream), *ends);
+  const Tensor left = decoded(at, a, false, false, stream);
+  const Tensor right = decoded(at, b, true, ends && !b.groups, stream);
+  if (ends) return grouped_mm(left, right, *ends);
   Tensor out = empty({sa.lines, sb.lines}, dtype, at.device());
-  multiply(decoded(at, a, false, stream), decoded(at, b, true, stream), out, dtype);
+  multiply(left, right, out, dtype);
   return out;
 }
 

@@ -205,23 +205,19 @@ def test_on_a_gpu(pair: str, cuda: torch.device) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_on_a_gpu_nothing_waits_and_graphs_see_new_offsets(pair: str, cuda: torch.device) -> None:
-    for along in (False, True):
-        form = contraction_form if along else rows_form
-        ends = [0, 100, 290]
-        a, b, offsets = form(pair, ends, cuda)
+    specs = PAIRS[pair]
+    offsets = torch.tensor([0, 100, 290], device=cuda)
+    x, dy, w = (normal(*shape).to(cuda) for shape in ((T, K), (T, N), (3, N, K)))
 
-        def step(
-            x: torch.Tensor = normal(T, N if along else K).to(cuda),
-            w: torch.Tensor = normal(*((T, K) if along else (3, N, K)), seed=2).to(cuda),
-            offsets: torch.Tensor = offsets,
-            axis: int = a.axis,
-        ) -> torch.Tensor:
-            spec = PAIRS[pair]
-            qa = bs.quantize(x, spec[0], axis, offsets=offsets)
-            if axis == -2:
-                return bs.grouped_matmul(qa, bs.quantize(w, spec[0], -2, offsets=offsets), offsets)
-            return bs.grouped_matmul(qa, bs.quantize(w, spec[1], batch_dims=1), offsets)
+    def rows() -> torch.Tensor:
+        a = bs.quantize(x, specs[0], offsets=offsets)
+        return bs.grouped_matmul(a, bs.quantize(w, specs[1], batch_dims=1), offsets)
 
+    def contraction() -> torch.Tensor:
+        a, b = (bs.quantize(t, specs[0], -2, offsets=offsets) for t in (dy, x))
+        return bs.grouped_matmul(a, b, offsets)
+
+    for step in (rows, contraction):
         step()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -235,7 +231,7 @@ def test_on_a_gpu_nothing_waits_and_graphs_see_new_offsets(pair: str, cuda: torc
         for new in ([5, 140, 300], [0, 0, 0], [128, 128, 129]):
             offsets.copy_(torch.tensor(new))
             graph.replay()
-            assert torch.equal(held, step()), (along, new)
+            assert torch.equal(held, step()), (step, new)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
