@@ -119,14 +119,6 @@ BLOCKSCALE_INLINE void stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// A load from global memory that stays where it is written: one that the compiler moves towards its
-// use is waited for there.
-BLOCKSCALE_INLINE float load_early(const float* p) {
-  float v;
-  asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-  return v;
-}
-
 // ---- shared memory and conversions -------------------------------------------------------------
 BLOCKSCALE_INLINE float load_shared(uint32_t address) {
   float v;
