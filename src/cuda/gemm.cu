@@ -5,29 +5,32 @@
 namespace blockscale::gpu {
 namespace {
 
-// Scales as the kernel copies them: mn_major lines of one value a row, whatever the layout, and
-// 128x128 blocks repeated for each of their rows.
+// Scales as the kernel copies them: mn_major, whatever the layout, each repeated for `repeat`
+// lines.
 __global__ void spread_scales_kernel(const float* from, float* to, Layout layout, int lines,
-                                     int blocks, int64_t scale_rows, int block_lines) {
+                                     int blocks, int64_t scale_rows, int repeat) {
   const int64_t pitch = padded_rows(Layout::mn_major, lines);
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= pitch * blocks) return;
   const int64_t line = i % pitch, block = i / pitch;
-  to[i] = line < lines ? from[layout_offset(layout, scale_rows, blocks, line / block_lines, block)]
-                       : 0.0f;
+  to[i] =
+      line < lines ? from[layout_offset(layout, scale_rows, blocks, line / repeat, block)] : 0.0f;
 }
 
-const float* line_scales(const ConstQuantized& q, const Stream& stream) {
+// `by_line`: one a line also for 128x128 blocks.
+const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream& stream) {
   const float* scales = reinterpret_cast<const float*>(q.scales);
   const bool aligned = reinterpret_cast<uintptr_t>(scales) % 16 == 0;
-  if (q.layout.scales == Layout::mn_major && !q.spec.square && aligned) return scales;
+  const bool repeated = by_line && q.spec.square;
+  if (q.layout.scales == Layout::mn_major && !repeated && aligned) return scales;
   const StoredShape s = q.shape();
-  const int64_t count = layout_size(Layout::mn_major, s.lines, s.blocks);
+  const int64_t lines = repeated ? s.lines : s.scale_rows;
+  const int64_t count = layout_size(Layout::mn_major, lines, s.blocks);
   if (count == 0) return scales;
   float* spread = static_cast<float*>(stream.workspace(count * 4));
   spread_scales_kernel<<<static_cast<unsigned>(ceil_div(count, 256)), 256, 0, native(stream)>>>(
-      scales, spread, q.layout.scales, static_cast<int>(s.lines), static_cast<int>(s.blocks),
-      s.scale_rows, q.spec.block_lines());
+      scales, spread, q.layout.scales, static_cast<int>(lines), static_cast<int>(s.blocks),
+      s.scale_rows, repeated ? q.spec.block : 1);
   return spread;
 }
 
@@ -57,16 +60,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   g.b = b.codes;
   g.a_e5m2 = a.spec.element == Format::e5m2;
   g.b_e5m2 = b.spec.element == Format::e5m2;
-  g.a_scales = line_scales(a, stream);
+  g.a_scales = mn_major_scales(a, true, stream);
+  g.b_scales = mn_major_scales(b, false, stream);
   g.b_square = b.spec.square;
-  if (g.b_square) {
-    const bool major = b.layout.scales == Layout::mn_major;
-    g.b_scales = reinterpret_cast<const float*>(b.scales);
-    g.b_scale_n = major ? 1 : sb.blocks;
-    g.b_scale_k = major ? padded_rows(Layout::mn_major, sb.scale_rows) : 1;
-  } else {
-    g.b_scales = line_scales(b, stream);
-  }
   g.d = d.data;
   g.d_stride = d.row_stride;
   g.d_f32 = d.dtype == DType::f32;
