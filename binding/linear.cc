@@ -197,60 +197,79 @@ Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype)
 
 // BF16 as PyTorch's grouped GEMM takes it: rows (or columns) at multiples of 16 bytes.
 Tensor aligned(const Place& at, const Tensor& t) {
-  const bool turned = t.stride(t.dim() - 1) != 1;
+  const int64_t rank = t.dim();
+  const bool turned = t.stride(rank - 1) != 1;
   const Tensor x = turned ? torch::stable::transpose(t, -2, -1) : t;
-  const int64_t rank = x.dim(), rows = x.size(rank - 2), columns = x.size(rank - 1);
+  const int64_t rows = x.size(rank - 2), columns = x.size(rank - 1);
   const int64_t pitch = std::max<int64_t>(round_up(columns, 8), 8);
-  Tensor copy = rank == 2
-                    ? empty_strided({rows, columns}, {pitch, 1}, ScalarType::BFloat16, at.device())
-                    : empty_strided({x.size(0), rows, columns}, {rows * pitch, pitch, 1},
-                                    ScalarType::BFloat16, at.device());
+  const bool batch_fits = rank == 2 || x.stride(0) == rows * columns;
+  if (x.stride(rank - 1) == 1 && x.stride(rank - 2) == columns && columns == pitch && batch_fits &&
+      reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0)
+    return t;
+  Ints sizes{rows, columns}, strides{pitch, 1};
+  if (rank == 3) {
+    sizes.insert(sizes.begin(), x.size(0));
+    strides.insert(strides.begin(), rows * pitch);
+  }
+  Tensor copy = empty_strided(sizes, strides, ScalarType::BFloat16, at.device());
   torch::stable::copy_(copy, x);
   return turned ? torch::stable::transpose(copy, -2, -1) : copy;
 }
 
-// A·Bᵀ by group where an operand is in high precision: with `along` the groups are along the
-// contraction axis of both, else B holds a matrix for each. Into `out`, contiguous.
-void grouped_product(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
-                     int64_t rows, bool along, Tensor out) {
-  if (at.cuda()) {
-    if (a.scalar_type() != ScalarType::BFloat16)
-      fail(at.op(), "dtype", torch::headeronly::toString(a.scalar_type()),
-           "bfloat16 where an operand is in high precision: PyTorch's grouped GEMM",
-           "cast x, or quantize all operands");
-    const TorchStream stream(at.device());
-    const Ends ends = group_ends(at, groups, rows, 1, stream);
-    const Ints sizes(out.sizes().begin(), out.sizes().end());
-    const int64_t rank = out.dim(), m = sizes[rank - 2], n = sizes[rank - 1];
-    const Tensor sums =
-        out.numel() == 0 || a.numel() == 0
-            ? torch::stable::full(sizes, 0.0, ScalarType::BFloat16, std::nullopt, at.device())
-            : grouped_mm(aligned(at, a), torch::stable::transpose(aligned(at, b), -2, -1), ends);
-    gpu::Epilogue epilogue;
-    epilogue.groups = ends.view(along);
-    gpu::finish({sums.const_data_ptr(), DType::bf16, m, n, sums.stride(rank - 2)},
-                {out.mutable_data_ptr(), dtype_of(at.op(), "dtype", out.scalar_type()), m, n, n, 1,
-                 along ? groups.count : 1, m * n},
-                epilogue, stream);
-    return;
+// A·Bᵀ by group in BF16 on a GPU: PyTorch's grouped GEMM, and what it leaves undefined.
+Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
+                      int64_t rows, bool along, ScalarType out_dtype, const Ints& sizes) {
+  if (a.scalar_type() != ScalarType::BFloat16)
+    fail(at.op(), "dtype", torch::headeronly::toString(a.scalar_type()),
+         "bfloat16 where an operand is in high precision: PyTorch's grouped GEMM",
+         "cast x, or quantize all operands");
+  const TorchStream stream(at.device());
+  const size_t rank = sizes.size();
+  const int64_t m = sizes[rank - 2], n = sizes[rank - 1];
+  Tensor out = empty(sizes, out_dtype, at.device());
+  const Matrix d{out.mutable_data_ptr(),
+                 dtype_of(at.op(), "dtype", out_dtype),
+                 m,
+                 n,
+                 n,
+                 1,
+                 along ? groups.count : 1,
+                 m * n};
+  if (a.numel() == 0 || b.numel() == 0) {
+    torch::stable::zero_(out);
+    gpu::settle(d, groups, rows, along, false, stream);
+    return out;
   }
-  const std::optional<Tensor> none;
-  torch::stable::zero_(out);
-  for (int64_t g = 0, start = 0; g < groups.count; start = groups.end(g++)) {
-    Tensor left = a, right = b, to = out;
-    const auto part = [&](const Tensor& t, int64_t dim) {
-      Tensor whole = t;
-      return torch::stable::narrow(whole, dim, start, groups.end(g) - start);
-    };
-    left = part(a, along ? 1 : 0);
-    right = along ? part(b, 1) : torch::stable::select(b, 0, g);
-    to = along ? torch::stable::select(out, 0, g) : part(out, 0);
-    torch::stable::copy_(to, call("aten::linear", "", left, right, none));
-  }
+  const Ends ends = group_ends(at, groups, rows, 1, stream);
+  const Tensor sums =
+      grouped_mm(aligned(at, a), torch::stable::transpose(aligned(at, b), -2, -1), ends);
+  gpu::Epilogue epilogue;
+  epilogue.groups = ends.view(along);
+  gpu::finish({sums.const_data_ptr(), DType::bf16, m, n, sums.stride(sums.dim() - 2)}, d, epilogue,
+              stream);
+  return out;
 }
 
-// A·Bᵀ + bias, `sizes` in all, or added to `into`; in PyTorch's own GEMM of `compute` unless both
-// are quantized. Groups are those of a.
+Tensor grouped_on_cpu(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
+                      bool along, ScalarType out_dtype, const Ints& sizes) {
+  Tensor out = empty(sizes, out_dtype, at.device());
+  torch::stable::zero_(out);
+  int64_t start = 0;
+  for (int64_t g = 0; g < groups.count; start = groups.end(g++)) {
+    const auto part = [&](Tensor t, int64_t dim) {
+      return torch::stable::narrow(t, dim, start, groups.end(g) - start);
+    };
+    const Tensor right = along ? part(b, 1) : torch::stable::select(b, 0, g);
+    Tensor to = along ? torch::stable::select(out, 0, g) : part(out, 0);
+    torch::stable::copy_(
+        to, call("aten::linear", "", part(a, along ? 1 : 0), right, std::optional<Tensor>()));
+  }
+  return out;
+}
+
+// A·Bᵀ + bias, `sizes` in all, or added to `into`; with groups by group, along the contraction axis
+// where they divide that of a, else with a matrix of b for each. In PyTorch's own GEMM of `compute`
+// unless both are quantized. Groups are those of a.
 Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
                ScalarType compute, ScalarType out_dtype, const Ints& sizes, const Groups& groups,
                int64_t rows, const std::optional<Tensor>& into = std::nullopt) {
@@ -259,8 +278,9 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
   const Tensor right = values(at, b, groups && a.axis == -1, compute);
   Tensor y;
   if (groups) {
-    y = empty(sizes, into ? ScalarType::Float : out_dtype, at.device());
-    grouped_product(at, left, right, groups, rows, a.axis == -2, y);
+    const ScalarType type = into ? ScalarType::Float : out_dtype;
+    y = at.cuda() ? grouped_on_gpu(at, left, right, groups, rows, a.axis == -2, type, sizes)
+                  : grouped_on_cpu(at, left, right, groups, a.axis == -2, type, sizes);
   } else {
     std::optional<Tensor> row;
     if (bias) row = torch::stable::to(*bias, compute);

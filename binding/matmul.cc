@@ -40,7 +40,8 @@ Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, bool b
   view.spec.hadamard = {};
   view.spec.outer = false;
   view.outer = nullptr;
-  if (q.axis == -2) view.groups = {};
+  // So are those of groups of rows whose scales lie at the rows of their codes.
+  if (q.axis == -2 || (q.layout == StorageLayout{} && !q.spec.square)) view.groups = {};
   view.axis = -1;
   view.rows = s.lines;
   view.columns = s.extent;
@@ -139,18 +140,26 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   if (a.spec.scale == Format::fp32)
     return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
   check_layouts(at, a, b);
+  const StoredShape sb = b.shape();
   std::optional<Ends> ends;
   if (a.groups)
     ends = group_ends(at, a.groups, a.rows,
                       b.groups ? std::max<int64_t>(a.spec.block, a.spec.hadamard.dim) : 1, stream);
-  // PyTorch's GEMM rounds its sums once, to whatever dtype it writes.
-  const bool finished = !a.spec.outer && !b.spec.outer && !bias && !a.groups && !into &&
-                        out_dtype != ScalarType::Half;
+  // PyTorch's GEMM rounds its sums once, to whatever dtype it writes: BF16 over groups, in rows of
+  // whole 16 bytes.
+  const bool writes = a.groups ? out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0
+                               : out_dtype != ScalarType::Half;
+  const bool finished = !a.spec.outer && !b.spec.outer && !bias && !into && writes;
   const ScalarType sum_dtype = ends       ? ScalarType::BFloat16
                                : finished ? out_dtype
                                           : ScalarType::Float;
   const Tensor sums = sums_on_gpu(at, a, b, ends, sum_dtype, stream);
-  if (finished) return with_shape(sums, sizes);
+  if (finished) {
+    Tensor out = with_shape(sums, sizes);
+    if (ends)
+      gpu::settle(result_view(at, a, b, out), a.groups, a.rows, b.groups.count != 0, true, stream);
+    return out;
+  }
   Tensor out = into                             ? *into
                : ends || out_dtype != sum_dtype ? empty(sizes, out_dtype, at.device())
                                                 : with_shape(sums, sizes);

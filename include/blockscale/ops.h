@@ -110,8 +110,8 @@ struct GemmOptions {
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
-// On a GPU: FP8 with FP32 scales, on compute capability 9.0. A is best stored in 1x128 blocks with
-// mn_major scales: others are copied into that form, in the workspace (4 bytes a block and row).
+// On a GPU: FP8 with FP32 scales, on compute capability 9.0. Scales are best mn_major, and A in
+// 1x128 blocks: others are copied into that form, in the workspace (4 bytes a scale).
 // Sums run within 128 of K in the tensor cores' precision, across them in FP32.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);

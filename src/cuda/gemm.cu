@@ -5,35 +5,50 @@
 namespace blockscale::gpu {
 namespace {
 
-// Scales as the kernel copies them: mn_major lines of one value a row, whatever the layout, and
-// 128x128 blocks repeated for each of their rows. A matrix of the batch for each blockIdx.y.
-__global__ void spread_scales_kernel(const float* from, float* to, Layout layout, int lines,
-                                     int blocks, int64_t scale_rows, int block_lines) {
+// Scales as the kernel copies them: mn_major, whatever the layout, each repeated for `repeat`
+// lines. Through shared memory, read along K and written along lines; a matrix of the batch a
+// blockIdx.z.
+__global__ void __launch_bounds__(256)
+    spread_scales_kernel(const float* from, float* to, Layout layout, int lines, int blocks,
+                         int64_t scale_rows, int repeat) {
+  constexpr int kSide = 32, kDown = 256 / kSide;
+  __shared__ float tile[kSide][kSide + 1];
   const int64_t pitch = padded_rows(Layout::mn_major, lines);
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= pitch * blocks) return;
-  from += blockIdx.y * layout_size(layout, scale_rows, blocks);
-  const int64_t line = i % pitch, block = i / pitch;
-  to[blockIdx.y * pitch * blocks + i] =
-      line < lines ? from[layout_offset(layout, scale_rows, blocks, line / block_lines, block)]
-                   : 0.0f;
+  from += blockIdx.z * layout_size(layout, scale_rows, blocks);
+  to += blockIdx.z * pitch * blocks;
+  const int64_t first_line = int64_t{1} * blockIdx.x * kSide, first_block = blockIdx.y * kSide;
+  const int across = static_cast<int>(threadIdx.x) % kSide;
+  const int down = static_cast<int>(threadIdx.x) / kSide;
+  for (int i = down; i < kSide; i += kDown) {
+    const int64_t line = first_line + i, block = first_block + across;
+    tile[i][across] = line < lines && block < blocks
+                          ? from[layout_offset(layout, scale_rows, blocks, line / repeat, block)]
+                          : 0.0f;
+  }
+  __syncthreads();
+  for (int i = down; i < kSide; i += kDown) {
+    const int64_t block = first_block + i, line = first_line + across;
+    if (block < blocks && line < pitch) to[block * pitch + line] = tile[across][i];
+  }
 }
 
-// Groups of rows lie as the kernel reads them where a row of scales lies at the row of its codes.
-bool rows_by_group(const ConstQuantized& q) { return q.groups && q.axis == -1; }
-
-const float* line_scales(const ConstQuantized& q, const Stream& stream) {
+// `by_line`: one a line also for 128x128 blocks. Groups of rows lie as the kernel reads them where
+// a row of scales is that of its codes, which is so in the linear layout.
+const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream& stream) {
   const float* scales = reinterpret_cast<const float*>(q.scales);
   const bool aligned = reinterpret_cast<uintptr_t>(scales) % 16 == 0;
-  if (q.layout.scales == Layout::mn_major && !q.spec.square && aligned) return scales;
+  const bool repeated = by_line && q.spec.square;
+  if (q.layout.scales == Layout::mn_major && !repeated && aligned) return scales;
   const StoredShape s = q.shape();
-  const int64_t count = layout_size(Layout::mn_major, s.lines, s.blocks);
+  const int64_t lines = repeated ? s.lines : s.scale_rows;
+  const int64_t count = layout_size(Layout::mn_major, lines, s.blocks);
   if (count * q.batch == 0) return scales;
   float* spread = static_cast<float*>(stream.workspace(q.batch * count * 4));
-  const dim3 grid(static_cast<unsigned>(ceil_div(count, 256)), static_cast<unsigned>(q.batch));
+  const auto tiles = [](int64_t n) { return static_cast<unsigned>(ceil_div(n, 32)); };
+  const dim3 grid(tiles(lines), tiles(s.blocks), static_cast<unsigned>(q.batch));
   spread_scales_kernel<<<grid, 256, 0, native(stream)>>>(
-      scales, spread, q.layout.scales, static_cast<int>(s.lines), static_cast<int>(s.blocks),
-      s.scale_rows, q.spec.block_lines());
+      scales, spread, q.layout.scales, static_cast<int>(lines), static_cast<int>(s.blocks),
+      s.scale_rows, repeated ? q.spec.block : 1);
   return spread;
 }
 
@@ -53,7 +68,7 @@ void check(const ConstQuantized& a) {
     fail("gemm", "device", device_text(), needs, "dequantize both operands and multiply them");
   if (a.groups.count > sm90::kMaxGroups)
     fail("gemm", "groups", a.groups.count, std::to_string(sm90::kMaxGroups) + " or fewer on a GPU");
-  if (rows_by_group(a) && (a.spec.square || a.layout.scales != Layout::linear))
+  if (a.groups && a.axis == -1 && (a.spec.square || a.layout.scales != Layout::linear))
     fail("gemm", "a", to_string(a.spec) + " as " + to_string(a.layout) + ", rows in groups",
          "blocks of 1x128 with linear scales on a GPU", "relayout a, or quantize it as fp8_1x128");
 }
@@ -78,17 +93,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   g.b = b.codes;
   g.a_e5m2 = a.spec.element == Format::e5m2;
   g.b_e5m2 = b.spec.element == Format::e5m2;
-  g.a_scales = line_scales(a, stream);
+  g.a_scales = mn_major_scales(a, true, stream);
+  g.b_scales = mn_major_scales(b, false, stream);
   g.b_square = b.spec.square;
-  if (g.b_square) {
-    const bool major = b.layout.scales == Layout::mn_major;
-    g.b_scales = reinterpret_cast<const float*>(b.scales);
-    g.b_scale_n = major ? 1 : sb.blocks;
-    g.b_scale_k = major ? padded_rows(Layout::mn_major, sb.scale_rows) : 1;
-    g.b_scale_group = sb.scale_count;
-  } else {
-    g.b_scales = line_scales(b, stream);
-  }
   g.d = d.data;
   g.d_stride = d.row_stride;
   g.d_f32 = d.dtype == DType::f32;
@@ -99,7 +106,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess)
     fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
          "see `blockscale doctor`");
-  if (a.groups) settle(d, a.groups, a.rows, !b.groups && !options.accumulate, stream);
+  // The kernel has written what empty groups along the contraction axis have.
+  const bool along = b.groups.count != 0;
+  if (a.groups) settle(d, a.groups, a.rows, along, !along && !options.accumulate, stream);
 }
 
 }  // namespace blockscale::gpu

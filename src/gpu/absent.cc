@@ -26,6 +26,7 @@ void group_ends(const Groups&, int64_t, int64_t, int32_t*, int32_t*, const Strea
   refuse("gemm");
 }
 void finish(const ConstMatrix&, const Matrix&, const Epilogue&, const Stream&) { refuse("gemm"); }
+void settle(const Matrix&, const Groups&, int64_t, bool, bool, const Stream&) { refuse("gemm"); }
 void copy(int64_t*, const int64_t*, const Stream&) { refuse("copy"); }
 
 }  // namespace blockscale::gpu

@@ -53,34 +53,39 @@ BLOCKSCALE_DEVICE void load(const FinishParams& p, int64_t at, int count, float*
   }
 }
 
-// What the elements of a row of D have in common.
-struct Row {
+// What the elements of the rows of a group have in common.
+struct Rows {
+  int64_t until = 0;  // the first row behind them
   int64_t group = 0;
   bool outside = false;  // of all groups
   bool empty = false;    // of a group without a sum
   double factor = 0;
 };
-BLOCKSCALE_DEVICE Row row_at(const FinishParams& p, int64_t row) {
-  const Epilogue& e = p.e;
-  const int32_t* ends = e.groups.ends;
-  Row r;
-  if (e.groups.contraction) {
+BLOCKSCALE_DEVICE double factor_of(const Epilogue& e, int64_t group) {
+  return static_cast<double>(e.alpha) * (e.a_outer ? e.a_outer[group] : 1.0f) *
+         (e.b_outer ? e.b_outer[group] : 1.0f);
+}
+BLOCKSCALE_DEVICE Rows rows_at(const FinishParams& p, int64_t row) {
+  const GroupEnds& groups = p.e.groups;
+  const auto begin = [&](int64_t g) { return g == 0 ? 0 : groups.ends[g - 1]; };
+  Rows r;
+  if (groups.contraction) {
     r.group = row / p.group_rows;
-    r.empty = ends[r.group] == (r.group == 0 ? 0 : ends[r.group - 1]);
-  } else if (e.groups.count > 0) {
-    int64_t high = e.groups.count;  // the first group that ends behind the row
+    r.until = (r.group + 1) * p.group_rows;
+    r.empty = groups.ends[r.group] == begin(r.group);
+  } else {
+    int64_t high = groups.count;  // the first group that ends behind the row
     while (r.group < high) {
       const int64_t middle = (r.group + high) / 2;
-      if (ends[middle] > row)
+      if (groups.ends[middle] > row)
         high = middle;
       else
         r.group = middle + 1;
     }
-    r.outside = r.group == e.groups.count;
-    if (r.outside) return r;
+    r.outside = r.group == groups.count;
+    r.until = r.outside ? p.count : groups.ends[r.group];
   }
-  r.factor = static_cast<double>(e.alpha) * (e.a_outer ? e.a_outer[r.group] : 1.0f) *
-             (e.b_outer ? e.b_outer[r.group] : 1.0f);
+  if (!r.outside) r.factor = factor_of(p.e, r.group);
   return r;
 }
 
@@ -90,8 +95,8 @@ BLOCKSCALE_DEVICE float bias_at(const Epilogue& e, int64_t at) {
   return e.bias_dtype == DType::bf16 ? from_bf16(bits) : from_fp16(bits);
 }
 
-// The element at `at` of D, in that row and column.
-BLOCKSCALE_DEVICE float finished(const FinishParams& p, const Row& row, int64_t at, int64_t column,
+// The element at `at` of D, in that column of one of these rows.
+BLOCKSCALE_DEVICE float finished(const FinishParams& p, const Rows& row, int64_t at, int64_t column,
                                  float sum) {
   const float before = p.e.accumulate ? static_cast<const float*>(p.d)[at] : 0.0f;
   if (row.outside) return before;
@@ -134,6 +139,7 @@ BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const
 
 // In double, like the CPU backend: no product of outer scales leaves the range, and equal sums give
 // equal bits. Two conversions an element are less than its share of the memory's time.
+template <bool kGrouped>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishParams p) {
   const Epilogue& e = p.e;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockValues + threadIdx.x * kWidth;
@@ -144,24 +150,21 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   float v[kVectors][kWidth]{};
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) load(p, at(j), left(j), v[j]);
-  const bool grouped = e.groups.count > 0, by_row = grouped || e.bias;
-  const bool wrong = grouped && *e.groups.wrong;
-  Row same;
-  if (!grouped) same = row_at(p, 0);
+  const bool by_row = kGrouped || e.bias;
+  const bool wrong = kGrouped && *e.groups.wrong;
+  Rows rows;
+  if (!kGrouped) rows.factor = factor_of(e, 0);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (left(j) <= 0) return;
-    int64_t number = by_row ? row_of(p, at(j)) : 0;
-    int64_t column = by_row ? at(j) - number * p.columns : 0;
-    Row row = grouped ? row_at(p, number) : same;
+    int64_t row = by_row ? row_of(p, at(j)) : 0;
+    int64_t column = by_row ? at(j) - row * p.columns : 0;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if (i >= left(j)) break;
-      v[j][i] = wrong ? bit_cast<float>(kNanBits) : finished(p, row, at(j) + i, column, v[j][i]);
-      if (by_row && ++column == p.columns) {
-        column = 0;
-        if (grouped && at(j) + i + 1 < p.count) row = row_at(p, ++number);
-      }
+      if (by_row && column == p.columns) column = 0, ++row;
+      if (kGrouped && row >= rows.until) rows = rows_at(p, row);
+      v[j][i] = wrong ? bit_cast<float>(kNanBits) : finished(p, rows, at(j) + i, column++, v[j][i]);
     }
     store(p, at(j), left(j), v[j]);
   }
@@ -175,7 +178,10 @@ void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& e, const S
   const FinishParams p{sums.data, sums.dtype, sums.row_stride, d.data, d.dtype,
                        count,     d.columns,  d.rows,          e};
   const auto blocks = static_cast<unsigned>(ceil_div(count, kBlockValues));
-  start(finish_kernel, blocks, kThreads, 0, native(stream), p);
+  if (e.groups.count > 0)
+    start(finish_kernel<true>, blocks, kThreads, 0, native(stream), p);
+  else
+    start(finish_kernel<false>, blocks, kThreads, 0, native(stream), p);
   check_launch("gemm");
 }
 

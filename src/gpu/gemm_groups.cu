@@ -46,28 +46,36 @@ __global__ void __launch_bounds__(kThreads)
 struct SettleParams {
   void* d;
   DType dtype;
-  int64_t rows, columns, row_stride;
+  int64_t rows, columns, row_stride;  // of all its matrices
   Groups groups;
-  int64_t group_rows;  // that the groups divide
+  int64_t group_rows;   // that the groups divide
+  int64_t matrix_rows;  // of D, where a group is a matrix of it, else 0
   bool clear;
 };
 
-__global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant__ SettleParams p) {
-  const bool wrong = are_wrong(p.groups, p.group_rows);
-  int64_t first = p.rows;
-  if (wrong)
-    first = 0;
-  else if (p.clear)
-    first = p.groups.end(p.groups.count - 1);
-  const int64_t count = (p.rows - first) * p.columns;
+// Fills rows [first, last) of D, by all blocks of threads.
+BLOCKSCALE_DEVICE void fill_rows(const SettleParams& p, int64_t first, int64_t last, float value) {
+  const int64_t count = (last - first) * p.columns;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count;
        i += step) {
     const int64_t at = (first + i / p.columns) * p.row_stride + i % p.columns;
     if (p.dtype == DType::f32)
-      static_cast<uint32_t*>(p.d)[at] = wrong ? kNanBits : 0;
+      static_cast<float*>(p.d)[at] = value;
     else
-      static_cast<uint16_t*>(p.d)[at] = wrong ? to_bf16(bit_cast<float>(kNanBits)) : 0;
+      static_cast<uint16_t*>(p.d)[at] = to_bf16(value);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant__ SettleParams p) {
+  if (are_wrong(p.groups, p.group_rows)) {
+    fill_rows(p, 0, p.rows, bit_cast<float>(kNanBits));
+  } else if (p.clear && p.matrix_rows == 0) {
+    fill_rows(p, p.groups.end(p.groups.count - 1), p.rows, 0.0f);
+  } else if (p.clear) {
+    for (int64_t g = 0; g < p.groups.count; ++g)
+      if (p.groups.end(g) == start_of(p.groups, g))
+        fill_rows(p, g * p.matrix_rows, (g + 1) * p.matrix_rows, 0.0f);
   }
 }
 
@@ -79,10 +87,11 @@ void group_ends(const Groups& groups, int64_t rows, int64_t unit, int32_t* ends,
   check_launch("gemm");
 }
 
-void settle(const Matrix& d, const Groups& groups, int64_t rows, bool clear, const Stream& stream) {
+void settle(const Matrix& d, const Groups& groups, int64_t rows, bool contraction, bool clear,
+            const Stream& stream) {
   if (d.rows * d.batch * d.columns == 0) return;
-  const SettleParams p{d.data, d.dtype, d.rows * d.batch, d.columns, d.row_stride, groups,
-                       rows,   clear};
+  const SettleParams p{d.data, d.dtype, d.rows * d.batch,         d.columns, d.row_stride,
+                       groups, rows,    contraction ? d.rows : 0, clear};
   constexpr unsigned kBlocks = 256;
   start(settle_kernel, kBlocks, kThreads, 0, native(stream), p);
   check_launch("gemm");

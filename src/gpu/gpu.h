@@ -53,10 +53,12 @@ struct Epilogue {
 void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
             const Stream& stream);
 
-// After a GEMM over groups of `rows` rows: with `clear`, rows of D behind the last group become 0;
-// where the offsets are wrong, all of D becomes NaN. D has contiguous columns, its batch one matrix
-// below the other.
-void settle(const Matrix& d, const Groups& groups, int64_t rows, bool clear, const Stream& stream);
+// After a GEMM over groups of `rows` rows, or of the contraction axis: with `clear`, rows of D
+// behind the last group, or the matrices of empty groups, become 0; where the offsets are wrong,
+// all of D becomes NaN. D is FP32 or BF16 with contiguous columns, its batch one matrix below the
+// other.
+void settle(const Matrix& d, const Groups& groups, int64_t rows, bool contraction, bool clear,
+            const Stream& stream);
 
 // One word within the device, by a kernel: the copy engine takes longer, most of all in graphs.
 void copy(int64_t* to, const int64_t* from, const Stream& stream);

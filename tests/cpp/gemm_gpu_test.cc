@@ -105,8 +105,6 @@ class Product {
       g.a = a.as<void>(), g.b = b.as<void>();
       g.a_scales = as.as<float>(), g.b_scales = bs.as<float>();
       g.a_e5m2 = c_.a_e5m2, g.b_e5m2 = c_.b_e5m2, g.b_square = c_.square;
-      g.b_scale_n = 1, g.b_scale_k = round_up(b_lines_, 4);
-      g.b_scale_group = g.b_scale_k * blocks_;
       g.d = d.as<uint8_t>() + (kGuard + c_.pad) * size;
       g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
       if (c_.alpha) g.alpha = 4, g.device_alpha = alpha.as<float>();

@@ -5,35 +5,6 @@
 
 namespace blockscale::sm90 {
 
-// The scales of the 128x128 blocks of B that a warpgroup's columns lie in: one block, or two where
-// a tile is wider than 128. Loaded one block of K ahead of their use, straight from L2.
-template <int kN>
-struct SquareScales {
-  static constexpr bool kTwo = kN > kBlock;
-  const float* next;
-  const float* next2;
-  int64_t step;
-  float first, second;
-
-  BLOCKSCALE_INLINE SquareScales(const GemmParams& p, const Work& w, int column) {
-    const int last = (p.problem.n - 1) / kBlock;  // columns may lie beyond N: of a tile's tail
-    const int64_t block = min(column / kBlock, last);
-    const int64_t block2 = min(column / kBlock + 1, last);
-    next = p.b_scales + block * p.square_n + w.first_block * p.square_k +
-           (p.problem.grouping == Grouping::rows ? w.group * p.square_group : 0);
-    next2 = next + (block2 - block) * p.square_n;
-    step = p.square_k;
-    first = second = 0;
-    if (w.blocks > 0) load();
-  }
-  BLOCKSCALE_INLINE void load() {
-    first = __ldg(next);
-    if constexpr (kTwo) second = __ldg(next2);
-    next += step;
-    next2 += step;
-  }
-};
-
 // sum += sums of the tensor cores * scales; group g of 8 columns belongs to the second scale from
 // kSplit on.
 template <int kSplit, int kN>
@@ -246,7 +217,8 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     const int releases = staged ? w.blocks - T::kHeld : w.blocks;  // stages released at once
     float sum[T::kWaves][kN / 2] = {};
     float part[kN / 2];
-    SquareScales<kN> square(p, w, column);
+    // Of the 128x128 blocks of B that these columns lie in, the first in its copy.
+    const int square = column / kBlock - w.column / kBlock / 4 * 4;
     const int first_scale = w.row % 4 + group_row + thread_row;
     const bool early_split = column % kBlock != 0;
     bool ready = false;  // whether the next stage is known to be full
@@ -255,16 +227,18 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     for (int end = min(2, w.blocks);; end = w.blocks) {
 #pragma unroll 1
       for (; i < end; ++i) {
-        const float b_first = square.first, b_second = square.second;
-        if (kSquare && i + 1 < w.blocks) square.load();
         const int stage = ring.stage;
         if (!ready) barrier_wait(shared.full(stage), ring.phase);
         const uint32_t a_tile = a_tiles + stage * (T::kABytes / 16);
         const uint32_t b_tile = b_tiles + stage * (T::kBBytes / 16);
         const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
-        const uint32_t b_scales = shared.b_scales(stage) + (group_column + lane % 4 * 2) * 4;
+        const uint32_t b_scales =
+            shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
         ring.next();
-        float upper[T::kWaves], lower[T::kWaves];
+        const float b_first = kSquare ? load_shared(b_scales) : 1.0f;
+        const float b_second = kSquare && kN > kBlock ? load_shared(b_scales + 4) : 1.0f;
+        float upper[T::kWaves], lower[T::kWaves];  // of A; times the first scale of B when square,
+        float upper2[T::kWaves], lower2[T::kWaves];  // and times the second
 #pragma unroll
         for (int wave = 0; wave < T::kWaves; ++wave) {
           upper[wave] = load_shared(a_scales + wave * 256);
@@ -281,6 +255,15 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       tile_descriptor(a_tile + wave * (64 * kBlock / 16) + 2 * k),
                                       tile_descriptor(b_tile + 2 * k), k != 0);
           wgmma_commit();
+          if (kSquare && wave == 0) {
+#pragma unroll
+            for (int v = 0; v < T::kWaves; ++v) {
+              upper2[v] = upper[v] * b_second;
+              lower2[v] = lower[v] * b_second;
+              upper[v] *= b_first;
+              lower[v] *= b_first;
+            }
+          }
           pin(part);
           wgmma_wait();
           if (kSquare && wave == kLast && i < releases) release(stage);
@@ -289,9 +272,9 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
           if constexpr (!kSquare) {
             promote<kN>(sum[wave], part, u, l, b_scales);
           } else if (kN > kBlock && early_split) {
-            promote<8, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+            promote<8, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
           } else {
-            promote<16, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+            promote<16, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
           }
           if (!kSquare && wave == kLast && i < releases) release(stage);
         }

@@ -136,7 +136,7 @@ TEST(GemmGroups, RowsOfNoGroupAreSettled) {
       const bool wrong = ends[1] < ends[0] || ends[2] > 9;
       const Made m(ends, 9, 1, true);
       std::vector<float> d(9 * 7, 3.0f);
-      gpu::settle({d.data(), DType::f32, 9, 5, 7}, m.groups, 9, clear, HostStream());
+      gpu::settle({d.data(), DType::f32, 9, 5, 7}, m.groups, 9, false, clear, HostStream());
       for (int64_t i = 0; i < 9 * 7; ++i) {
         const float got = d[static_cast<size_t>(i)];
         const bool inside = i % 7 < 5, last = i / 7 >= ends[2];
@@ -145,10 +145,17 @@ TEST(GemmGroups, RowsOfNoGroupAreSettled) {
         else
           ASSERT_EQ(got, inside && last && clear ? 0.0f : 3.0f) << i;
       }
-      std::vector<uint16_t> halves(2 * 3 * 4, 1);
-      gpu::settle({halves.data(), DType::bf16, 3, 4, 4, 1, 2, 12}, m.groups, 9, false,
+      std::vector<uint16_t> halves(3 * 2 * 4, 1);
+      gpu::settle({halves.data(), DType::bf16, 2, 4, 4, 1, 3, 8}, m.groups, 9, true, clear,
                   HostStream());
-      for (const uint16_t got : halves) ASSERT_EQ(std::isnan(from_bf16(got)), wrong);
+      for (size_t i = 0; i < halves.size(); ++i) {
+        const size_t g = i / 8;
+        const bool empty = ends[g] == (g ? ends[g - 1] : 0);
+        if (wrong)
+          ASSERT_TRUE(std::isnan(from_bf16(halves[i])));
+        else
+          ASSERT_EQ(halves[i], empty && clear ? 0 : 1);
+      }
     }
   }
 }
