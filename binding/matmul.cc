@@ -61,11 +61,15 @@ Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, bool b
   return values;
 }
 
+void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
+  if (const std::string needs = matmul_needs(spec, "cuda"); !needs.empty())
+    fail(op, name, to_string(spec) + " on cuda", needs,
+         "dequantize both operands and use torch.mm, or run on the CPU");
+}
+
 void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
-  for (const auto& [name, spec] : {std::pair{"a", a}, std::pair{"b", b}})
-    if (const std::string needs = matmul_needs(spec, "cuda"); !needs.empty())
-      fail(at.op(), name, to_string(spec) + " on cuda", needs,
-           "dequantize both operands and use torch.mm, or run on the CPU");
+  check_on_gpu(at.op(), "a", a);
+  check_on_gpu(at.op(), "b", b);
   if (a.hadamard != b.hadamard)
     fail(at.op(), "b", to_string(b), "the Hadamard transform of a, " + to_string(a),
          "transform both operands of a GEMM or neither");
@@ -73,6 +77,12 @@ void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
     fail(at.op(), "b", to_string(b),
          "blocks of " + std::to_string(a.block) + " along the contraction axis, as in a",
          "use one block size for both operands of a GEMM");
+}
+
+// The core's name of this operator is gemm.
+std::string renamed(const Error& error, const std::string& op) {
+  const std::string text = error.what();
+  return text.starts_with("gemm:") ? op + text.substr(4) : text;
 }
 
 // D in the memory of `out`: as many matrices as the groups ask for.
@@ -100,9 +110,8 @@ Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantize
   Tensor out = into ? *into : empty(sizes, half ? ScalarType::Float : out_dtype, at.device());
   try {
     gemm(a, b, result_view(at, a, b, out), options, on);
-  } catch (const Error& error) {  // the core's name of this operator is gemm
-    const std::string text = error.what();
-    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
+  } catch (const Error& error) {
+    throw Error(renamed(error, at.op()));
   }
   return half ? torch::stable::to(out, out_dtype) : out;
 }
@@ -205,6 +214,27 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Ends& ends) {
 std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
   // An FP32 scale times a code does not fit in BF16: such operands need the core's own GEMM.
   return spec.scale == Format::fp32 ? gemm_needs(spec, device) : "";
+}
+
+std::string matmul_path(const std::string& op, const QuantSpec& spec, std::string_view device) {
+  const bool grouped = op == "grouped_matmul";
+  if (!grouped && op != "matmul")
+    return "explain: operation = '" + op + "'; need matmul or grouped_matmul";
+  const std::string groups = grouped ? ", one launch for all groups" : "";
+  if (device != "cuda")
+    return "the CPU's GEMM (" + instruction_set() + ")" + (grouped ? ", group by group" : "");
+  try {
+    check_on_gpu(op.c_str(), "a", spec);
+    if (spec.scale == Format::fp32) {
+      gpu::check_gemm_device();
+      return "the block-scaled FP8 GEMM for compute capability 9.0" + groups;
+    }
+  } catch (const Error& error) {
+    return renamed(error, op);
+  }
+  std::string path = "decoded to BF16, then PyTorch's ";
+  path += grouped ? "grouped GEMM, which rounds its sums to BF16" + groups : "GEMM with FP32 sums";
+  return path + (spec.outer ? ", then outer scales in one pass" : "");
 }
 
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,

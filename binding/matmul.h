@@ -36,4 +36,8 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Ends& ends);
 // it can run.
 std::string matmul_needs(const QuantSpec& spec, std::string_view device);
 
+// How `op`, matmul or grouped_matmul, multiplies operands of this spec on a kind of device, or its
+// refusal. On a GPU it looks at the current one.
+std::string matmul_path(const std::string& op, const QuantSpec& spec, std::string_view device);
+
 }  // namespace blockscale::binding

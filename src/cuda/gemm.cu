@@ -52,20 +52,7 @@ const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream
   return spread;
 }
 
-// What the current device lacks, in words; empty when it runs the kernel.
-std::string device_needs() {
-  int device = current_device(), major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (major == 9 && minor == 0) return "";
-  return "a GPU of compute capability 9.0 (H100, H200), whose tensor cores the FP8 GEMM is written "
-         "for; this one has " +
-         std::to_string(major) + "." + std::to_string(minor);
-}
-
-void check(const ConstQuantized& a) {
-  if (const std::string needs = device_needs(); !needs.empty())
-    fail("gemm", "device", device_text(), needs, "dequantize both operands and multiply them");
+void check_groups(const ConstQuantized& a) {
   if (a.groups.count > sm90::kMaxGroups)
     fail("gemm", "groups", a.groups.count, std::to_string(sm90::kMaxGroups) + " or fewer on a GPU");
   if (a.groups && a.axis == -1 && (a.spec.square || a.layout.scales != Layout::linear))
@@ -75,9 +62,22 @@ void check(const ConstQuantized& a) {
 
 }  // namespace
 
+void check_gemm_device() {
+  int device = current_device(), major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (major == 9 && minor == 0) return;
+  fail("gemm", "device", device_text(),
+       "a GPU of compute capability 9.0 (H100, H200), whose tensor cores the FP8 GEMM is written "
+       "for; this one has " +
+           std::to_string(major) + "." + std::to_string(minor),
+       "dequantize both operands and multiply them");
+}
+
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream) {
-  check(a);
+  check_gemm_device();
+  check_groups(a);
   const StoredShape sa = a.shape(), sb = b.shape();
   sm90::Fp8Gemm g;
   g.m = sa.lines;

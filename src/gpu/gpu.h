@@ -16,6 +16,8 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
           const Stream& stream);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
+// Refuses a current GPU that gemm does not run on.
+void check_gemm_device();
 // Operands that gemm_needs has nothing to say about; d with contiguous columns.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
