@@ -13,22 +13,26 @@ __global__ void __launch_bounds__(256)
                          int64_t scale_rows, int repeat) {
   constexpr int kSide = 32, kDown = 256 / kSide;
   __shared__ float tile[kSide][kSide + 1];
-  const int64_t pitch = padded_rows(Layout::mn_major, lines);
+  const int pitch = static_cast<int>(padded_rows(Layout::mn_major, lines));
   from += blockIdx.z * layout_size(layout, scale_rows, blocks);
-  to += blockIdx.z * pitch * blocks;
-  const int64_t first_line = int64_t{1} * blockIdx.x * kSide, first_block = blockIdx.y * kSide;
+  to += int64_t{1} * blockIdx.z * pitch * blocks;
+  const int first_line = static_cast<int>(blockIdx.x) * kSide;
+  const int first_block = static_cast<int>(blockIdx.y) * kSide;
   const int across = static_cast<int>(threadIdx.x) % kSide;
   const int down = static_cast<int>(threadIdx.x) / kSide;
+#pragma unroll
   for (int i = down; i < kSide; i += kDown) {
-    const int64_t line = first_line + i, block = first_block + across;
+    const int line = first_line + i, block = first_block + across;
+    const int row = repeat == 1 ? line : line / repeat;
     tile[i][across] = line < lines && block < blocks
-                          ? from[layout_offset(layout, scale_rows, blocks, line / repeat, block)]
+                          ? from[layout_offset(layout, scale_rows, blocks, row, block)]
                           : 0.0f;
   }
   __syncthreads();
+#pragma unroll
   for (int i = down; i < kSide; i += kDown) {
-    const int64_t block = first_block + i, line = first_line + across;
-    if (block < blocks && line < pitch) to[block * pitch + line] = tile[across][i];
+    const int block = first_block + i, line = first_line + across;
+    if (block < blocks && line < pitch) to[int64_t{1} * block * pitch + line] = tile[across][i];
   }
 }
 

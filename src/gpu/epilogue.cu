@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   for (int j = 0; j < kVectors; ++j) load(p, at(j), left(j), v[j]);
   const bool by_row = kGrouped || e.bias;
   const bool wrong = kGrouped && *e.groups.wrong;
+  const bool plain = !wrong && !e.bias && !e.accumulate;
   Rows rows;
   if (!kGrouped) rows.factor = factor_of(e, 0);
 #pragma unroll
@@ -159,6 +160,15 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
     if (left(j) <= 0) return;
     int64_t row = by_row ? row_of(p, at(j)) : 0;
     int64_t column = by_row ? at(j) - row * p.columns : 0;
+    if (kGrouped && row >= rows.until) rows = rows_at(p, row);
+    const bool whole = left(j) == kWidth && (!by_row || column + kWidth <= p.columns);
+    if (whole && plain && !rows.outside && !rows.empty) {  // nothing but the factor
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        v[j][i] = static_cast<float>(rows.factor * static_cast<double>(v[j][i]));
+      store(p, at(j), kWidth, v[j]);
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if (i >= left(j)) break;
