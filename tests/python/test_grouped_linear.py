@@ -234,6 +234,31 @@ def test_nan_stays_in_its_group(device: torch.device) -> None:
             assert not part.isnan().any(), recipe
 
 
+@pytest.mark.parametrize("shape", [(0, 37, 70), (6, 37, 0), (6, 0, 70), (1, 1, 1)])
+def test_degenerate_extents(shape: tuple[int, int, int], device: torch.device) -> None:
+    for recipe in bs.recipe_names():
+        t, n, k = shape
+        y, dx, dw = run(make([0, t, t], device, shape=shape), recipe)
+        assert (y.shape, dx.shape, dw.shape) == ((t, n), (t, k), (3, n, k))
+        if min(shape) == 0:
+            assert not y.any()
+            assert not dx.any()
+            assert not dw.any()
+
+
+def test_any_strides(device: torch.device) -> None:
+    """What torchtitan's experts pass: w as a transposed view, x a part of a buffer."""
+    case = make(ENDS[0], device)
+    want = run(case, "nvfp4")
+    buffer = torch.zeros(T, K + 8, dtype=torch.bfloat16, device=device)
+    buffer[:, 3 : 3 + K] = case.x.detach()
+    turned = case.w.detach().mT.contiguous().mT.requires_grad_()
+    assert not turned.is_contiguous()
+    dy = case.dy.mT.contiguous().mT
+    views = Case(buffer[:, 3 : 3 + K].requires_grad_(), turned, dy, case.offsets)
+    assert_same(run(views, "nvfp4"), want)
+
+
 def test_makes_only_the_gradients_that_are_asked_for() -> None:
     case = make(ENDS[0])
     want = run(case, "nvfp4")
