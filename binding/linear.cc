@@ -330,8 +330,9 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   const bool grouped = offsets.has_value();
   const Place at(name_of(grouped), "x", x);
   at.check("w", w);
-  require(w.dim() == 2 + grouped && x.dim() >= 1 + grouped && x.dim() <= (grouped ? 2 : x.dim()) &&
-              x.size(x.dim() - 1) == w.size(w.dim() - 1),
+  const int64_t rank = x.dim();
+  require((grouped ? rank == 2 && w.dim() == 3 : rank >= 1 && w.dim() == 2) &&
+              x.size(rank - 1) == w.size(w.dim() - 1),
           at.op(), "x, w", "other shapes",
           grouped ? "x [T, K] and w [E, N, K]" : "x [..., K] and w [N, K]");
   require(!grouped || (!bias && offsets->numel() == w.size(0)), at.op(), "offsets, bias", "others",

@@ -20,16 +20,18 @@ Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,
               const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt);
 
-// A·Bᵀ by group of matrices in BF16 on a GPU: a [T, K] by rows and b [groups, N, K], or a [M, S]
-// and b [N, S] along S, in storage where each group starts at a multiple of `unit` (of 8). BF16, by
-// PyTorch's grouped GEMM; rows of no group and empty groups hold anything. `ends` receives what
-// gpu::finish needs to know of them.
+// Where groups of `rows` rows end on a GPU, in storage where each starts at a multiple of `unit`;
+// looked at, so that nothing is read outside whatever the offsets are.
 struct Ends {
   Tensor ends, wrong;
   gpu::GroupEnds view(bool contraction) const;
 };
 Ends group_ends(const Place& at, const Groups& groups, int64_t rows, int64_t unit,
                 const Stream& stream);
+
+// A·B by group in PyTorch's grouped GEMM: a [T, K] by rows with b [groups, K, N], or a [M, S] with
+// b [S, N] along S. BF16 in and out, rows or columns and groups along S at multiples of 16 bytes;
+// rows of no group and the products of empty groups are left undefined.
 Tensor grouped_mm(const Tensor& a, const Tensor& b, const Ends& ends);
 
 // What a GEMM of operands of this spec still needs on a kind of device ("cpu", "cuda"); empty when

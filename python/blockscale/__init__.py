@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blockscale import _fakes as _fakes  # registers the fake kernels
 from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
