@@ -35,13 +35,13 @@ FEW_ROWS = tuple((m, n, k) for n, k in ((7168, 2048), (2048, 7168)) for m in (1,
 CALLS = 20
 
 
-def seconds(call: Callable[[], Any], runs: int = 7) -> float:
-    """Median time of a call among `CALLS` of them in a replayed graph."""
+def seconds(call: Callable[[], Any], runs: int = 7, calls: int = CALLS) -> float:
+    """Median time of a call among `calls` of them in a replayed graph."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
     times: list[float] = []
     for _ in range(runs):
@@ -52,7 +52,7 @@ def seconds(call: Callable[[], Any], runs: int = 7) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / CALLS)
+        times.append(start.elapsed_time(end) / 1e3 / calls)
     return statistics.median(times)
 
 
@@ -99,6 +99,21 @@ def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
     return row
 
 
+def write(rows: list[dict[str, Any]], unit: str, out: Path | None) -> None:
+    """One JSON of the rows with where they were measured."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "unit": unit,
+        "rows": rows,
+    }
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
@@ -108,17 +123,7 @@ def main() -> None:
         for shape in shapes:
             rows.append(measure(kind, *shape))
             print(rows[-1], flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "unit": "TFLOP/s",
-        "rows": rows,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(rows, "TFLOP/s", arguments.out)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,9 @@ Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
     fail(op, "batch_dims", 1, "0: offsets cut the rows of one matrix", "pass either of the two");
   const Groups groups{offsets->const_data_ptr(), type == ScalarType::Long, offsets->numel()};
   static const bool checks = std::getenv("BLOCKSCALE_CHECK_OFFSETS") != nullptr;
-  if (at.cuda() && checks) {
+  if (!at.cuda()) {  // under this operator's name, and before anything is read by them
+    check_offsets(op, groups, rows);
+  } else if (checks) {
     const Tensor copy = torch::stable::to(*offsets, Device(DeviceType::CPU));
     check_offsets(op, {copy.const_data_ptr(), groups.wide, groups.count}, rows);
   }

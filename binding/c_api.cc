@@ -160,3 +160,10 @@ BLOCKSCALE_EXPORT long bs_matmul_needs(const char* spec, const char* device, cha
   using namespace blockscale;
   return answer([&] { return binding::matmul_needs(parse_spec(spec), device); }, out, n);
 }
+
+// The path of matmul or grouped_matmul there, or its refusal.
+BLOCKSCALE_EXPORT long bs_matmul_path(const char* op, const char* spec, const char* device,
+                                      char* out, long n) {
+  using namespace blockscale;
+  return answer([&] { return binding::matmul_path(op, parse_spec(spec), device); }, out, n);
+}

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -42,6 +43,15 @@ Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_
                      ScalarType dtype, const Device& device);
 // The memory of a fresh contiguous tensor under another shape; to autograd it is no view.
 Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes);
+
+// The first result of one of PyTorch's operators.
+template <class... Args>
+Tensor call(const char* op, const char* overload, const Args&... args) {
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
 
 // PyTorch's own threads.
 class TorchExecutor final : public Executor {

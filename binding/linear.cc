@@ -3,11 +3,10 @@
 // layer.
 #include "linear.h"
 
-#include <array>
+#include <algorithm>
 #include <sstream>
 #include <unordered_map>
 
-#include "gpu/gpu.h"
 #include "matmul.h"
 
 namespace blockscale::binding {
@@ -15,15 +14,6 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 using Spec = std::optional<QuantSpec>;  // none: high precision
-
-// The first result of one of PyTorch's operators.
-template <class... Args>
-Tensor call(const char* op, const char* overload, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
 
 struct Recipe {
   Spec fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x;
@@ -47,70 +37,80 @@ const Recipe& recipe_of(const Text& text) {
       .first->second;
 }
 
-// How the operands of a layer are stored: as GEMMs read them. FP32 scales of single lines lie
-// transposed, which is how Hopper's FP8 GEMM brings them in; everything else is linear.
-StorageLayout storage_of(const QuantSpec& spec) {
+// The matrices of a tensor: one, a batch, or groups of the rows of one.
+struct Extent {
+  int64_t rows, columns;
+  int64_t batch = 1;
+  Groups groups{};
+};
+
+// How the operands of a layer are stored: as GEMMs read them. FP32 scales lie transposed, which is
+// how Hopper's FP8 GEMM brings them in, but where groups of rows would leave gaps in them;
+// everything else is linear.
+StorageLayout storage_of(const QuantSpec& spec, int axis, const Extent& e) {
   StorageLayout layout;
-  if (spec.scale == Format::fp32 && !spec.square) layout.scales = Layout::mn_major;
+  if (spec.scale == Format::fp32 && !(e.groups && axis == -1)) layout.scales = Layout::mn_major;
   return layout;
 }
 
-// Where the parts of a quantized operand lie in its memory. Codes take whole blocks of at least 8
-// bytes, so that what follows is aligned.
-struct Parts {
-  Parts(const QuantSpec& spec, int axis, int64_t rows, int64_t columns) {
-    const StoredShape s = stored_shape(spec, storage_of(spec), axis, rows, columns);
-    outer = s.code_bytes;
-    scales = outer + (spec.outer ? static_cast<int64_t>(sizeof(float)) : 0);
-    bytes = scales + s.scale_count * scale_bytes(spec.scale);
+// An operand without memory, and where its parts lie in what it gets. Codes take whole blocks of at
+// least 8 bytes, so that what follows is aligned.
+struct Plan {
+  Plan(const QuantSpec& spec, int axis, const Extent& e) {
+    q.spec = spec, q.layout = storage_of(spec, axis, e), q.axis = axis;
+    q.rows = e.rows, q.columns = e.columns, q.batch = e.batch, q.groups = e.groups;
+    const StoredShape s = q.shape();
+    outer = q.batch * s.code_bytes;
+    scales = outer + (spec.outer ? q.matrices() * static_cast<int64_t>(sizeof(float)) : 0);
+    bytes = scales + q.batch * s.scale_count * scale_bytes(spec.scale);
   }
+  Quantized in(uint8_t* base) const {
+    Quantized placed = q;
+    placed.codes = base;
+    placed.outer = reinterpret_cast<float*>(base + outer);
+    placed.scales = base + scales;
+    return placed;
+  }
+  Quantized q;
   int64_t outer, scales, bytes;
 };
 
-// One operand of a GEMM, [lines, contraction length]: quantized, or a high-precision matrix.
+// One operand of a GEMM, quantized or a high-precision matrix, which runs along the contraction
+// axis or, with axis -2, down it.
 struct Side {
   Tensor memory;  // of `view`, or the matrix
+  int axis;
   std::optional<ConstQuantized> view;
 };
 
 // Where a quantizer writes.
 struct Made {
-  Made(const Place& at, const QuantSpec& spec, int axis, int64_t rows, int64_t columns)
-      : parts(spec, axis, rows, columns),
-        memory(empty({parts.bytes}, ScalarType::Byte, at.device())) {
-    auto* base = static_cast<uint8_t*>(memory.mutable_data_ptr());
-    view = {base,
-            base + parts.scales,
-            reinterpret_cast<float*>(base + parts.outer),
-            spec,
-            storage_of(spec),
-            axis,
-            rows,
-            columns};
+  Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e) {
+    const Plan plan(spec, axis, e);
+    memory = empty({plan.bytes}, ScalarType::Byte, at.device());
+    view = plan.in(static_cast<uint8_t*>(memory.mutable_data_ptr()));
   }
-  Side side() const { return {memory, as_const(view)}; }
+  Side side() const { return {memory, view.axis, as_const(view)}; }
 
-  Parts parts;
   Tensor memory;
   Quantized view;
 };
 
-// An operand that an earlier call has made, from its memory.
-Side kept(const Place& at, const Tensor& saved, const QuantSpec& spec, int64_t lines, int64_t k) {
-  const Parts parts(spec, -1, lines, k);
+// What an earlier call has made along axis -2, from its memory; without a spec, the matrix itself.
+Side kept(const Place& at, const Tensor& saved, const Spec& spec, const Extent& e) {
+  if (!spec) return {saved, -2, std::nullopt};
+  const Plan plan(*spec, -2, e);
   at.check("saved", saved);
-  if (saved.scalar_type() != ScalarType::Byte || saved.numel() != parts.bytes)
+  if (saved.scalar_type() != ScalarType::Byte || saved.numel() != plan.bytes)
     fail(at.op(), "saved", std::to_string(saved.numel()) + " elements",
-         std::to_string(parts.bytes) + " bytes for " + to_string(spec),
+         std::to_string(plan.bytes) + " bytes for " + to_string(*spec),
          "pass what linear returned");
   Tensor memory = torch::stable::contiguous(saved);
   // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
   if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
     memory = torch::stable::clone(memory);
-  const auto* base = static_cast<const uint8_t*>(memory.const_data_ptr());
-  const auto* outer = reinterpret_cast<const float*>(base + parts.outer);
-  return {memory,
-          ConstQuantized{base, base + parts.scales, outer, spec, storage_of(spec), -1, lines, k}};
+  auto* base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
+  return {memory, -2, as_const(plan.in(base))};
 }
 
 int64_t rows_of(const Tensor& x) {
@@ -127,35 +127,31 @@ Ints with_last(const Tensor& x, int64_t last) {
   return sizes;
 }
 
-// A high-precision operand: the matrix, or its transpose.
-Side exact(const Tensor& x, int axis) {
-  const Tensor m = matrix(x);
-  return {axis == -1 ? m : torch::stable::transpose(m, 0, 1), std::nullopt};
-}
-
 struct Key {
   const std::optional<Tensor>&seed, &offset;
 };
 
 // The operands of x along its rows and down its columns, in one pass where both are quantized; one
-// that is not wanted is left out.
+// that is not wanted is left out. x is one matrix, with `batched` [E, R, C], or in groups.
 struct Operands {
   std::optional<Side> row, column;
 };
-Operands operands(const Place& at, const Tensor& x, const Spec& row_spec, const Spec& column_spec,
-                  bool want_row, bool want_column, const Key& key) {
+Operands operands(const Place& at, const Tensor& x, bool batched, const Groups& groups,
+                  const Spec& row_spec, const Spec& column_spec, bool want_row, bool want_column,
+                  const Key& key) {
   const Tensor t = x.dim() == 1 ? matrix(x) : x;
-  const Input in = input(at, t, -1, 0);
+  const Input in = input(at, t, -1, batched);
+  const Extent extent{in.view.rows, in.view.columns, in.view.batch, groups};
   Operands result;
   std::optional<Made> row, column;
   QuantizeOptions row_options, column_options;
   const auto prepare = [&](const Spec& spec, int axis, std::optional<Made>& made,
                            QuantizeOptions& o, std::optional<Side>& side) {
     if (!spec) {
-      side = exact(x, axis);
+      side = Side{batched ? x : matrix(x), axis, std::nullopt};
       return;
     }
-    made.emplace(at, *spec, axis, in.view.rows, in.view.columns);
+    made.emplace(at, *spec, axis, extent);
     if (spec->stochastic())
       o = options(at, *spec, std::nullopt, key.seed, key.offset, {}, 1).options;
     side = made->side();
@@ -173,28 +169,126 @@ Operands operands(const Place& at, const Tensor& x, const Spec& row_spec, const 
   return result;
 }
 
-// The values of an operand in a dtype, [lines, k].
-Tensor values(const Place& at, const Side& side, ScalarType dtype) {
-  if (!side.view) return torch::stable::to(side.memory, dtype);
+// The values of an operand in a dtype: [lines, k], with `batched` [E, lines, k].
+Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype) {
+  const auto turned = [&](const Tensor& t, int axis) {
+    return axis == -1 ? t : torch::stable::transpose(t, -2, -1);
+  };
+  if (!side.view) return turned(torch::stable::to(side.memory, dtype), side.axis);
   ConstQuantized q = *side.view;
-  const int64_t lines = q.axis == -1 ? q.rows : q.columns;
-  const int64_t k = q.axis == -1 ? q.columns : q.rows;
-  q.axis = -1, q.rows = lines, q.columns = k;
-  Tensor out = empty({lines, k}, dtype, at.device());
-  const Matrix view{
-      out.mutable_data_ptr(), dtype_of(at.op(), "dtype", dtype), lines, k, k, 1, 1, lines * k};
-  run(at, lines * k, [&](const auto& on) { dequantize(q, view, on); });
+  if (q.axis == -2 && !q.groups) {  // the same in memory as along axis -1, which is read faster
+    q.axis = -1;
+    std::swap(q.rows, q.columns);
+  }
+  Ints sizes{q.rows, q.columns};
+  if (batched) sizes.insert(sizes.begin(), q.batch);
+  Tensor out = empty(sizes, dtype, at.device());
+  const Matrix view{out.mutable_data_ptr(),
+                    dtype_of(at.op(), "dtype", dtype),
+                    q.rows,
+                    q.columns,
+                    q.columns,
+                    1,
+                    q.batch,
+                    q.rows * q.columns};
+  run(at, out.numel(), [&](const auto& on) { dequantize(q, view, on); });
+  return turned(out, q.axis);
+}
+
+// BF16 as PyTorch's grouped GEMM takes it: rows (or columns) at multiples of 16 bytes.
+Tensor aligned(const Place& at, const Tensor& t) {
+  const int64_t rank = t.dim();
+  const bool turned = t.stride(rank - 1) != 1;
+  const Tensor x = turned ? torch::stable::transpose(t, -2, -1) : t;
+  const int64_t rows = x.size(rank - 2), columns = x.size(rank - 1);
+  const int64_t pitch = std::max<int64_t>(round_up(columns, 8), 8);
+  const bool batch_fits = rank == 2 || x.stride(0) == rows * columns;
+  if (x.stride(rank - 1) == 1 && x.stride(rank - 2) == columns && columns == pitch && batch_fits &&
+      reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0)
+    return t;
+  Ints sizes{rows, columns}, strides{pitch, 1};
+  if (rank == 3) {
+    sizes.insert(sizes.begin(), x.size(0));
+    strides.insert(strides.begin(), rows * pitch);
+  }
+  Tensor copy = empty_strided(sizes, strides, ScalarType::BFloat16, at.device());
+  torch::stable::copy_(copy, x);
+  return turned ? torch::stable::transpose(copy, -2, -1) : copy;
+}
+
+// A·Bᵀ by group in BF16 on a GPU: PyTorch's grouped GEMM, and what it leaves undefined.
+Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
+                      int64_t rows, bool along, ScalarType out_dtype, const Ints& sizes) {
+  if (a.scalar_type() != ScalarType::BFloat16)
+    fail(at.op(), "dtype", torch::headeronly::toString(a.scalar_type()),
+         "bfloat16 where an operand is in high precision: PyTorch's grouped GEMM",
+         "cast x, or quantize all operands");
+  const TorchStream stream(at.device());
+  const size_t rank = sizes.size();
+  const int64_t m = sizes[rank - 2], n = sizes[rank - 1];
+  Tensor out = empty(sizes, out_dtype, at.device());
+  const Matrix d{out.mutable_data_ptr(),
+                 dtype_of(at.op(), "dtype", out_dtype),
+                 m,
+                 n,
+                 n,
+                 1,
+                 along ? groups.count : 1,
+                 m * n};
+  if (a.numel() == 0 || b.numel() == 0) {
+    torch::stable::zero_(out);
+    gpu::settle(d, groups, rows, along, false, stream);
+    return out;
+  }
+  const Ends ends = group_ends(at, groups, rows, 1, stream);
+  const Tensor sums =
+      grouped_mm(aligned(at, a), torch::stable::transpose(aligned(at, b), -2, -1), ends);
+  gpu::Epilogue epilogue;
+  epilogue.groups = ends.view(along);
+  gpu::finish({sums.const_data_ptr(), DType::bf16, m, n, sums.stride(sums.dim() - 2)}, d, epilogue,
+              stream);
   return out;
 }
 
-// A·Bᵀ + bias, `sizes` in all; in PyTorch's own GEMM of `compute` unless both are quantized.
+Tensor grouped_on_cpu(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
+                      bool along, ScalarType out_dtype, const Ints& sizes) {
+  Tensor out = empty(sizes, out_dtype, at.device());
+  torch::stable::zero_(out);
+  int64_t start = 0;
+  for (int64_t g = 0; g < groups.count; start = groups.end(g++)) {
+    const auto part = [&](Tensor t, int64_t dim) {
+      return torch::stable::narrow(t, dim, start, groups.end(g) - start);
+    };
+    const Tensor right = along ? part(b, 1) : torch::stable::select(b, 0, g);
+    Tensor to = along ? torch::stable::select(out, 0, g) : part(out, 0);
+    torch::stable::copy_(
+        to, call("aten::linear", "", part(a, along ? 1 : 0), right, std::optional<Tensor>()));
+  }
+  return out;
+}
+
+// A·Bᵀ + bias, `sizes` in all, or added to `into`; with groups by group, along the contraction axis
+// where they divide that of a, else with a matrix of b for each. In PyTorch's own GEMM of `compute`
+// unless both are quantized. Groups are those of a.
 Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
-               ScalarType compute, ScalarType out_dtype, const Ints& sizes) {
-  if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes);
-  std::optional<Tensor> row;
-  if (bias) row = torch::stable::to(*bias, compute);
-  const Tensor y = call("aten::linear", "", values(at, a, compute), values(at, b, compute), row);
-  return with_shape(torch::stable::to(y, out_dtype), sizes);
+               ScalarType compute, ScalarType out_dtype, const Ints& sizes, const Groups& groups,
+               int64_t rows, const std::optional<Tensor>& into = std::nullopt) {
+  if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes, into);
+  const Tensor left = values(at, a, false, compute);
+  const Tensor right = values(at, b, groups && a.axis == -1, compute);
+  Tensor y;
+  if (groups) {
+    const ScalarType type = into ? ScalarType::Float : out_dtype;
+    y = at.cuda() ? grouped_on_gpu(at, left, right, groups, rows, a.axis == -2, type, sizes)
+                  : grouped_on_cpu(at, left, right, groups, a.axis == -2, type, sizes);
+  } else {
+    std::optional<Tensor> row;
+    if (bias) row = torch::stable::to(*bias, compute);
+    y = with_shape(torch::stable::to(call("aten::linear", "", left, right, row), out_dtype), sizes);
+  }
+  if (!into) return y;
+  Tensor sum = *into;  // the stable ABI has no addition in place
+  return torch::stable::copy_(sum, torch::stable::subtract(sum, y, -1.0));
 }
 
 // The model's offset moves on in place, perhaps before the backward of this forward runs.
@@ -214,59 +308,116 @@ Tensor snapshot(const Place& at, const std::optional<Tensor>& offset) {
   return copy;
 }
 
+const char* name_of(bool grouped) { return grouped ? "grouped_linear" : "linear"; }
+
+// The buffer that W's gradient is added to.
+void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& sizes) {
+  if (!into) return;
+  at.check("accumulate_into", *into);
+  const bool same =
+      std::equal(sizes.begin(), sizes.end(), into->sizes().begin(), into->sizes().end());
+  require(same && into->scalar_type() == ScalarType::Float && into->is_contiguous(), at.op(),
+          "accumulate_into", "another tensor", "contiguous float32 of w's shape");
+}
+
 }  // namespace
 
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe_text,
                               bool dx, bool dw, ScalarType dtype, std::optional<Tensor> seed_x,
-                              std::optional<Tensor> seed_w, std::optional<Tensor> offset) {
+                              std::optional<Tensor> seed_w, std::optional<Tensor> offset,
+                              std::optional<Tensor> offsets) {
   const Recipe& recipe = recipe_of(recipe_text);
-  const Place at("linear", "x", x);
+  const bool grouped = offsets.has_value();
+  const Place at(name_of(grouped), "x", x);
   at.check("w", w);
-  require(w.dim() == 2 && x.dim() >= 1 && x.size(x.dim() - 1) == w.size(1), at.op(), "x, w",
-          "other shapes", "x [..., K] and w [N, K]");
-  const Operands xs =
-      operands(at, x, recipe.fprop_x, recipe.wgrad_x, true, dw && recipe.wgrad_x, {seed_x, offset});
-  const Operands ws =
-      operands(at, w, recipe.fprop_w, recipe.dgrad_w, true, dx && recipe.dgrad_w, {seed_w, offset});
+  const int64_t rank = x.dim();
+  require((grouped ? rank == 2 && w.dim() == 3 : rank >= 1 && w.dim() == 2) &&
+              x.size(rank - 1) == w.size(w.dim() - 1),
+          at.op(), "x, w", "other shapes",
+          grouped ? "x [T, K] and w [E, N, K]" : "x [..., K] and w [N, K]");
+  require(!grouped || (!bias && offsets->numel() == w.size(0)), at.op(), "offsets, bias", "others",
+          "the end of a group for each matrix of w, and no bias");
+  const int64_t rows = rows_of(x);
+  const Groups groups = groups_of(at, offsets, std::nullopt, rows);
+  const Operands xs = operands(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, true,
+                               dw && recipe.wgrad_x, {seed_x, offset});
+  const Operands ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true,
+                               dx && recipe.dgrad_w, {seed_w, offset});
+  const Ints sizes = with_last(x, w.size(w.dim() - 2));
   std::vector<Tensor> results{
-      product(at, *xs.row, *ws.row, bias, dtype, dtype, with_last(x, w.size(0)))};
+      product(at, *xs.row, *ws.row, bias, dtype, dtype, sizes, groups, rows)};
   if (xs.column) results.push_back(xs.column->memory);
   if (ws.column) results.push_back(ws.column->memory);
   if (recipe.backward_draws(dx, dw)) results.push_back(snapshot(at, offset));
   return results;
 }
 
-std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe_text,
-                                       int64_t k, bool dx, bool dw, ScalarType dtype,
-                                       ScalarType x_dtype, ScalarType w_dtype,
-                                       std::optional<ScalarType> bias_dtype) {
+namespace {
+
+// The gradients asked for, but dw where it is added to `into`.
+std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
+                             const Text& recipe_text, int64_t k, bool dx, bool dw, ScalarType dtype,
+                             ScalarType x_dtype, ScalarType w_dtype,
+                             const std::optional<ScalarType>& bias_dtype,
+                             const std::optional<Tensor>& offsets,
+                             const std::optional<Tensor>& into) {
   const Recipe& recipe = recipe_of(recipe_text);
-  const Place at("linear", "dy", dy);
+  const Place at(name_of(offsets.has_value()), "dy", dy);
   require(dy.dim() >= 1, at.op(), "dy.dim()", dy.dim(), "1 or more, [..., N]");
   const bool draws = recipe.backward_draws(dx, dw);
   require(saved.size() == size_t{dw} + size_t{dx} + 2 * size_t{draws}, at.op(), "saved",
           saved.size(), "x's operand, w's operand, offset and seed, each where it is needed");
   const int64_t m = rows_of(dy), n = dy.size(dy.dim() - 1);
+  const Groups groups = groups_of(at, offsets, std::nullopt, m);
+  const int64_t batch = groups ? groups.count : 1;
   auto next = saved.begin();
   std::optional<Side> x, w;
-  if (dw) x = recipe.wgrad_x ? kept(at, *next, *recipe.wgrad_x, k, m) : exact(*next, -2);
+  if (dw) x = kept(at, recipe.wgrad_x ? *next : matrix(*next), recipe.wgrad_x, {m, k, 1, groups});
   if (dw) ++next;
-  if (dx) w = recipe.dgrad_w ? kept(at, *next, *recipe.dgrad_w, k, n) : exact(*next, -2);
-  if (dx) ++next;
+  if (dx) w = kept(at, *next++, recipe.dgrad_w, {n, k, batch, {}});
   std::optional<Tensor> seed, offset;
   if (draws) offset = *next++, seed = *next++;
 
-  const Operands dys = operands(at, dy, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw, {seed, offset});
+  const Operands dys =
+      operands(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw, {seed, offset});
   std::vector<Tensor> gradients;
   if (dx)
-    gradients.push_back(product(at, *dys.row, *w, std::nullopt, dtype, x_dtype, with_last(dy, k)));
-  if (dw) gradients.push_back(product(at, *dys.column, *x, std::nullopt, dtype, w_dtype, {n, k}));
+    gradients.push_back(
+        product(at, *dys.row, *w, std::nullopt, dtype, x_dtype, with_last(dy, k), groups, m));
+  if (dw) {
+    Ints sizes{n, k};
+    if (groups) sizes.insert(sizes.begin(), batch);
+    check_into(at, into, sizes);
+    const Tensor made =
+        product(at, *dys.column, *x, std::nullopt, dtype, w_dtype, sizes, groups, m, into);
+    if (!into) gradients.push_back(made);
+  }
   if (bias_dtype) {
     const Ints rows{0};
     const Tensor sum = torch::stable::sum(matrix(dy), rows, false, ScalarType::Float);
     gradients.push_back(torch::stable::to(sum, *bias_dtype));
   }
   return gradients;
+}
+
+}  // namespace
+
+std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
+                                       bool dx, bool dw, ScalarType dtype, ScalarType x_dtype,
+                                       ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
+                                       std::optional<Tensor> offsets) {
+  return backward(dy, saved, recipe, k, dx, dw, dtype, x_dtype, w_dtype, bias_dtype, offsets, {});
+}
+
+std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
+                                                   Text recipe, int64_t k, bool dx,
+                                                   ScalarType dtype, ScalarType x_dtype,
+                                                   std::optional<ScalarType> bias_dtype,
+                                                   std::optional<Tensor> offsets, Tensor into) {
+  const auto made = backward(dy, saved, recipe, k, dx, true, dtype, x_dtype, ScalarType::Float,
+                             bias_dtype, offsets, into);
+  const Tensor none = empty({0}, ScalarType::Float, dy.device());
+  return {dx ? made[0] : none, bias_dtype ? made.back() : none};
 }
 
 }  // namespace blockscale::binding

@@ -1,9 +1,9 @@
 // matmul. On a CPU, and on a GPU for FP32 scales, it is the core's GEMM. For the other specs on a
 // GPU: decode to BF16, let PyTorch multiply with FP32 sums, then apply outer scales and bias in one
-// pass over them.
+// pass over them. Over groups PyTorch writes these sums in BF16 only.
 #include "matmul.h"
 
-#include "gpu/gpu.h"
+#include <algorithm>
 
 // In PyTorch's builds for GPUs only: weak, so that one binary loads under every build.
 extern "C" __attribute__((weak, visibility("default"))) AOTITorchError aoti_torch_cuda_mm_dtype_out(
@@ -23,42 +23,53 @@ void multiply(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType dt
       aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), to<int32_t>(from(dtype))));
 }
 
-// scale * code in BF16, [lines, extent], without the outer scale: exact. A product of a code and a
-// block scale has at most 4 + 4 significant bits and BF16 holds 8 (NVFP4: 1.5 * 1.875 = 2.8125 =
-// 0b10.1101, six bits), with FP32's exponents. The one exception: below 2^-126 BF16 keeps multiples
-// of 2^-133 only, so that an E8M0 block whose largest value is below about 2^-117 loses what is
-// smaller than 2^-134.
+// scale * code in BF16, [lines, extent], with `batched` [E, lines, extent], without the outer
+// scale: exact. A product of a code and a block scale has at most 4 + 4 significant bits and BF16
+// holds 8 (NVFP4: 1.5 * 1.875 = 2.8125 = 0b10.1101, six bits), with FP32's exponents. The one
+// exception: below 2^-126 BF16 keeps multiples of 2^-133 only, so that an E8M0 block whose largest
+// value is below about 2^-117 loses what is smaller than 2^-134.
 //
-// With `transposed` the tensor is [extent, lines], over the same memory.
-Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, const Stream& stream) {
+// With `transposed` the last two dimensions are [extent, lines], over the same memory.
+Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, bool batched,
+               const Stream& stream) {
   const StoredShape s = q.shape();
   ConstQuantized view = q;
   // Both operands of a GEMM are transformed alike, and the product sums over all that the transform
   // has made of the tail: as an operand of that length without a transform, the codes are the same.
+  // So are those of groups along the contraction axis, where each has whole blocks in every line.
   view.spec.hadamard = {};
   view.spec.outer = false;
   view.outer = nullptr;
+  // So are those of groups of rows whose scales lie at the rows of their codes.
+  if (q.axis == -2 || (q.layout == StorageLayout{} && !q.spec.square)) view.groups = {};
   view.axis = -1;
   view.rows = s.lines;
   view.columns = s.extent;
   // Rows at multiples of 16 bytes, which the fast kernels of both sides ask for.
-  const int64_t stride = round_up(s.extent, 8);
-  Tensor values =
-      transposed
-          ? empty_strided({s.extent, s.lines}, {1, stride}, ScalarType::BFloat16, at.device())
-          : empty_strided({s.lines, s.extent}, {stride, 1}, ScalarType::BFloat16, at.device());
+  const int64_t stride = std::max<int64_t>(round_up(s.extent, 8), 8);
+  Ints sizes{s.lines, s.extent}, strides{stride, 1};
+  if (transposed) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
+  if (batched) {
+    sizes.insert(sizes.begin(), q.batch);
+    strides.insert(strides.begin(), s.lines * stride);
+  }
+  Tensor values = empty_strided(sizes, strides, ScalarType::BFloat16, at.device());
   dequantize(view,
-             Matrix{values.mutable_data_ptr(), DType::bf16, s.lines, s.extent, stride, 1, 1,
+             Matrix{values.mutable_data_ptr(), DType::bf16, s.lines, s.extent, stride, 1, q.batch,
                     s.lines * stride},
              stream);
   return values;
 }
 
+void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
+  if (const std::string needs = matmul_needs(spec, "cuda"); !needs.empty())
+    fail(op, name, to_string(spec) + " on cuda", needs,
+         "dequantize both operands and use torch.mm, or run on the CPU");
+}
+
 void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
-  for (const auto& [name, spec] : {std::pair{"a", a}, std::pair{"b", b}})
-    if (const std::string needs = matmul_needs(spec, "cuda"); !needs.empty())
-      fail(at.op(), name, to_string(spec) + " on cuda", needs,
-           "dequantize both operands and use torch.mm, or run on the CPU");
+  check_on_gpu(at.op(), "a", a);
+  check_on_gpu(at.op(), "b", b);
   if (a.hadamard != b.hadamard)
     fail(at.op(), "b", to_string(b), "the Hadamard transform of a, " + to_string(a),
          "transform both operands of a GEMM or neither");
@@ -68,53 +79,99 @@ void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
          "use one block size for both operands of a GEMM");
 }
 
+// The core's name of this operator is gemm.
+std::string renamed(const Error& error, const std::string& op) {
+  const std::string text = error.what();
+  return text.starts_with("gemm:") ? op + text.substr(4) : text;
+}
+
+// D in the memory of `out`: as many matrices as the groups ask for.
+Matrix result_view(const Place& at, const ConstQuantized& a, const ConstQuantized& b, Tensor& out) {
+  const int64_t rows = a.shape().lines, columns = b.shape().lines;
+  const DType dtype = dtype_of(at.op(), "out_dtype", out.scalar_type());
+  return {out.mutable_data_ptr(),        dtype,         rows, columns, columns, 1,
+          b.groups ? b.groups.count : 1, rows * columns};
+}
+
 // The core's GEMM, with threads or on a stream.
 template <class On>
 Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
-                   const On& on) {
-  const int64_t rows = a.shape().lines, columns = b.shape().lines;
+                   const std::optional<Tensor>& into, const On& on) {
   GemmOptions options;
   std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
   if (bias) {
     fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
     options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
   }
+  options.accumulate = into.has_value();
   // It writes FP32 and BF16.
-  const bool half = out_dtype == ScalarType::Half;
-  Tensor out = empty(sizes, half ? ScalarType::Float : out_dtype, at.device());
-  const DType type = dtype_of(at.op(), "out_dtype", out.scalar_type());
-  const Matrix d{out.mutable_data_ptr(), type, rows, columns, columns, 1, 1, rows * columns};
+  const bool half = !into && out_dtype == ScalarType::Half;
+  Tensor out = into ? *into : empty(sizes, half ? ScalarType::Float : out_dtype, at.device());
   try {
-    gemm(a, b, d, options, on);
-  } catch (const Error& error) {  // the core's name of this operator is gemm
-    const std::string text = error.what();
-    throw Error(text.starts_with("gemm:") ? at.op() + text.substr(4) : text);
+    gemm(a, b, result_view(at, a, b, out), options, on);
+  } catch (const Error& error) {
+    throw Error(renamed(error, at.op()));
   }
   return half ? torch::stable::to(out, out_dtype) : out;
 }
 
+// The sums of D in PyTorch's GEMM, rounded once to `dtype`; over groups that is BF16.
+Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                   const std::optional<Ends>& ends, ScalarType dtype, const Stream& stream) {
+  const StoredShape sa = a.shape(), sb = b.shape();
+  if (sa.lines == 0 || sb.lines == 0 || sa.extent == 0) {
+    Ints shape{sa.lines, sb.lines};
+    if (b.groups) shape.insert(shape.begin(), b.groups.count);
+    return torch::stable::full(shape, 0.0, dtype, std::nullopt, at.device());
+  }
+  const Tensor left = decoded(at, a, false, false, stream);
+  const Tensor right = decoded(at, b, true, ends && !b.groups, stream);
+  if (ends) return grouped_mm(left, right, *ends);
+  Tensor out = empty({sa.lines, sb.lines}, dtype, at.device());
+  multiply(left, right, out, dtype);
+  return out;
+}
+
+// Decoded, groups along the contraction axis are read as they lie in linear storage.
+void check_layouts(const Place& at, const ConstQuantized& a, const ConstQuantized& b) {
+  for (const auto& [name, q] : {std::pair{"a", &a}, std::pair{"b", &b}})
+    if (q->groups && q->axis == -2 && q->layout != StorageLayout{})
+      fail(at.op(), name, to_string(q->layout) + ", groups along the contraction axis",
+           "the linear layout on a GPU", "relayout it first");
+}
+
 Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-                     const std::optional<Tensor>& bias, ScalarType out_dtype,
-                     const std::vector<int64_t>& sizes) {
+                     const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
+                     const std::optional<Tensor>& into) {
   check_pair(at, a.spec, b.spec);
   const TorchStream stream(at.device());
-  if (a.spec.scale == Format::fp32) return core_matmul(at, a, b, bias, out_dtype, sizes, stream);
-  const StoredShape sa = a.shape(), sb = b.shape();
-  // PyTorch's GEMM rounds its sums once, to whatever dtype it writes.
-  const bool finished = !a.spec.outer && !b.spec.outer && !bias && out_dtype != ScalarType::Half;
-  const ScalarType sum_dtype = finished ? out_dtype : ScalarType::Float;
-  const Tensor sums = [&] {
-    const Ints shape{sa.lines, sb.lines};
-    if (sa.lines == 0 || sb.lines == 0 || sa.extent == 0)
-      return torch::stable::full(shape, 0.0, sum_dtype, std::nullopt, at.device());
-    Tensor out = empty(shape, sum_dtype, at.device());
-    multiply(decoded(at, a, false, stream), decoded(at, b, true, stream), out, sum_dtype);
+  if (a.spec.scale == Format::fp32)
+    return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
+  check_layouts(at, a, b);
+  const StoredShape sb = b.shape();
+  std::optional<Ends> ends;
+  if (a.groups)
+    ends = group_ends(at, a.groups, a.rows,
+                      b.groups ? std::max<int64_t>(a.spec.block, a.spec.hadamard.dim) : 1, stream);
+  // PyTorch's GEMM rounds its sums once, to whatever dtype it writes: BF16 over groups, in rows of
+  // whole 16 bytes.
+  const bool writes = a.groups ? out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0
+                               : out_dtype != ScalarType::Half;
+  const bool finished = !a.spec.outer && !b.spec.outer && !bias && !into && writes;
+  const ScalarType sum_dtype = ends       ? ScalarType::BFloat16
+                               : finished ? out_dtype
+                                          : ScalarType::Float;
+  const Tensor sums = sums_on_gpu(at, a, b, ends, sum_dtype, stream);
+  if (finished) {
+    Tensor out = with_shape(sums, sizes);
+    if (ends)
+      gpu::settle(result_view(at, a, b, out), a.groups, a.rows, b.groups.count != 0, true, stream);
     return out;
-  }();
-  if (finished) return with_shape(sums, sizes);
-  Tensor out = out_dtype == ScalarType::Float ? with_shape(sums, sizes)
-                                              : empty(sizes, out_dtype, at.device());
+  }
+  Tensor out = into                             ? *into
+               : ends || out_dtype != sum_dtype ? empty(sizes, out_dtype, at.device())
+                                                : with_shape(sums, sizes);
   gpu::Epilogue epilogue;
   if (a.spec.outer) epilogue.a_outer = a.outer;
   if (b.spec.outer) epilogue.b_outer = b.outer;
@@ -124,35 +181,81 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
     epilogue.bias = row->const_data_ptr();
     epilogue.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
   }
-  gpu::finish(static_cast<const float*>(sums.const_data_ptr()),
-              Matrix{out.mutable_data_ptr(), dtype_of(at.op(), "out_dtype", out_dtype), sa.lines,
-                     sb.lines, sb.lines, 1, 1, sa.lines * sb.lines},
-              epilogue, stream);
+  epilogue.accumulate = into.has_value();
+  if (ends) epilogue.groups = ends->view(b.groups.count != 0);
+  const Matrix d = result_view(at, a, b, out);
+  gpu::finish({sums.const_data_ptr(), dtype_of(at.op(), "sums", sum_dtype), d.rows, d.columns,
+               sums.stride(sums.dim() - 2)},
+              d, epilogue, stream);
   return out;
 }
 
 }  // namespace
+
+gpu::GroupEnds Ends::view(bool contraction) const {
+  return {static_cast<const int32_t*>(ends.const_data_ptr()),
+          static_cast<const int32_t*>(wrong.const_data_ptr()), ends.numel(), contraction};
+}
+
+Ends group_ends(const Place& at, const Groups& groups, int64_t rows, int64_t unit,
+                const Stream& stream) {
+  Ends made{empty({groups.count}, ScalarType::Int, at.device()),
+            empty({1}, ScalarType::Int, at.device())};
+  gpu::group_ends(groups, rows, unit, static_cast<int32_t*>(made.ends.mutable_data_ptr()),
+                  static_cast<int32_t*>(made.wrong.mutable_data_ptr()), stream);
+  return made;
+}
+
+Tensor grouped_mm(const Tensor& a, const Tensor& b, const Ends& ends) {
+  return call("aten::_grouped_mm", "", a, b, std::optional<Tensor>(ends.ends),
+              std::optional<Tensor>(), std::optional<ScalarType>());
+}
 
 std::string matmul_needs(const QuantSpec& spec, std::string_view device) {
   // An FP32 scale times a code does not fit in BF16: such operands need the core's own GEMM.
   return spec.scale == Format::fp32 ? gemm_needs(spec, device) : "";
 }
 
+std::string matmul_path(const std::string& op, const QuantSpec& spec, std::string_view device) {
+  const bool grouped = op == "grouped_matmul";
+  if (!grouped && op != "matmul")
+    return "explain: operation = '" + op + "'; need matmul or grouped_matmul";
+  const std::string groups = grouped ? ", one launch for all groups" : "";
+  if (device != "cuda")
+    return "the CPU's GEMM (" + instruction_set() + ")" + (grouped ? ", group by group" : "");
+  try {
+    check_on_gpu(op.c_str(), "a", spec);
+    if (spec.scale == Format::fp32) {
+      gpu::check_gemm_device();
+      return "the block-scaled FP8 GEMM for compute capability 9.0" + groups;
+    }
+  } catch (const Error& error) {
+    return renamed(error, op);
+  }
+  std::string path = "decoded to BF16, then PyTorch's ";
+  path += grouped ? "grouped GEMM, which rounds its sums to BF16" + groups : "GEMM with FP32 sums";
+  return path + (spec.outer ? ", then outer scales in one pass" : "");
+}
+
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes) {
+              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into) {
+  const StoredShape sa = a.shape(), sb = b.shape();
   if (bias) {
     at.check("bias", *bias);
     dtype_of(at.op(), "bias.dtype", bias->scalar_type());
-    const int64_t lines = b.shape().lines;
-    if (bias->dim() != 1 || bias->numel() != lines)
-      fail(at.op(), "bias.numel()", bias->numel(),
-           "one dimension of " + std::to_string(lines) + ", the rows of b");
+    const int64_t rank = bias->dim(), count = a.groups ? a.groups.count : 1;
+    const std::string lines = std::to_string(sb.lines);
+    if (a.groups && (rank != 2 || bias->size(0) != count || bias->size(1) != sb.lines))
+      fail(at.op(), "bias", "another shape",
+           "[" + std::to_string(count) + ", " + lines + "], a row for each group");
+    if (!a.groups && (rank != 1 || bias->numel() != sb.lines))
+      fail(at.op(), "bias.numel()", bias->numel(), "one dimension of " + lines + ", the rows of b");
   }
-  if (at.cuda()) return matmul_on_gpu(at, a, b, bias, out_dtype, sizes);
+  if (at.cuda()) return matmul_on_gpu(at, a, b, bias, out_dtype, sizes, into);
   // A multiply-add costs about 1/16 of quantizing an element.
-  const int64_t work = a.shape().lines * b.shape().lines / 16 * a.shape().extent;
-  return core_matmul(at, a, b, bias, out_dtype, sizes, executor_for(work));
+  const int64_t work = sa.lines * sb.lines / 16 * sa.extent;
+  return core_matmul(at, a, b, bias, out_dtype, sizes, into, executor_for(work));
 }
 
 }  // namespace blockscale::binding

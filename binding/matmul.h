@@ -5,18 +5,41 @@
 #include <string>
 
 #include "boundary.h"
+#include "gpu/gpu.h"
 
 namespace blockscale::binding {
 
-// The operands' contraction axes are equally long, and their memory has been checked; bias is
-// [lines of b] of any dtype. `sizes` is the shape of D: the lines of a, perhaps in several
-// dimensions, and the lines of b. out_dtype is float32, bfloat16 or float16.
+// The operands' contraction axes are equally long, and their memory has been checked; they may be
+// in groups as for the core's gemm. `bias` is [lines of b], with groups [groups, lines of b], of
+// any dtype. `sizes` is the shape of D: the lines of a, perhaps in several dimensions, and the
+// lines of b; or [groups, lines of a, lines of b]. out_dtype is float32, bfloat16 or float16.
+//
+// With `into`, a contiguous float32 tensor of as many elements, the product is added to it, and it
+// is the result.
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes);
+              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt);
+
+// Where groups of `rows` rows end on a GPU, in storage where each starts at a multiple of `unit`;
+// looked at, so that nothing is read outside whatever the offsets are.
+struct Ends {
+  Tensor ends, wrong;
+  gpu::GroupEnds view(bool contraction) const;
+};
+Ends group_ends(const Place& at, const Groups& groups, int64_t rows, int64_t unit,
+                const Stream& stream);
+
+// A·B by group in PyTorch's grouped GEMM: a [T, K] by rows with b [groups, K, N], or a [M, S] with
+// b [S, N] along S. BF16 in and out, rows or columns and groups along S at multiples of 16 bytes;
+// rows of no group and the products of empty groups are left undefined.
+Tensor grouped_mm(const Tensor& a, const Tensor& b, const Ends& ends);
 
 // What a GEMM of operands of this spec still needs on a kind of device ("cpu", "cuda"); empty when
 // it can run.
 std::string matmul_needs(const QuantSpec& spec, std::string_view device);
+
+// How `op`, matmul or grouped_matmul, multiplies operands of this spec on a kind of device, or its
+// refusal. On a GPU it looks at the current one.
+std::string matmul_path(const std::string& op, const QuantSpec& spec, std::string_view device);
 
 }  // namespace blockscale::binding

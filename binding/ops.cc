@@ -118,20 +118,34 @@ std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_te
 Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, Text a_layout,
                  int64_t a_rows, Tensor b_codes, Tensor b_scales, Tensor b_outer, Text b_spec,
                  Text b_layout, int64_t b_rows, int64_t k, OptionalTensor bias,
-                 ScalarType out_dtype) {
-  constexpr const char* kOp = "matmul";
+                 ScalarType out_dtype, OptionalTensor offsets, int64_t axis) {
+  const char* const op = offsets ? "grouped_matmul" : "matmul";
   for (int64_t extent : {a_rows, b_rows, k})
-    require(extent >= 0, kOp, "a_rows, b_rows, k", extent, "0 or more");
-  require(out_dtype == ScalarType::Float || out_dtype == ScalarType::BFloat16, kOp, "out_dtype",
+    require(extent >= 0, op, "a_rows, b_rows, k", extent, "0 or more");
+  require(out_dtype == ScalarType::Float || out_dtype == ScalarType::BFloat16, op, "out_dtype",
           torch::headeronly::toString(out_dtype), "float32 or bfloat16",
           "convert the result with .to()");
-  // Stored operands look the same along either axis: lines of contraction-contiguous codes.
-  const Place at(kOp, "a_codes", a_codes);
-  const Operand a = operand(at, "a_", a_codes, a_scales, a_outer, spec_of(a_spec),
-                            layout_of(a_layout), -1, a_rows, k, std::nullopt);
-  const Operand b = operand(at, "b_", b_codes, b_scales, b_outer, spec_of(b_spec),
-                            layout_of(b_layout), -1, b_rows, k, std::nullopt);
-  return matmul(at, a.view, b.view, bias, out_dtype, {a_rows, b_rows});
+  const Place at(op, "a_codes", a_codes);
+  // Without groups, stored operands look the same along either axis: lines of codes along the
+  // contraction axis. Groups divide rows of what was quantized: those of a, or the contraction
+  // axis.
+  const bool along = checked_axis(op, axis) == -2;
+  require(offsets || !along, op, "axis", axis, "-1 without offsets");
+  const Groups groups = groups_of(at, offsets, std::nullopt, along ? k : a_rows);
+  const auto read = [&](const char* prefix, const Tensor& codes, const Tensor& scales,
+                        const Tensor& outer, const Text& spec, const Text& layout, int64_t lines,
+                        std::optional<int64_t> batch, const Groups& in) {
+    return operand(at, prefix, codes, scales, outer, spec_of(spec), layout_of(layout),
+                   along ? -2 : -1, along ? k : lines, along ? lines : k, batch, in);
+  };
+  const auto batch = groups && !along ? std::optional(groups.count) : std::nullopt;
+  const Operand a =
+      read("a_", a_codes, a_scales, a_outer, a_spec, a_layout, a_rows, std::nullopt, groups);
+  const Operand b = read("b_", b_codes, b_scales, b_outer, b_spec, b_layout, b_rows, batch,
+                         along ? groups : Groups{});
+  Ints sizes{a_rows, b_rows};
+  if (along) sizes.insert(sizes.begin(), groups.count);
+  return matmul(at, a.view, b.view, bias, out_dtype, sizes);
 }
 
 }  // namespace
@@ -158,14 +172,19 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "matmul(Tensor a_codes, Tensor a_scales, Tensor a_outer, str a_spec, str a_layout, "
       "SymInt a_rows, Tensor b_codes, Tensor b_scales, Tensor b_outer, str b_spec, str b_layout, "
-      "SymInt b_rows, SymInt k, Tensor? bias, ScalarType out_dtype) -> Tensor");
+      "SymInt b_rows, SymInt k, Tensor? bias, ScalarType out_dtype, Tensor? offsets=None, "
+      "int axis=-1) -> Tensor");
   m.def(
       "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, ScalarType dtype, "
-      "Tensor? seed_x, Tensor? seed_w, Tensor? offset) -> Tensor[]");
+      "Tensor? seed_x, Tensor? seed_w, Tensor? offset, Tensor? offsets=None) -> Tensor[]");
   m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
-      "ScalarType dtype, ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype) "
-      "-> Tensor[]");
+      "ScalarType dtype, ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype, "
+      "Tensor? offsets=None) -> Tensor[]");
+  m.def(
+      "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, "
+      "ScalarType dtype, ScalarType x_dtype, ScalarType? bias_dtype, Tensor? offsets, "
+      "Tensor(a!) into) -> (Tensor dx, Tensor db)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
@@ -178,4 +197,5 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("matmul", TORCH_BOX(&matmul_op));
   m.impl("linear", TORCH_BOX(&linear_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
+  m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));
 }

@@ -190,15 +190,35 @@ void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memo
   check_same_groups("relayout", from.groups, to.groups);
 }
 
+// Groups divide the rows of A, with one matrix of B for each, or the contraction axis of both.
+void check_gemm_groups(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d) {
+  const bool along = b.groups.count != 0;
+  const int64_t count = a.groups ? a.groups.count : 1;
+  if (along && !a.groups)
+    fail("gemm", "b", "groups", "none where a has none",
+         "groups divide the rows of a, or the contraction axis of both");
+  if (along) check_same_groups("gemm", a.groups, b.groups);
+  for (const auto& [name, q] : {std::pair{"a", &a}, std::pair{"b", &b}})
+    if (q->groups && q->axis != (along ? -2 : -1))
+      fail("gemm", name, describe(*q) + ", in groups",
+           along ? "groups along the contraction axis, axis -2, as b has groups"
+                 : "groups along the rows, axis -1, as b has none");
+  const auto check_batch = [](const char* name, int64_t got, int64_t need) {
+    if (got != need)
+      fail("gemm", name, got, need == 1 ? "one matrix" : std::to_string(need) + ", one a group");
+  };
+  check_batch("a.batch", a.batch, 1);
+  check_batch("b.batch", b.batch, along ? 1 : count);
+  check_batch("d.batch", d.batch, along ? count : 1);
+}
+
 void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
                 const GemmOptions& options, Memory memory) {
   check_quantized("gemm", "a", a, memory);
   check_quantized("gemm", "b", b, memory);
   check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, memory);
-  if (a.groups || b.groups) fail("gemm", "a, b", "groups", "one matrix each");
+  check_gemm_groups(a, b, d);
   const StoredShape sa = a.shape(), sb = b.shape();
-  if (a.batch != 1 || b.batch != 1 || d.batch != 1)
-    fail("gemm", "batch", a.batch, "one matrix each");
   const int64_t ka = a.axis == -1 ? a.columns : a.rows, kb = b.axis == -1 ? b.columns : b.rows;
   if (ka != kb)
     fail("gemm", "b", describe(b), "the contraction length of a, " + std::to_string(ka),
@@ -313,6 +333,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   }
   if (d.column_stride != 1 && d.columns > 1)
     fail("gemm", "d.column_stride", d.column_stride, "1 on a GPU");
+  if (d.batch > 1 && d.batch_stride != d.rows * d.row_stride)
+    fail("gemm", "d.batch_stride", d.batch_stride,
+         std::to_string(d.rows * d.row_stride) + " on a GPU: one matrix below the other");
   gpu::gemm(a, b, d, options, stream);
 }
 

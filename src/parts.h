@@ -62,6 +62,42 @@ inline int64_t rows_in(const Groups& groups, int64_t rows) {
   return groups ? groups.end(groups.count - 1) : rows;
 }
 
+// Rows of x from `row` on become 0: those that belong to no group.
+inline void clear_rows(const Matrix& x, int64_t row) {
+  for (; row < x.rows; ++row)
+    for (int64_t c = 0; c < x.columns; ++c)
+      store_element(x, row * x.row_stride + c * x.column_stride, 0.0f);
+}
+
+// The products of a GEMM, one a group: with groups along the rows they divide A, D and the batch B,
+// with groups along the contraction axis A and B, and D is a batch.
+struct Product {
+  Part<const uint8_t, const float> a, b;
+  Matrix d;
+  const float* bias;  // or null
+};
+inline std::vector<Product> products_of(const ConstQuantized& a, const ConstQuantized& b,
+                                        const Matrix& d, const float* bias) {
+  const auto as = parts_of(a), bs = parts_of(b);
+  if (!a.groups) return {{as[0], bs[0], d, bias}};
+  std::vector<Product> products;
+  for (size_t g = 0; g < as.size(); ++g) {
+    const auto i = static_cast<int64_t>(g);
+    Product p{as[g], b.groups ? bs[g] : bs[0], d, bias ? bias + i * d.columns : nullptr};
+    if (b.groups) {
+      p.d.data = static_cast<uint8_t*>(d.data) + i * d.batch_stride * dtype_bytes(d.dtype);
+      p.d.batch = 1;
+    } else {
+      p.b.q.codes += i * p.b.shape.code_bytes;
+      p.b.q.scales += i * p.b.shape.scale_count * scale_bytes(b.spec.scale);
+      if (b.spec.outer) p.b.q.outer += i;
+      p.d = rows_of(d, as[g].at.row, as[g].q.rows);
+    }
+    products.push_back(p);
+  }
+  return products;
+}
+
 // Pieces of work of several parts, numbered through.
 class Pieces {
  public:

@@ -92,16 +92,26 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 
 // D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each
 // operand's contraction axis is the one it was quantized along, its lines are the rows of A or B.
+//
+// Groups make it one product a group:
+//   along the rows         a.groups, axis -1: A [M, K], its rows by group; b a batch of one [N, K]
+//   a
+//                          group; D [M, N]. Rows of D that belong to no group become 0.
+//   along the contraction  a.groups and b.groups, the same, axis -2: A [K, M] and B [K, N] as they
+//                          were quantized, K by group; D a batch of one [M, N] a group. Where a
+//                          group is empty its sum is 0.
+// With accumulate, what has no sum stays as it is. On a GPU offsets are read when the kernel runs;
+// where they decrease or pass the end, all of D is NaN.
 struct GemmOptions {
   float alpha = 1.0f;
   const float* device_alpha = nullptr;  // on a GPU: one more factor, read when the kernel runs
-  const float* bias = nullptr;          // N values, added to every row
+  const float* bias = nullptr;          // N values, added to every row; with groups N for each
   bool accumulate = false;              // add to D (FP32 only) instead of overwriting it
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
-// On a GPU: FP8 with FP32 scales, on compute capability 9.0. A is best stored in 1x128 blocks with
-// mn_major scales: others are copied into that form, in the workspace (4 bytes a block and row).
+// On a GPU: FP8 with FP32 scales, on compute capability 9.0. Scales are best mn_major, and A in
+// 1x128 blocks: others are copied into that form, in the workspace (4 bytes a scale).
 // Sums run within 128 of K in the tensor cores' precision, across them in FP32.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);

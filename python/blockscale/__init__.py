@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from blockscale import _fakes as _fakes  # registers the fake kernels
 from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
-from blockscale.functional import linear
-from blockscale.ops import amax, dequantize, matmul, quantize, quantize_dual, relayout
+from blockscale.functional import grouped_linear, linear
+from blockscale.ops import (
+    amax,
+    dequantize,
+    grouped_matmul,
+    matmul,
+    quantize,
+    quantize_dual,
+    relayout,
+)
 from blockscale.recipe import Recipe, Spec, recipe, recipe_names, spec, spec_names
 from blockscale.rng import Rng
 from blockscale.tensor import QuantizedTensor
@@ -27,6 +36,8 @@ __all__ = [
     "dequantize",
     "describe",
     "explain",
+    "grouped_linear",
+    "grouped_matmul",
     "linear",
     "matmul",
     "nn",

@@ -18,6 +18,7 @@ _FUNCTIONS: Final = {
     "bs_spec_with": 2,
     "bs_explain": 3,
     "bs_matmul_needs": 2,
+    "bs_matmul_path": 3,
 }
 _LIBRARY = Path(__file__).parent / "lib" / "libblockscale_torch.so"
 
@@ -99,12 +100,24 @@ def spec_facts_with(text: str, changes: str) -> dict[str, Any]:
     return facts
 
 
-def explain(spec: object, layout: str = "linear", device: str | torch.device = "cpu") -> str:
+def explain(
+    spec: object,
+    layout: str = "linear",
+    device: str | torch.device = "cpu",
+    operation: str = "",
+) -> str:
     """Why `spec` in `layout` cannot run on `device`, as its error would say; "" when it can.
+
+    With `operation`, "matmul" or "grouped_matmul": by which kernel or path operands of this spec
+    are multiplied there, or the error of that operator; asked of the current GPU for "cuda".
 
     Never raises for a bad name: the refusal is the answer.
     """
-    return _ask("bs_explain", str(spec), layout, str(device).split(":")[0])
+    kind = str(device).split(":")[0]
+    refusal = _ask("bs_explain", str(spec), layout, kind)
+    if refusal or not operation:
+        return refusal
+    return _ask("bs_matmul_path", operation, str(spec), kind)
 
 
 @functools.cache

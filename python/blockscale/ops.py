@@ -1,23 +1,20 @@
-"""The operators as functions of tensors, and their fake kernels."""
+"""The operators as functions of tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
 
 import torch
 
 from blockscale._errors import fail, fail_type
 from blockscale.recipe import Spec, spec
 from blockscale.rng import Rng
-from blockscale.tensor import QuantizedTensor, matrix_extents, stored_shapes
+from blockscale.tensor import QuantizedTensor, matrix_extents
 
 _ops = torch.ops.blockscale
-
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def quantize(
@@ -210,24 +207,79 @@ def matmul(
             fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix")
         if q.offsets is not None:
             fail("matmul", f"{name}.offsets", "given", "none: one matrix, not groups")
-    a_rows, a_length = _lines_and_length(a)
-    b_rows, b_length = _lines_and_length(b)
-    if a_length != b_length:
-        got = f"{a_length} (axis {a.axis} of {list(a.shape)}) and "
-        got += f"{b_length} (axis {b.axis} of {list(b.shape)})"
-        fail(
-            "matmul",
-            "contraction lengths of a and b",
-            got,
-            "equal lengths",
-            "quantize both operands along the axis that is summed over",
-        )
+    a_rows, b_rows, length = _product_extents("matmul", a, b)
     product: torch.Tensor = _ops.matmul(
         *(a.codes, a.scales, a.outer_or_empty, str(a.spec), a.layout, a_rows),
         *(b.codes, b.scales, b.outer_or_empty, str(b.spec), b.layout, b_rows),
-        a_length,
+        length,
         None if bias is None else bias.detach(),
         out_dtype,
+    )
+    return product
+
+
+def grouped_matmul(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`matmul` for each group of rows, in one call that does not wait for the offsets.
+
+    Two forms, by the axis of the operands (docs/groups.md):
+
+    - groups of rows: `a` [M, K] quantized along axis -1 with `offsets`, `b` [G, N, K] along axis -1
+      with batch_dims=1. Row r of the result is row r of a times its group's matrix; rows of no
+      group are 0. (dgrad: `b` [G, K, N] along axis -2.)
+    - groups along the contraction axis: `a` [T, M] and `b` [T, N], both quantized along axis -2
+      with `offsets`. The result holds one product a group; an empty group's is 0.
+
+    Each group is multiplied as `matmul` would multiply its own operands, outer scales included: bit
+    for bit on the CPU. On a GPU, specs with FP32 block scales run in the block-scaled GEMM of H100
+    and H200; the others are decoded to BF16 and multiplied by PyTorch's grouped GEMM, which rounds
+    its sums to BF16 before outer scales and bias are applied.
+
+    Args:
+        a, b: operands, of equal contraction lengths.
+        offsets: the tensor that they were quantized with, [G].
+        bias: [G, N], a row for each group; float32, bfloat16 or float16.
+        out_dtype: float32 or bfloat16.
+
+    Returns:
+        [M, N], or [G, M, N] for groups along the contraction axis.
+
+    Raises:
+        TypeError, ValueError: operands that are damaged, or that cannot be multiplied. Offsets that
+            decrease or pass the end; on a GPU they make the result NaN instead.
+    """
+    op = "grouped_matmul"
+    _operand(op, "a", a)
+    _operand(op, "b", b)
+    if not isinstance(offsets, torch.Tensor):
+        fail_type(op, "offsets", offsets, "a tensor of the cumulative ends of groups, [G]")
+    along = b.offsets is not None
+    for name, q in (("a", a), ("b", b)) if along else (("a", a),):
+        _same_offsets(op, name, q, offsets)
+    axis = -2 if along else -1
+    if a.axis != axis:
+        need = "-2, as b has groups" if along else "-1: groups of rows, as b has none"
+        fail(op, "a.axis", a.axis, need, "quantize both with offsets along axis -2, or a along -1")
+    groups = offsets.shape[0]
+    if along and b.axis != -2:
+        fail(op, "b.axis", b.axis, "-2: groups along the contraction axis")
+    if not along and (b.batch_dims != 1 or b.shape[0] != groups):
+        got = f"{list(b.shape)} with batch_dims={b.batch_dims}"
+        fail(op, "b", got, f"[{groups}, N, K] with batch_dims=1: a matrix for each group")
+    a_rows, b_rows, length = _product_extents(op, a, b)
+    product: torch.Tensor = _ops.matmul(
+        *(a.codes, a.scales, a.outer_or_empty, str(a.spec), a.layout, a_rows),
+        *(b.codes, b.scales, b.outer_or_empty, str(b.spec), b.layout, b_rows),
+        length,
+        None if bias is None else bias.detach(),
+        out_dtype,
+        offsets,
+        axis,
     )
     return product
 
@@ -314,128 +366,31 @@ def _lines_and_length(q: QuantizedTensor) -> tuple[int, int]:
     return (rows, columns) if q.axis == -1 else (columns, rows)
 
 
-# --- fake kernels: shape, dtype and stride of every result, without data --------------------------
+def _product_extents(
+    operation: str, a: QuantizedTensor, b: QuantizedTensor
+) -> tuple[int, int, int]:
+    """Lines of a, lines of b, and the contraction length that they share."""
+    a_rows, a_length = _lines_and_length(a)
+    b_rows, b_length = _lines_and_length(b)
+    if a_length != b_length:
+        got = f"{a_length} (axis {a.axis} of {list(a.shape)}) and "
+        got += f"{b_length} (axis {b.axis} of {list(b.shape)})"
+        remedy = "quantize both operands along the axis that is summed over"
+        fail(operation, "contraction lengths of a and b", got, "equal lengths", remedy)
+    return a_rows, b_rows, a_length
 
 
-def _fake_stored(
-    like: torch.Tensor,
-    text: str,
-    axis: int,
-    shape: Sequence[int],
-    layout: str,
-    batch_dims: int,
-    offsets: torch.Tensor | None,
-) -> Triple:
-    s = spec(text)
-    groups = 0 if offsets is None else offsets.shape[0]
-    shapes = stored_shapes(s, axis, shape, layout, batch_dims, groups)
-    return (
-        like.new_empty(shapes.codes, dtype=s.code_dtype),
-        like.new_empty(shapes.scales, dtype=s.scale_dtype),
-        like.new_empty(shapes.outer, dtype=torch.float32),
-    )
-
-
-def _fake_quantize(
-    x: torch.Tensor,
-    spec: str,
-    axis: int,
-    amax: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    origin: Sequence[int],
-    layout: str,
-    batch_dims: int,
-    offsets: torch.Tensor | None = None,
-) -> Triple:
-    return _fake_stored(x, spec, axis, x.shape, layout, batch_dims, offsets)
-
-
-def _fake_quantize_dual(
-    x: torch.Tensor,
-    row_spec: str,
-    col_spec: str,
-    row_amax: torch.Tensor | None,
-    col_amax: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    origin: Sequence[int],
-    row_layout: str,
-    col_layout: str,
-    batch_dims: int,
-    offsets: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    return (
-        *_fake_stored(x, row_spec, -1, x.shape, row_layout, batch_dims, offsets),
-        *_fake_stored(x, col_spec, -2, x.shape, col_layout, batch_dims, offsets),
-    )
-
-
-def _fake_amax(
-    x: torch.Tensor,
-    spec: str,
-    axis: int,
-    batch_dims: int,
-    offsets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    shape = x.shape[:batch_dims] if offsets is None else offsets.shape
-    return x.new_empty(shape, dtype=torch.float32)
-
-
-def _fake_dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    outer: torch.Tensor,
-    spec: str,
-    axis: int,
-    shape: Sequence[int],
-    layout: str,
-    dtype: torch.dtype,
-    offsets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return codes.new_empty(shape, dtype=dtype)
-
-
-def _fake_relayout(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    spec: str,
-    axis: int,
-    shape: Sequence[int],
-    from_layout: str,
-    to_layout: str,
-    offsets: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake_stored(codes, spec, axis, shape, to_layout, len(shape) - 2, offsets)[:2]
-
-
-def _fake_matmul(
-    a_codes: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_outer: torch.Tensor,
-    a_spec: str,
-    a_layout: str,
-    a_rows: int,
-    b_codes: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_outer: torch.Tensor,
-    b_spec: str,
-    b_layout: str,
-    b_rows: int,
-    k: int,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return a_codes.new_empty((a_rows, b_rows), dtype=out_dtype)
-
-
-_FAKES: Final[dict[str, Callable[..., Any]]] = {
-    "quantize": _fake_quantize,
-    "quantize_dual": _fake_quantize_dual,
-    "amax": _fake_amax,
-    "dequantize": _fake_dequantize,
-    "relayout": _fake_relayout,
-    "matmul": _fake_matmul,
-}
-for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"blockscale::{_name}", _fake)
+def _same_offsets(operation: str, name: str, q: QuantizedTensor, offsets: torch.Tensor) -> None:
+    """Refuse offsets that are not those of the operand; on a GPU their values are not looked at."""
+    own = q.offsets
+    remedy = "pass the offsets that it was quantized with"
+    if own is None:
+        fail(operation, f"{name}.offsets", "None", "an operand in groups", remedy)
+    if own is offsets:
+        return
+    if (own.shape, own.dtype, own.device) != (offsets.shape, offsets.dtype, offsets.device):
+        got = f"{offsets.dtype}{list(offsets.shape)} on {offsets.device}"
+        fail(operation, "offsets", got, f"those of {name}, {own.dtype}{list(own.shape)}", remedy)
+    looks = own.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looks and not torch.equal(own, offsets):
+        fail(operation, "offsets", "other values", f"those of {name}", remedy)

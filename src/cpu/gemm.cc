@@ -8,6 +8,7 @@
 // section 10 holds with c = 1 + 4/K.
 #include "cpu/cpu.h"
 #include "cpu/dot_bf16.h"
+#include "parts.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/gemm.cc"
@@ -97,8 +98,13 @@ HWY_INLINE void pack_scales(const Reader& reader, int64_t line, int64_t width, i
 HWY_INLINE bool fits_bf16(const Reader& reader) {
   if (reader.q.spec.scale != Format::e8m0) return true;
   const auto fits = [](uint32_t byte) { return byte - 67 <= 120u || byte == 255; };
+  // A line of a group along the contraction axis is a part of a longer one.
+  const StoredShape& s = reader.s;
+  const bool part = reader.q.layout.scales == Layout::linear && s.scale_columns != s.blocks;
+  const int64_t runs = part ? s.scale_rows : 1, length = part ? s.blocks : s.scale_count;
   bool all = true;
-  for (int64_t i = 0; i < reader.s.scale_count; ++i) all &= fits(reader.scales[i]);
+  for (int64_t r = 0; r < runs; ++r)
+    for (int64_t i = 0; i < length; ++i) all &= fits(reader.scales[r * s.scale_columns + i]);
   if (all) return true;
   const int64_t block_bytes = reader.q.spec.block / codes_per_byte(reader.q.spec.element);
   for (int64_t line = 0; line < reader.s.lines; ++line)
@@ -140,19 +146,18 @@ HWY_INLINE void multiply_panels(const float* HWY_RESTRICT a, const float* HWY_RE
 
 // What happens to a finished sum; in double, where no product of outer scales leaves the range.
 struct Epilogue {
-  Epilogue(const ConstQuantized& a, const ConstQuantized& b, const Matrix& out,
-           const GemmOptions& o)
-      : d(out), options(o) {
-    factor = static_cast<double>(o.alpha) * (a.spec.outer ? a.outer[0] : 1.0f) *
-             (b.spec.outer ? b.outer[0] : 1.0f);
+  Epilogue(const Product& p, const GemmOptions& options)
+      : d(p.d), bias_row(p.bias), accumulate(options.accumulate) {
+    factor = static_cast<double>(options.alpha) * (p.a.q.spec.outer ? p.a.q.outer[0] : 1.0f) *
+             (p.b.q.spec.outer ? p.b.q.outer[0] : 1.0f);
   }
   // `count` sums of row m from column n on; at most kBlockN.
   void store(int64_t m, int64_t n, int64_t count, const float* sums) const {
     HWY_ALIGN float row[kBlockN];
     const int64_t step = static_cast<int64_t>(lanes());
     const int64_t at = m * d.row_stride + n * d.column_stride;
-    const float* bias = options.bias ? options.bias + n : nullptr;
-    const float* before = options.accumulate ? static_cast<const float*>(d.data) + at : nullptr;
+    const float* bias = bias_row ? bias_row + n : nullptr;
+    const float* before = accumulate ? static_cast<const float*>(d.data) + at : nullptr;
     for (int64_t i = 0; i < count; ++i) {
       double value = factor * static_cast<double>(sums[i]);
       if (bias) value += static_cast<double>(bias[i]);
@@ -171,7 +176,8 @@ struct Epilogue {
     }
   }
   const Matrix& d;
-  const GemmOptions& options;
+  const float* bias_row;
+  bool accumulate;
   double factor;
 };
 
@@ -260,15 +266,15 @@ void gemm_panels(const Reader& ra, const Reader& rb, const Matrix& d, const Epil
   }
 }
 
-void gemm_blocks(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
-                 const GemmOptions& options, const Executor& executor) {
-  const Reader ra(a, 0), rb(b, 0);
-  const Epilogue epilogue(a, b, d, options);
+void gemm_blocks(const Product& p, const GemmOptions& options, const Executor& executor) {
+  if (p.d.rows == 0 || p.d.columns == 0) return;
+  const Reader ra(p.a.q, p.a.shape, 0), rb(p.b.q, p.b.shape, 0);
+  const Epilogue epilogue(p, options);
   if constexpr (kTileM == kDotRows && tile_n() == kDotColumns) {
     if (has_bf16_dot() && ra.s.padded > 0 && fits_bf16(ra) && fits_bf16(rb))
-      return gemm_panels<true>(ra, rb, d, epilogue, executor);
+      return gemm_panels<true>(ra, rb, p.d, epilogue, executor);
   }
-  gemm_panels<false>(ra, rb, d, epilogue, executor);
+  gemm_panels<false>(ra, rb, p.d, epilogue, executor);
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE
@@ -280,7 +286,9 @@ HWY_EXPORT(gemm_blocks);
 
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Executor& executor) {
-  HWY_DYNAMIC_DISPATCH(gemm_blocks)(a, b, d, options, executor);
+  for (const Product& p : products_of(a, b, d, options.bias))
+    HWY_DYNAMIC_DISPATCH(gemm_blocks)(p, options, executor);
+  if (a.groups && !b.groups && !options.accumulate) clear_rows(d, rows_in(a.groups, d.rows));
 }
 
 }  // namespace blockscale::cpu

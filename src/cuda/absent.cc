@@ -9,4 +9,6 @@ void gemm(const ConstQuantized&, const ConstQuantized&, const Matrix&, const Gem
   fail("gemm", "device", "cuda", "cpu", unavailable());
 }
 
+void check_gemm_device() { fail("gemm", "device", "cuda", "cpu", unavailable()); }
+
 }  // namespace blockscale::gpu

@@ -5,68 +5,101 @@
 namespace blockscale::gpu {
 namespace {
 
-// Scales as the kernel copies them: mn_major lines of one value a row, whatever the layout, and
-// 128x128 blocks repeated for each of their rows.
-__global__ void spread_scales_kernel(const float* from, float* to, Layout layout, int lines,
-                                     int blocks, int64_t scale_rows, int block_lines) {
-  const int64_t pitch = padded_rows(Layout::mn_major, lines);
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= pitch * blocks) return;
-  const int64_t line = i % pitch, block = i / pitch;
-  to[i] = line < lines ? from[layout_offset(layout, scale_rows, blocks, line / block_lines, block)]
-                       : 0.0f;
+// Scales as the kernel copies them: mn_major, whatever the layout, each repeated for `repeat`
+// lines. Through shared memory, read along K and written along lines; a matrix of the batch a
+// blockIdx.z.
+__global__ void __launch_bounds__(256)
+    spread_scales_kernel(const float* from, float* to, Layout layout, int lines, int blocks,
+                         int64_t scale_rows, int repeat) {
+  constexpr int kSide = 32, kDown = 256 / kSide;
+  __shared__ float tile[kSide][kSide + 1];
+  const int pitch = static_cast<int>(padded_rows(Layout::mn_major, lines));
+  from += blockIdx.z * layout_size(layout, scale_rows, blocks);
+  to += int64_t{1} * blockIdx.z * pitch * blocks;
+  const int first_line = static_cast<int>(blockIdx.x) * kSide;
+  const int first_block = static_cast<int>(blockIdx.y) * kSide;
+  const int across = static_cast<int>(threadIdx.x) % kSide;
+  const int down = static_cast<int>(threadIdx.x) / kSide;
+#pragma unroll
+  for (int i = down; i < kSide; i += kDown) {
+    const int line = first_line + i, block = first_block + across;
+    const int row = repeat == 1 ? line : line / repeat;
+    tile[i][across] = line < lines && block < blocks
+                          ? from[layout_offset(layout, scale_rows, blocks, row, block)]
+                          : 0.0f;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = down; i < kSide; i += kDown) {
+    const int block = first_block + i, line = first_line + across;
+    if (block < blocks && line < pitch) to[int64_t{1} * block * pitch + line] = tile[across][i];
+  }
 }
 
-const float* line_scales(const ConstQuantized& q, const Stream& stream) {
+// `by_line`: one a line also for 128x128 blocks. Groups of rows lie as the kernel reads them where
+// a row of scales is that of its codes, which is so in the linear layout.
+const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream& stream) {
   const float* scales = reinterpret_cast<const float*>(q.scales);
   const bool aligned = reinterpret_cast<uintptr_t>(scales) % 16 == 0;
-  if (q.layout.scales == Layout::mn_major && !q.spec.square && aligned) return scales;
+  const bool repeated = by_line && q.spec.square;
+  if (q.layout.scales == Layout::mn_major && !repeated && aligned) return scales;
   const StoredShape s = q.shape();
-  const int64_t count = layout_size(Layout::mn_major, s.lines, s.blocks);
-  if (count == 0) return scales;
-  float* spread = static_cast<float*>(stream.workspace(count * 4));
-  spread_scales_kernel<<<static_cast<unsigned>(ceil_div(count, 256)), 256, 0, native(stream)>>>(
-      scales, spread, q.layout.scales, static_cast<int>(s.lines), static_cast<int>(s.blocks),
-      s.scale_rows, q.spec.block_lines());
+  const int64_t lines = repeated ? s.lines : s.scale_rows;
+  const int64_t count = layout_size(Layout::mn_major, lines, s.blocks);
+  if (count * q.batch == 0) return scales;
+  float* spread = static_cast<float*>(stream.workspace(q.batch * count * 4));
+  const auto tiles = [](int64_t n) { return static_cast<unsigned>(ceil_div(n, 32)); };
+  const dim3 grid(tiles(lines), tiles(s.blocks), static_cast<unsigned>(q.batch));
+  spread_scales_kernel<<<grid, 256, 0, native(stream)>>>(
+      scales, spread, q.layout.scales, static_cast<int>(lines), static_cast<int>(s.blocks),
+      s.scale_rows, repeated ? q.spec.block : 1);
   return spread;
 }
 
-// What the current device lacks, in words; empty when it runs the kernel.
-std::string device_needs() {
-  int device = current_device(), major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (major == 9 && minor == 0) return "";
-  return "a GPU of compute capability 9.0 (H100, H200), whose tensor cores the FP8 GEMM is written "
-         "for; this one has " +
-         std::to_string(major) + "." + std::to_string(minor);
+void check_groups(const ConstQuantized& a) {
+  if (a.groups.count > sm90::kMaxGroups)
+    fail("gemm", "groups", a.groups.count, std::to_string(sm90::kMaxGroups) + " or fewer on a GPU");
+  if (a.groups && a.axis == -1 && (a.spec.square || a.layout.scales != Layout::linear))
+    fail("gemm", "a", to_string(a.spec) + " as " + to_string(a.layout) + ", rows in groups",
+         "blocks of 1x128 with linear scales on a GPU", "relayout a, or quantize it as fp8_1x128");
 }
 
 }  // namespace
 
+void check_gemm_device() {
+  int device = current_device(), major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (major == 9 && minor == 0) return;
+  fail("gemm", "device", device_text(),
+       "a GPU of compute capability 9.0 (H100, H200), whose tensor cores the FP8 GEMM is written "
+       "for; this one has " +
+           std::to_string(major) + "." + std::to_string(minor),
+       "dequantize both operands and multiply them");
+}
+
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream) {
-  if (const std::string needs = device_needs(); !needs.empty())
-    fail("gemm", "device", device_text(), needs, "dequantize both operands and multiply them");
+  check_gemm_device();
+  check_groups(a);
   const StoredShape sa = a.shape(), sb = b.shape();
   sm90::Fp8Gemm g;
   g.m = sa.lines;
   g.n = sb.lines;
   g.k = sa.extent;
+  if (a.groups) {
+    g.grouping = b.groups ? sm90::Grouping::contraction : sm90::Grouping::rows;
+    g.groups = static_cast<int>(a.groups.count);
+    g.offsets = a.groups.offsets;
+    g.wide_offsets = a.groups.wide;
+  }
   g.a = a.codes;
   g.b = b.codes;
   g.a_e5m2 = a.spec.element == Format::e5m2;
   g.b_e5m2 = b.spec.element == Format::e5m2;
-  g.a_scales = line_scales(a, stream);
+  g.a_scales = mn_major_scales(a, true, stream);
+  g.b_scales = mn_major_scales(b, false, stream);
   g.b_square = b.spec.square;
-  if (g.b_square) {
-    const bool major = b.layout.scales == Layout::mn_major;
-    g.b_scales = reinterpret_cast<const float*>(b.scales);
-    g.b_scale_n = major ? 1 : sb.blocks;
-    g.b_scale_k = major ? padded_rows(Layout::mn_major, sb.scale_rows) : 1;
-  } else {
-    g.b_scales = line_scales(b, stream);
-  }
   g.d = d.data;
   g.d_stride = d.row_stride;
   g.d_f32 = d.dtype == DType::f32;
@@ -77,6 +110,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess)
     fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
          "see `blockscale doctor`");
+  // The kernel has written what empty groups along the contraction axis have.
+  const bool along = b.groups.count != 0;
+  if (a.groups) settle(d, a.groups, a.rows, along, !along && !options.accumulate, stream);
 }
 
 }  // namespace blockscale::gpu

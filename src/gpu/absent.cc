@@ -22,7 +22,11 @@ void amax(const ConstMatrix&, const QuantSpec&, int, const Groups&, float*, cons
 }
 void dequantize(const ConstQuantized&, const Matrix&, const Stream&) { refuse("dequantize"); }
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
-void finish(const float*, const Matrix&, const Epilogue&, const Stream&) { refuse("gemm"); }
+void group_ends(const Groups&, int64_t, int64_t, int32_t*, int32_t*, const Stream&) {
+  refuse("gemm");
+}
+void finish(const ConstMatrix&, const Matrix&, const Epilogue&, const Stream&) { refuse("gemm"); }
+void settle(const Matrix&, const Groups&, int64_t, bool, bool, const Stream&) { refuse("gemm"); }
 void copy(int64_t*, const int64_t*, const Stream&) { refuse("copy"); }
 
 }  // namespace blockscale::gpu

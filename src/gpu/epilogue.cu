@@ -1,4 +1,5 @@
-// What follows the sums of a GEMM: D = alpha * a_outer * b_outer * S + bias [+ D], in one pass.
+// What follows the sums of a GEMM: D = alpha * a_outer * b_outer * S + bias [+ D], in one pass,
+// with the outer scales and the bias of its group for each row.
 #include "gpu/launch.h"
 
 namespace blockscale::gpu {
@@ -10,18 +11,99 @@ constexpr int kWidth = 4, kVectors = 4;
 constexpr int kBlockValues = kThreads * kWidth * kVectors;
 
 struct FinishParams {
-  const float* sums;
+  const void* sums;
+  DType sums_dtype;
+  int64_t sums_stride;  // between its rows
   void* d;
   DType dtype;
   int64_t count;
   int64_t columns;
+  int64_t group_rows;  // of D, where a group is a matrix of its own
   Epilogue e;
 };
 
-BLOCKSCALE_DEVICE float bias_at(const Epilogue& e, int64_t column) {
-  if (e.bias_dtype == DType::f32) return static_cast<const float*>(e.bias)[column];
-  const uint16_t bits = static_cast<const uint16_t*>(e.bias)[column];
+// Rows and columns of D by number: 32 bits where they suffice, which divide much faster.
+BLOCKSCALE_DEVICE int64_t row_of(const FinishParams& p, int64_t at) {
+  return p.count >> 32 ? at / p.columns
+                       : static_cast<uint32_t>(at) / static_cast<uint32_t>(p.columns);
+}
+
+BLOCKSCALE_DEVICE void load(const FinishParams& p, int64_t at, int count, float* v) {
+  const bool joined = p.sums_stride == p.columns;
+  if (count == kWidth && joined && p.sums_dtype == DType::f32) {
+    const float4 four = *reinterpret_cast<const float4*>(static_cast<const float*>(p.sums) + at);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+    return;
+  }
+  if (count == kWidth && joined) {
+    const uint2 pairs = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.sums) + at);
+    v[0] = from_bf16(static_cast<uint16_t>(pairs.x));
+    v[1] = from_bf16(static_cast<uint16_t>(pairs.x >> 16));
+    v[2] = from_bf16(static_cast<uint16_t>(pairs.y));
+    v[3] = from_bf16(static_cast<uint16_t>(pairs.y >> 16));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if (i >= count) break;
+    const int64_t row = joined ? 0 : row_of(p, at + i);
+    const int64_t from = at + i + row * (p.sums_stride - p.columns);
+    v[i] = p.sums_dtype == DType::f32 ? static_cast<const float*>(p.sums)[from]
+                                      : from_bf16(static_cast<const uint16_t*>(p.sums)[from]);
+  }
+}
+
+// What the elements of the rows of a group have in common.
+struct Rows {
+  int64_t until = 0;  // the first row behind them
+  int64_t group = 0;
+  bool outside = false;  // of all groups
+  bool empty = false;    // of a group without a sum
+  double factor = 0;
+};
+BLOCKSCALE_DEVICE double factor_of(const Epilogue& e, int64_t group) {
+  return static_cast<double>(e.alpha) * (e.a_outer ? e.a_outer[group] : 1.0f) *
+         (e.b_outer ? e.b_outer[group] : 1.0f);
+}
+BLOCKSCALE_DEVICE Rows rows_at(const FinishParams& p, int64_t row) {
+  const GroupEnds& groups = p.e.groups;
+  const auto begin = [&](int64_t g) { return g == 0 ? 0 : groups.ends[g - 1]; };
+  Rows r;
+  if (groups.contraction) {
+    r.group = row / p.group_rows;
+    r.until = (r.group + 1) * p.group_rows;
+    r.empty = groups.ends[r.group] == begin(r.group);
+  } else {
+    int64_t high = groups.count;  // the first group that ends behind the row
+    while (r.group < high) {
+      const int64_t middle = (r.group + high) / 2;
+      if (groups.ends[middle] > row)
+        high = middle;
+      else
+        r.group = middle + 1;
+    }
+    r.outside = r.group == groups.count;
+    r.until = r.outside ? p.count : groups.ends[r.group];
+  }
+  if (!r.outside) r.factor = factor_of(p.e, r.group);
+  return r;
+}
+
+BLOCKSCALE_DEVICE float bias_at(const Epilogue& e, int64_t at) {
+  if (e.bias_dtype == DType::f32) return static_cast<const float*>(e.bias)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(e.bias)[at];
   return e.bias_dtype == DType::bf16 ? from_bf16(bits) : from_fp16(bits);
+}
+
+// The element at `at` of D, in that column of one of these rows.
+BLOCKSCALE_DEVICE float finished(const FinishParams& p, const Rows& row, int64_t at, int64_t column,
+                                 float sum) {
+  const float before = p.e.accumulate ? static_cast<const float*>(p.d)[at] : 0.0f;
+  if (row.outside) return before;
+  double value = row.empty ? 0.0 : row.factor * static_cast<double>(sum);
+  if (p.e.bias) value += static_cast<double>(bias_at(p.e, row.group * p.columns + column));
+  if (p.e.accumulate) value += static_cast<double>(before);
+  return static_cast<float>(value);
 }
 
 BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const float* v) {
@@ -57,42 +139,42 @@ BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const
 
 // In double, like the CPU backend: no product of outer scales leaves the range, and equal sums give
 // equal bits. Two conversions an element are less than its share of the memory's time.
+template <bool kGrouped>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishParams p) {
   const Epilogue& e = p.e;
-  const double factor = static_cast<double>(e.alpha) * (e.a_outer ? *e.a_outer : 1.0f) *
-                        (e.b_outer ? *e.b_outer : 1.0f);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockValues + threadIdx.x * kWidth;
   const auto at = [&](int vector) { return first + vector * kThreads * kWidth; };
   const auto left = [&](int vector) {
     return static_cast<int>(min(static_cast<int64_t>(kWidth), p.count - at(vector)));
   };
-  float v[kVectors][kWidth];
+  float v[kVectors][kWidth]{};
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    float4 four{};
-    if (left(j) == kWidth) {
-      four = *reinterpret_cast<const float4*>(p.sums + at(j));
-    } else {
-      if (left(j) > 0) four.x = p.sums[at(j)];
-      if (left(j) > 1) four.y = p.sums[at(j) + 1];
-      if (left(j) > 2) four.z = p.sums[at(j) + 2];
-    }
-    v[j][0] = four.x, v[j][1] = four.y, v[j][2] = four.z, v[j][3] = four.w;
-  }
+  for (int j = 0; j < kVectors; ++j) load(p, at(j), left(j), v[j]);
+  const bool by_row = kGrouped || e.bias;
+  const bool wrong = kGrouped && *e.groups.wrong;
+  const bool plain = !wrong && !e.bias && !e.accumulate;
+  Rows rows;
+  if (!kGrouped) rows.factor = factor_of(e, 0);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (left(j) <= 0) return;
-    int64_t column = e.bias ? at(j) % p.columns : 0;
+    int64_t row = by_row ? row_of(p, at(j)) : 0;
+    int64_t column = by_row ? at(j) - row * p.columns : 0;
+    if (kGrouped && row >= rows.until) rows = rows_at(p, row);
+    const bool whole = left(j) == kWidth && (!by_row || column + kWidth <= p.columns);
+    if (whole && plain && !rows.outside && !rows.empty) {  // nothing but the factor
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        v[j][i] = static_cast<float>(rows.factor * static_cast<double>(v[j][i]));
+      store(p, at(j), kWidth, v[j]);
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if (i >= left(j)) break;
-      double value = factor * static_cast<double>(v[j][i]);
-      if (e.bias) {
-        value += static_cast<double>(bias_at(e, column));
-        if (++column == p.columns) column = 0;
-      }
-      if (e.accumulate) value += static_cast<double>(static_cast<const float*>(p.d)[at(j) + i]);
-      v[j][i] = static_cast<float>(value);
+      if (by_row && column == p.columns) column = 0, ++row;
+      if (kGrouped && row >= rows.until) rows = rows_at(p, row);
+      v[j][i] = wrong ? bit_cast<float>(kNanBits) : finished(p, rows, at(j) + i, column++, v[j][i]);
     }
     store(p, at(j), left(j), v[j]);
   }
@@ -100,12 +182,16 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
 
 }  // namespace
 
-void finish(const float* sums, const Matrix& d, const Epilogue& e, const Stream& stream) {
-  const int64_t count = d.rows * d.columns;
+void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& e, const Stream& stream) {
+  const int64_t count = d.batch * d.rows * d.columns;
   if (count == 0) return;
-  const FinishParams p{sums, d.data, d.dtype, count, d.columns, e};
+  const FinishParams p{sums.data, sums.dtype, sums.row_stride, d.data, d.dtype,
+                       count,     d.columns,  d.rows,          e};
   const auto blocks = static_cast<unsigned>(ceil_div(count, kBlockValues));
-  start(finish_kernel, blocks, kThreads, 0, native(stream), p);
+  if (e.groups.count > 0)
+    start(finish_kernel<true>, blocks, kThreads, 0, native(stream), p);
+  else
+    start(finish_kernel<false>, blocks, kThreads, 0, native(stream), p);
   check_launch("gemm");
 }
 

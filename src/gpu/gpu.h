@@ -16,12 +16,31 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
           const Stream& stream);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
+// Refuses a current GPU that gemm does not run on.
+void check_gemm_device();
 // Operands that gemm_needs has nothing to say about; d with contiguous columns.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
 
-// What a GEMM does with its FP32 sums S: D = alpha * a_outer * b_outer * S + bias [+ D], rounded
-// once to FP32 and then to D's dtype, as the CPU backend does it.
+// What a kernel that comes after the offsets were looked at needs of groups: where they end, and
+// whether the offsets made sense.
+struct GroupEnds {
+  const int32_t* ends = nullptr;  // `count`; all 0 where offsets are wrong
+  const int32_t* wrong = nullptr;
+  int64_t count = 0;  // 0: no groups
+  // Of the operand whose contraction axis they divide: D is a batch of matrices, one a group. Else
+  // they divide the rows of D.
+  bool contraction = false;
+};
+// Writes the ends of groups of `rows` rows in storage where each starts at a multiple of `unit`.
+// What reads them stays within the storage, whatever the offsets.
+void group_ends(const Groups& groups, int64_t rows, int64_t unit, int32_t* ends, int32_t* wrong,
+                const Stream& stream);
+
+// What a GEMM does with its sums S: D = alpha * a_outer * b_outer * S + bias [+ D], rounded once to
+// FP32 and then to D's dtype, as the CPU backend does it. With groups there is an outer scale and a
+// row of bias for each; what has no sum (rows of no group, an empty group) is 0 or stays as it is,
+// and wrong offsets make all of D NaN.
 struct Epilogue {
   float alpha = 1.0f;
   const float* a_outer = nullptr;  // outer scales of the operands; none: 1
@@ -29,10 +48,19 @@ struct Epilogue {
   const void* bias = nullptr;  // one value a column, of bias_dtype, added to every row
   DType bias_dtype = DType::f32;
   bool accumulate = false;  // add to D, which is FP32 then
+  GroupEnds groups{};
 };
-// `sums` and `d` are contiguous matrices at multiples of 16 bytes; an FP32 `d` may be `sums`
-// itself.
-void finish(const float* sums, const Matrix& d, const Epilogue& epilogue, const Stream& stream);
+// `sums` has the extents of D (a batch is one matrix below the other), FP32 or BF16, and starts at
+// a multiple of 16 bytes; so does D, which is contiguous. An FP32 `d` may be `sums` itself.
+void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
+            const Stream& stream);
+
+// After a GEMM over groups of `rows` rows, or of the contraction axis: with `clear`, rows of D
+// behind the last group, or the matrices of empty groups, become 0; where the offsets are wrong,
+// all of D becomes NaN. D is FP32 or BF16 with contiguous columns, its batch one matrix below the
+// other.
+void settle(const Matrix& d, const Groups& groups, int64_t rows, bool contraction, bool clear,
+            const Stream& stream);
 
 // One word within the device, by a kernel: the copy engine takes longer, most of all in graphs.
 void copy(int64_t* to, const int64_t* from, const Stream& stream);

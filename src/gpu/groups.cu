@@ -157,6 +157,12 @@ BLOCKSCALE_DEVICE Memory memory_of(Layout l, int axis, int64_t rows, int64_t col
 template <class T>
 BLOCKSCALE_DEVICE void fill_behind(T* to, const Memory& m, int ratio, T value) {
   const int64_t pitch = m.pitch / ratio, used = m.used / ratio, left = pitch - used;
+  if (m.rows >= gridDim.x) {  // without a division for every element
+    for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x)
+      for (int64_t c = used + threadIdx.x; c < pitch; c += kFillThreads)
+        to[row * pitch + c] = value;
+    return;
+  }
   const int64_t step = static_cast<int64_t>(gridDim.x) * kFillThreads;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kFillThreads) + threadIdx.x; i < m.rows * left;
        i += step)

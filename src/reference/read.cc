@@ -21,8 +21,7 @@ void dequantize(const ConstQuantized& q, const Matrix& x) {
       }
     }
   }
-  for (int64_t r = rows_in(q.groups, x.rows); r < x.rows; ++r)
-    for (int64_t c = 0; c < x.columns; ++c) store(x, 0, r, c, 0.0f);
+  clear_rows(x, rows_in(q.groups, x.rows));
 }
 
 void relayout(const ConstQuantized& from, const Quantized& to) {
@@ -54,14 +53,16 @@ void relayout(const ConstQuantized& from, const Quantized& to) {
   }
 }
 
+namespace {
+
 // Sums in double: the value every backend's FP32 sum is compared with.
-void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
-          const GemmOptions& options) {
-  const StoredShape sa = a.shape(), sb = b.shape();
+void multiply(const Product& p, const GemmOptions& options) {
+  const auto& [a, sa, a_at] = p.a;
+  const auto& [b, sb, b_at] = p.b;
   const double outer = static_cast<double>(a.spec.outer ? a.outer[0] : 1.0f) *
                        static_cast<double>(b.spec.outer ? b.outer[0] : 1.0f);
-  for (int64_t m = 0; m < d.rows; ++m) {
-    for (int64_t n = 0; n < d.columns; ++n) {
+  for (int64_t m = 0; m < p.d.rows; ++m) {
+    for (int64_t n = 0; n < p.d.columns; ++n) {
       double sum = 0;
       for (int64_t k = 0; k < sa.extent; ++k) {
         const double scale =
@@ -71,12 +72,20 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
                decode(b.spec.element, load_code(b, sb, 0, n, k));
       }
       double value = options.alpha * (outer * sum);
-      if (options.bias) value += options.bias[n];
-      const int64_t at = offset_of(0, m, n, d);
-      if (options.accumulate) value += static_cast<const float*>(d.data)[at];
-      store(d, 0, m, n, static_cast<float>(value));
+      if (p.bias) value += p.bias[n];
+      const int64_t at = offset_of(0, m, n, p.d);
+      if (options.accumulate) value += static_cast<const float*>(p.d.data)[at];
+      store(p.d, 0, m, n, static_cast<float>(value));
     }
   }
+}
+
+}  // namespace
+
+void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+          const GemmOptions& options) {
+  for (const Product& p : products_of(a, b, d, options.bias)) multiply(p, options);
+  if (a.groups && !b.groups && !options.accumulate) clear_rows(d, rows_in(a.groups, d.rows));
 }
 
 }  // namespace blockscale::reference

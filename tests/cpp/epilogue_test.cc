@@ -120,7 +120,7 @@ TEST_P(EpilogueTest, GivesTheBitsOfTheCpuFromItsSums) {
     if (options.bias) e.bias = device_bias.data;
     e.bias_dtype = bias_dtype;
     e.accumulate = options.accumulate;
-    gpu::finish(static_cast<const float*>(device_sums.data),
+    gpu::finish({device_sums.data, DType::f32, m, n, n},
                 {in_place ? device_sums.data : d.data, dtype, m, n, n, 1, 1, m * n}, e,
                 DefaultStream());
     ASSERT_EQ((in_place ? device_sums : d).read(), stored(want, dtype))
@@ -136,7 +136,7 @@ TEST_P(EpilogueTest, HidesNoNan) {
       const OnDevice s(sums, sizeof sums), o(&outer, 4), d(none.data(), none.size());
       gpu::Epilogue e;
       e.b_outer = static_cast<const float*>(o.data);
-      gpu::finish(static_cast<const float*>(s.data), {d.data, dtype, 1, 5, 5, 1, 1, 5}, e,
+      gpu::finish({s.data, DType::f32, 1, 5, 5}, {d.data, dtype, 1, 5, 5, 1, 1, 5}, e,
                   DefaultStream());
       const std::vector<uint8_t> got = d.read();
       for (int i = 0; i < 5; ++i)

@@ -82,7 +82,7 @@ class Product {
     b_lines_ = c.square ? ceil_div(c.n, 128) : c.n;
     a_scales_ = scales(round_up(c_.m, 4) * blocks_);
     b_scales_ = scales(batch_ * round_up(b_lines_, 4) * blocks_);
-    bias_ = scales(c.n);
+    bias_ = scales(std::max(batch_, outs_) * c.n);
   }
 
   void run() {
@@ -105,8 +105,6 @@ class Product {
       g.a = a.as<void>(), g.b = b.as<void>();
       g.a_scales = as.as<float>(), g.b_scales = bs.as<float>();
       g.a_e5m2 = c_.a_e5m2, g.b_e5m2 = c_.b_e5m2, g.b_square = c_.square;
-      g.b_scale_n = 1, g.b_scale_k = round_up(b_lines_, 4);
-      g.b_scale_group = g.b_scale_k * blocks_;
       g.d = d.as<uint8_t>() + (kGuard + c_.pad) * size;
       g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
       if (c_.alpha) g.alpha = 4, g.device_alpha = alpha.as<float>();
@@ -204,7 +202,7 @@ class Product {
         const Sum s = sum(row, group, column, first, last);
         const double alpha = c_.alpha ? 2 : 1;
         const double exact = alpha * s.exact + (c_.accumulate ? kBefore : 0) +
-                             (c_.bias ? bias_[static_cast<size_t>(column)] : 0);
+                             (c_.bias ? bias_[static_cast<size_t>(group * c_.n + column)] : 0);
         double bound = c_.exact ? 0 : alpha * s.bound + 0x1p-22 * (std::fabs(exact) + 4);
         if (!c_.f32) bound += 0x1p-8 * (std::fabs(exact) + bound);
         ASSERT_LE(std::fabs(value - exact), bound)

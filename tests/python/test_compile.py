@@ -59,6 +59,41 @@ def linear_samples() -> list[Any]:
             saved.append(SEED)
         backward = (dy, saved, recipe.text, 70, dx, dw, bf16, f32, bf16, f32 if dw else None)
         samples += [("linear", forward), ("linear_backward", backward)]
+        if dw:
+            into = (dy, saved, recipe.text, 70, dx, bf16, f32, f32, None, torch.ones(9, 70))
+            samples.append(("linear_backward_into", into))
+    return samples
+
+
+def grouped_samples() -> list[Any]:
+    """The same over groups: of both GEMM forms, with and without a buffer for w's gradient."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    a = OPS.quantize(normal(5, 70), "amdfp4", -1, None, None, None, [], "linear", 0, ENDS)
+    b = OPS.quantize(normal(3, 9, 70), "amdfp4", -1, None, None, None, [], "linear", 1)
+    c = OPS.quantize(normal(5, 70), "amdfp4", -2, None, None, None, [], "linear", 0, ENDS)
+    d = OPS.quantize(normal(5, 9), "amdfp4", -2, None, None, None, [], "linear", 0, ENDS)
+    text, bias = ("amdfp4", "linear"), normal(3, 9)
+    samples: list[Any] = [
+        ("matmul", (*a, *text, 5, *b, *text, 9, 70, None, bf16, ENDS)),
+        ("matmul", (*a, *text, 5, *b, *text, 9, 70, bias, f32, ENDS, -1)),
+        ("matmul", (*c, *text, 70, *d, *text, 9, 5, None, f32, ENDS, -2)),
+    ]
+    x, w, dy = normal(5, 70), normal(3, 9, 70), normal(5, 9)
+    for recipe in (bs.recipe("nvfp4"), bs.recipe("fp8_blockwise"), bs.recipe("bf16")):
+        keys = (SEED, SEED, OFFSET) if recipe.stochastic else (None, None, None)
+        forward = (x, w, None, recipe.text, True, True, f32, *keys, ENDS)
+        saved = OPS.linear(*forward)[1:]
+        if recipe.high_precision:
+            saved = [x, w]
+        if recipe.stochastic:
+            saved.append(SEED)
+        call = (dy, saved, recipe.text, 70)
+        samples += [
+            ("linear", forward),
+            ("linear_backward", (*call, True, True, f32, f32, f32, None, ENDS)),
+            ("linear_backward_into",
+             (*call, True, f32, f32, None, ENDS, torch.ones(3, 9, 70))),
+        ]  # fmt: skip
     return samples
 
 
@@ -87,6 +122,7 @@ def op_samples() -> list[Any]:
         ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
         ("matmul", (*pair, 9, 70, normal(9), torch.float32)),
         *linear_samples(),
+        *grouped_samples(),
     ]  # fmt: skip
     return [pytest.param(*s, id=f"{s[0]}-{i}") for i, s in enumerate(samples)]
 

@@ -65,15 +65,30 @@ def linear_samples(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
     recipe, types = bs.recipe("nvfp4").text, (torch.bfloat16, torch.float32, torch.bfloat16)
     forward = (x, w, bias, recipe, True, True, types[0], seed, seed, offset)
     saved = [*OPS.linear(*forward)[1:], seed]
+    # Groups of rows: none, three, one and the rest of six.
+    offsets = torch.tensor([0, 3, 4], device=device)
+    x6, dy6, w3 = (normal(device, *shape) for shape in ((6, 70), (6, 9), (3, 9, 70)))
+    grouped = (x6, w3, None, recipe, True, True, types[0], seed, seed, offset, offsets)
+    kept = [*OPS.linear(*grouped)[1:], seed]
+    call = (dy6, kept, recipe, 70, True)
+    into = torch.ones(3, 9, 70, device=device)
     return [
         ("linear", forward),
         ("linear_backward", (dy, saved, recipe, 70, True, True, *types, torch.float16)),
+        ("linear", grouped),
+        ("linear_backward", (*call, True, *types, None, offsets)),
+        ("linear_backward_into", (*call, *types[:2], None, offsets, into)),
     ]
 
 
-@pytest.mark.parametrize("index", range(13))
+SAMPLES = 15
+
+
+@pytest.mark.parametrize("index", range(SAMPLES))
 def test_opcheck(index: int, cuda: torch.device) -> None:
-    name, args = op_samples(cuda)[index]
+    samples = op_samples(cuda)
+    assert len(samples) == SAMPLES
+    name, args = samples[index]
     torch.library.opcheck(getattr(OPS, name), args)
 
 

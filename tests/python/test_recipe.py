@@ -190,6 +190,32 @@ def test_explain_says_what_the_error_would() -> None:
     assert bs.explain("nvfp4", device=torch.device("cuda:0")) == cuda["reason"]
 
 
+def test_explain_names_the_path_of_a_product() -> None:
+    on_cpu = bs.explain("nvfp4", operation="matmul")
+    assert on_cpu == f"the CPU's GEMM ({bs.describe()['instruction_set']})"
+    assert bs.explain("mxfp8", operation="grouped_matmul") == f"{on_cpu}, group by group"
+    assert bs.explain("nvfp4", operation="conv") == (
+        "explain: operation = 'conv'; need matmul or grouped_matmul"
+    )
+    assert "one-byte scales" in bs.explain("fp8_1x128", "nv_128x4", operation="matmul")
+
+
+def test_explain_names_the_path_of_a_product_on_a_gpu(cuda: torch.device) -> None:
+    def path(spec: str, operation: str = "grouped_matmul") -> str:
+        return bs.explain(spec, device=cuda, operation=operation)
+
+    assert path("nvfp4", "matmul") == (
+        "decoded to BF16, then PyTorch's GEMM with FP32 sums, then outer scales in one pass"
+    )
+    assert path("mxfp8").startswith("decoded to BF16, then PyTorch's grouped GEMM")
+    q = bs.quantize(torch.ones(4, 128, device=cuda), "fp8_1x128[element=e4m3fnuz]")
+    with pytest.raises(ValueError, match="e4m3fn or e5m2") as error:
+        bs.matmul(q, q)
+    assert path(str(q.spec), "matmul") == str(error.value)
+    fp8 = path("fp8_1x128")
+    assert fp8.startswith("the block-scaled FP8 GEMM") or "compute capability 9.0 (H100" in fp8
+
+
 def test_what_recipes_need_on_a_gpu() -> None:
     """Elements that the tensor cores read, but only where both operands of a GEMM are quantized."""
     needs = {name: bs.recipe(name).cuda_needs for name in bs.recipe_names()}

@@ -19,8 +19,9 @@ enum class Grouping : int { dense, rows, contraction };
 //   rows         A [m, k],    B [g, n, k], D [m, n]: rows of A by group
 //   contraction  A [m, k],    B [n, k],    D [g, m, n]: group i's part of the storage starts where
 //                the one before ends, rounded up to 128; k is the length of the whole storage
-// Codes have rows of `k` rounded up to 128 bytes, zero padded, at multiples of 16 bytes; scales are
-// mn_major (1x128: lines of m or n values, padded to 4), and B's 128x128 ones anyhow.
+// Codes have rows of `k` rounded up to 128 bytes, zero padded; scales are mn_major: for every block
+// of 128 along K a line of one value a row (1x128) or one every 128 rows (128x128, B only), padded
+// to 4; B's groups follow each other. All start at multiples of 16 bytes.
 struct Fp8Gemm {
   int64_t m = 0, n = 0, k = 0;
   const void* a = nullptr;
@@ -29,15 +30,13 @@ struct Fp8Gemm {
   const float* b_scales = nullptr;
   bool a_e5m2 = false, b_e5m2 = false;
   bool b_square = true;  // blocks of 128x128
-  // Of 128x128 scales: elements between blocks along N, along K, and between groups.
-  int64_t b_scale_n = 0, b_scale_k = 0, b_scale_group = 0;
   void* d = nullptr;     // FP32 or BF16
   int64_t d_stride = 0;  // elements between its rows; its groups follow each other
   bool d_f32 = false;
   bool accumulate = false;  // FP32 only
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor, in device memory
-  const float* bias = nullptr;          // n values
+  const float* bias = nullptr;          // n values, for each group
   Grouping grouping = Grouping::dense;
   int groups = 1;
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory

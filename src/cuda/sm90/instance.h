@@ -57,9 +57,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   }
   p.a_scales = g.a_scales;
   p.b_scales = g.b_scales;
-  p.square_n = g.b_scale_n;
-  p.square_k = g.b_scale_k;
-  p.square_group = kSquare ? g.b_scale_group : blocks * up(g.n, 4);
+  p.b_scale_group = blocks * up(kSquare ? ceil_of(g.n, kBlock) : g.n, 4);
 
   Problem& problem = p.problem;
   problem.m = static_cast<int>(g.m);

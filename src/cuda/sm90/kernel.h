@@ -28,11 +28,11 @@ struct Output {
 
 struct GemmParams {
   CUtensorMap a, b, d;
-  // Scales of 1x128 blocks: lines of as many as there are rows, padded to 4, one line a block of K.
+  // mn_major: for every block along K a line of scales, of every row of A; of B of every row or of
+  // every 128 rows.
   const float* a_scales;
   const float* b_scales;
-  // Of 128x128 blocks of B instead: how far apart they lie along N, along K and between groups.
-  int64_t square_n, square_k, square_group;
+  int64_t b_scale_group;  // from one group of B to the next
   Problem problem;
   Output out;
 };
@@ -54,8 +54,8 @@ struct Tile {
   static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kCluster);  // of a cluster
   static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kCluster : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160;
-  static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152;
+  static constexpr int kCopyRegisters = 56;
   static constexpr int kARows = kCluster > 1 && kPairsColumns ? kRows / 2 : kRows;  // of one copy
   static constexpr int kBRows = kCluster > 1 && !kPairsColumns ? kColumns / 2 : kColumns;
 
@@ -70,9 +70,11 @@ struct Tile {
   static constexpr int kChunks = kHeld * kChunksPerStage;
   static constexpr int kScalesAt = kStages * (kABytes + kBBytes);
 };
+inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>
 inline constexpr int kBarriersAt = T::kScalesAt +
-                                   T::kStages*(T::kAScaleBytes + (kSquare ? 0 : T::kBScaleBytes));
+                                   T::kStages*(T::kAScaleBytes +
+                                               (kSquare ? kSquareScaleBytes : T::kBScaleBytes));
 template <class T, bool kSquare>
 inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages * 16;
 // `groups` is 0 for a dense product. The base is aligned by hand.
@@ -109,7 +111,8 @@ struct Shared {
     return base + T::kScalesAt + stage * T::kAScaleBytes;
   }
   BLOCKSCALE_INLINE uint32_t b_scales(int stage) const {
-    return base + T::kScalesAt + T::kStages * T::kAScaleBytes + stage * T::kBScaleBytes;
+    return base + T::kScalesAt + T::kStages * T::kAScaleBytes +
+           stage * (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
   }
   BLOCKSCALE_INLINE uint32_t full(int stage) const {
     return base + kBarriersAt<T, kSquare> + stage * 16;
@@ -150,10 +153,11 @@ BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
     const int a_part = kShareA ? rank * T::kARows : 0, b_part = kShareB ? rank * T::kBRows : 0;
     const int b_batch = problem.grouping == Grouping::rows ? w.group : 0;
     const ScaleCopy a_scales(p.a_scales, problem.m, w.row, T::kRows + 4);
-    const ScaleCopy b_scales(p.b_scales + (kSquare ? 0 : b_batch * p.square_group), problem.n,
-                             w.column, T::kColumns);
-    const uint32_t bytes =
-        T::kABytes + T::kBBytes + a_scales.bytes + (kSquare ? 0 : b_scales.bytes);
+    const float* b_line = p.b_scales + b_batch * p.b_scale_group;
+    const ScaleCopy b_scales =
+        kSquare ? ScaleCopy(b_line, (problem.n + kBlock - 1) / kBlock, w.column / kBlock, 8)
+                : ScaleCopy(b_line, problem.n, w.column, T::kColumns);
+    const uint32_t bytes = T::kABytes + T::kBBytes + a_scales.bytes + b_scales.bytes;
     for (int i = 0; i < w.blocks; ++i, ring.next()) {
       const int block = w.first_block + i, stage = ring.stage;
       const uint32_t full = shared.full(stage);
@@ -164,7 +168,7 @@ BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
       copy_box<kShareB>(shared.b(stage) + b_part * kBlock, p.b, full, block * kBlock,
                         w.column + b_part, b_batch);
       a_scales.issue(block, shared.a_scales(stage), full);
-      if constexpr (!kSquare) b_scales.issue(block, shared.b_scales(stage), full);
+      b_scales.issue(block, shared.b_scales(stage), full);
     }
   }
 }

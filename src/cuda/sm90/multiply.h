@@ -5,35 +5,6 @@
 
 namespace blockscale::sm90 {
 
-// The scales of the 128x128 blocks of B that a warpgroup's columns lie in: one block, or two where
-// a tile is wider than 128. Loaded one block of K ahead of their use, straight from L2.
-template <int kN>
-struct SquareScales {
-  static constexpr bool kTwo = kN > kBlock;
-  const float* next;
-  const float* next2;
-  int64_t step;
-  float first, second;
-
-  BLOCKSCALE_INLINE SquareScales(const GemmParams& p, const Work& w, int column) {
-    const int last = (p.problem.n - 1) / kBlock;  // columns may lie beyond N: of a tile's tail
-    const int64_t block = min(column / kBlock, last);
-    const int64_t block2 = min(column / kBlock + 1, last);
-    next = p.b_scales + block * p.square_n + w.first_block * p.square_k +
-           (p.problem.grouping == Grouping::rows ? w.group * p.square_group : 0);
-    next2 = next + (block2 - block) * p.square_n;
-    step = p.square_k;
-    first = second = 0;
-    if (w.blocks > 0) load();
-  }
-  BLOCKSCALE_INLINE void load() {
-    first = __ldg(next);
-    if constexpr (kTwo) second = __ldg(next2);
-    next += step;
-    next2 += step;
-  }
-};
-
 // sum += sums of the tensor cores * scales; group g of 8 columns belongs to the second scale from
 // kSplit on.
 template <int kSplit, int kN>
@@ -64,7 +35,8 @@ BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2]
 
 // alpha and bias.
 template <class T>
-BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int column) {
+BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
+                              int column) {
   const float alpha = p.out.device_alpha ? p.out.alpha * __ldg(p.out.device_alpha) : p.out.alpha;
   if (alpha != 1.0f) {
 #pragma unroll
@@ -74,11 +46,12 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
   }
   if (p.out.bias) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float* bias = p.out.bias + int64_t{1} * group * p.problem.n;
 #pragma unroll
     for (int g = 0; g < T::kN / 8; ++g) {
       const int c = column + g * 8 + lane % 4 * 2;
-      const float x = c < p.problem.n ? __ldg(p.out.bias + c) : 0.0f;
-      const float y = c + 1 < p.problem.n ? __ldg(p.out.bias + c + 1) : 0.0f;
+      const float x = c < p.problem.n ? __ldg(bias + c) : 0.0f;
+      const float y = c + 1 < p.problem.n ? __ldg(bias + c + 1) : 0.0f;
 #pragma unroll
       for (int w = 0; w < T::kWaves; ++w) {
         sum[w][4 * g] += x;
@@ -244,7 +217,8 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     const int releases = staged ? w.blocks - T::kHeld : w.blocks;  // stages released at once
     float sum[T::kWaves][kN / 2] = {};
     float part[kN / 2];
-    SquareScales<kN> square(p, w, column);
+    // Of the 128x128 blocks of B that these columns lie in, the first in its copy.
+    const int square = column / kBlock - w.column / kBlock / 4 * 4;
     const int first_scale = w.row % 4 + group_row + thread_row;
     const bool early_split = column % kBlock != 0;
     bool ready = false;  // whether the next stage is known to be full
@@ -253,16 +227,18 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     for (int end = min(2, w.blocks);; end = w.blocks) {
 #pragma unroll 1
       for (; i < end; ++i) {
-        const float b_first = square.first, b_second = square.second;
-        if (kSquare && i + 1 < w.blocks) square.load();
         const int stage = ring.stage;
         if (!ready) barrier_wait(shared.full(stage), ring.phase);
         const uint32_t a_tile = a_tiles + stage * (T::kABytes / 16);
         const uint32_t b_tile = b_tiles + stage * (T::kBBytes / 16);
         const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
-        const uint32_t b_scales = shared.b_scales(stage) + (group_column + lane % 4 * 2) * 4;
+        const uint32_t b_scales =
+            shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
         ring.next();
-        float upper[T::kWaves], lower[T::kWaves];
+        const float b_first = kSquare ? load_shared(b_scales) : 1.0f;
+        const float b_second = kSquare && kN > kBlock ? load_shared(b_scales + 4) : 1.0f;
+        float upper[T::kWaves], lower[T::kWaves];  // of A; times the first scale of B when square,
+        float upper2[T::kWaves], lower2[T::kWaves];  // and times the second
 #pragma unroll
         for (int wave = 0; wave < T::kWaves; ++wave) {
           upper[wave] = load_shared(a_scales + wave * 256);
@@ -279,6 +255,15 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       tile_descriptor(a_tile + wave * (64 * kBlock / 16) + 2 * k),
                                       tile_descriptor(b_tile + 2 * k), k != 0);
           wgmma_commit();
+          if (kSquare && wave == 0) {
+#pragma unroll
+            for (int v = 0; v < T::kWaves; ++v) {
+              upper2[v] = upper[v] * b_second;
+              lower2[v] = lower[v] * b_second;
+              upper[v] *= b_first;
+              lower[v] *= b_first;
+            }
+          }
           pin(part);
           wgmma_wait();
           if (kSquare && wave == kLast && i < releases) release(stage);
@@ -287,9 +272,9 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
           if constexpr (!kSquare) {
             promote<kN>(sum[wave], part, u, l, b_scales);
           } else if (kN > kBlock && early_split) {
-            promote<8, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+            promote<8, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
           } else {
-            promote<16, kN>(sum[wave], part, u * b_first, l * b_first, u * b_second, l * b_second);
+            promote<16, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
           }
           if (!kSquare && wave == kLast && i < releases) release(stage);
         }
@@ -297,7 +282,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
       if (T::kStaged) release_held();
       if (end == w.blocks) break;
     }
-    finish<T>(sum, p, column);
+    finish<T>(sum, p, w.group, column);
     if constexpr (T::kStaged) {
       if (staged) {
         held = ring.stage - T::kHeld + (ring.stage < T::kHeld ? T::kStages : 0);

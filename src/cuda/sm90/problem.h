@@ -2,6 +2,7 @@
 // contraction-grouped) are an enumeration of tiles, and the kernel below them is one.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "cuda/sm90/gemm.h"
@@ -61,7 +62,9 @@ __device__ __forceinline__ void list_groups(const Problem& p, int* starts) {
       const int other = __shfl_up_sync(~0u, sum, step);
       if (lane >= step) sum += other;
     }
-    if (base + lane < p.groups) starts[base + lane + 1] = before + sum;
+    // Offsets that decrease come to more than there is.
+    const int most = p.grouping == Grouping::rows ? INT_MAX : p.k_blocks;
+    if (base + lane < p.groups) starts[base + lane + 1] = min(before + sum, most);
     before += __shfl_sync(~0u, sum, 31);
   }
 }

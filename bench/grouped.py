@@ -1,0 +1,135 @@
+"""Speed of products over groups on a GPU beside PyTorch's grouped GEMM in BF16.
+
+Products: FP8 operands quantized beforehand, the sum of the groups' operations, in TFLOP/s; even
+groups, and ragged ones of the same sum. Layers: `grouped_linear` forward, and forward and backward,
+quantization included, in µs. Random normal data; every product is compared with what its operands
+decode to before it is timed. `python bench/grouped.py --out FILE` writes one JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import torch
+from gemm import seconds, write
+
+# Groups, rows of all, N, K: groups of rows, and groups along the contraction axis.
+BY_ROWS = (
+    (4, 32768, 4096, 7168), (4, 32768, 7168, 2048), (8, 32768, 4096, 7168), (8, 32768, 7168, 2048),
+    (32, 32768, 4096, 7168),
+)  # fmt: skip
+BY_CONTRACTION = (
+    (4, 32768, 4096, 7168), (8, 32768, 4096, 7168), (8, 32768, 7168, 2048), (16, 32768, 4096, 7168),
+)  # fmt: skip
+LAYERS = (
+    (8, 2048, 1024, 1024), (8, 4096, 2048, 2048), (8, 4096, 4096, 4096), (8, 8192, 4096, 4096),
+    (16, 4096, 2048, 2048), (16, 8192, 4096, 4096), (8, 16384, 4096, 4096), (8, 4096, 5120, 5120),
+    (8, 16640, 8192, 5120),
+)  # fmt: skip
+RECIPES = ("fp8_blockwise", "nvfp4")
+RUNS, CALLS = 5, 10
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def ends(groups: int, rows: int, ragged: bool) -> torch.Tensor:
+    """Where groups end: even ones, or random ones."""
+    if ragged:
+        cuts = torch.randint(0, rows + 1, (groups - 1,), device="cuda").sort().values
+        return torch.cat([cuts, torch.tensor([rows], device="cuda")]).int()
+    return torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (rows // groups)
+
+
+def check(got: torch.Tensor, want: torch.Tensor, what: object) -> float:
+    error = float((got.float() - want).norm() / want.norm())
+    if error > 5e-3:
+        raise SystemExit(f"{what}: relative error {error}")
+    return error
+
+
+def by_rows(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, Any]:
+    x, w, offsets = normal(rows, k), normal(groups, n, k), ends(groups, rows, ragged)
+    a = bs.quantize(x, "fp8_1x128", offsets=offsets)
+    b = bs.quantize(w, "fp8_128x128", layout="mn_major", batch_dims=1)
+    last = slice(int(offsets[-2]), int(offsets[-1]))
+    part, of_last = a.dequantize(torch.float32)[last], b.dequantize(torch.float32)[-1]
+    got = bs.grouped_matmul(a, b, offsets)
+    error = check(got[last], part @ of_last.t(), (groups, rows, n, k))
+    work = 2e-12 * rows * n * k
+    return {
+        "relative_error": error,
+        "blockscale": work / seconds(lambda: bs.grouped_matmul(a, b, offsets), RUNS, CALLS),
+        "bf16": work / seconds(lambda: torch._grouped_mm(x, w.mT, offsets), RUNS, CALLS),
+    }
+
+
+def by_contraction(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, Any]:
+    x, dy, offsets = normal(rows, k), normal(rows, n), ends(groups, rows, ragged)
+    a, b = (bs.quantize(t, "fp8_1x128", -2, layout="mn_major", offsets=offsets) for t in (dy, x))
+    last = slice(int(offsets[-2]), int(offsets[-1]))
+    parts = [q.dequantize(torch.float32)[last] for q in (a, b)]
+    f32 = torch.float32
+    got = bs.grouped_matmul(a, b, offsets, None, f32)
+    error = check(got[-1], parts[0].t() @ parts[1], (groups, rows, n, k))
+    work = 2e-12 * rows * n * k
+    ours = seconds(lambda: bs.grouped_matmul(a, b, offsets, None, f32), RUNS, CALLS)
+    return {
+        "relative_error": error,
+        "blockscale": work / ours,
+        "bf16": work / seconds(lambda: torch._grouped_mm(dy.t(), x, offsets), RUNS, CALLS),
+    }
+
+
+def layer(groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
+    x, w = normal(rows, k).requires_grad_(), normal(groups, n, k).requires_grad_()
+    dy, offsets = normal(rows, n), ends(groups, rows, False)
+    rng = bs.Rng(*(torch.tensor(i, device="cuda") for i in (1, 2)))
+
+    def ours(recipe: str) -> Callable[[], torch.Tensor]:
+        return lambda: bs.grouped_linear(x, w, offsets, recipe, rng)
+
+    row: dict[str, Any] = {}
+    calls = {"bf16": lambda: torch._grouped_mm(x, w.mT, offsets)}
+    calls.update({recipe: ours(recipe) for recipe in RECIPES})
+    for name, forward in calls.items():
+
+        def both(forward: Callable[[], torch.Tensor] = forward) -> Any:
+            return torch.autograd.grad(forward(), (x, w), dy)
+
+        with torch.no_grad():
+            row[f"{name} forward"] = 1e6 * seconds(forward, RUNS, CALLS)
+        row[f"{name} both"] = 1e6 * seconds(both, RUNS, CALLS)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+
+    def add(kind: str, shape: tuple[int, ...], measured: dict[str, Any]) -> None:
+        facts = dict(zip(("groups", "rows", "n", "k"), shape, strict=True))
+        rounded = {key: float(f"{value:.4g}") for key, value in measured.items()}
+        rows.append({"kind": kind, **facts, **rounded})
+        print(rows[-1], flush=True)
+
+    for ragged in (False, True):
+        text = "ragged" if ragged else "even"
+        for shape in BY_ROWS:
+            add(f"rows, {text}", shape, by_rows(*shape, ragged))
+        for shape in BY_CONTRACTION:
+            add(f"contraction, {text}", shape, by_contraction(*shape, ragged))
+    for shape in LAYERS:
+        add("layer", shape, layer(*shape))
+    write(rows, "products: TFLOP/s; layers: µs", arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Fake kernels of the operators in ops.py: shape, dtype and stride of every result, without data.
+Importing this registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from blockscale.recipe import spec
+from blockscale.tensor import stored_shapes
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _fake_stored(
+    like: torch.Tensor,
+    text: str,
+    axis: int,
+    shape: Sequence[int],
+    layout: str,
+    batch_dims: int,
+    offsets: torch.Tensor | None,
+) -> Triple:
+    s = spec(text)
+    groups = 0 if offsets is None else offsets.shape[0]
+    shapes = stored_shapes(s, axis, shape, layout, batch_dims, groups)
+    return (
+        like.new_empty(shapes.codes, dtype=s.code_dtype),
+        like.new_empty(shapes.scales, dtype=s.scale_dtype),
+        like.new_empty(shapes.outer, dtype=torch.float32),
+    )
+
+
+def _fake_quantize(
+    x: torch.Tensor,
+    spec: str,
+    axis: int,
+    amax: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    origin: Sequence[int],
+    layout: str,
+    batch_dims: int,
+    offsets: torch.Tensor | None = None,
+) -> Triple:
+    return _fake_stored(x, spec, axis, x.shape, layout, batch_dims, offsets)
+
+
+def _fake_quantize_dual(
+    x: torch.Tensor,
+    row_spec: str,
+    col_spec: str,
+    row_amax: torch.Tensor | None,
+    col_amax: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    origin: Sequence[int],
+    row_layout: str,
+    col_layout: str,
+    batch_dims: int,
+    offsets: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    return (
+        *_fake_stored(x, row_spec, -1, x.shape, row_layout, batch_dims, offsets),
+        *_fake_stored(x, col_spec, -2, x.shape, col_layout, batch_dims, offsets),
+    )
+
+
+def _fake_amax(
+    x: torch.Tensor,
+    spec: str,
+    axis: int,
+    batch_dims: int,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    shape = x.shape[:batch_dims] if offsets is None else offsets.shape
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    outer: torch.Tensor,
+    spec: str,
+    axis: int,
+    shape: Sequence[int],
+    layout: str,
+    dtype: torch.dtype,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return codes.new_empty(shape, dtype=dtype)
+
+
+def _fake_relayout(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    spec: str,
+    axis: int,
+    shape: Sequence[int],
+    from_layout: str,
+    to_layout: str,
+    offsets: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_stored(codes, spec, axis, shape, to_layout, len(shape) - 2, offsets)[:2]
+
+
+def _fake_matmul(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_outer: torch.Tensor,
+    a_spec: str,
+    a_layout: str,
+    a_rows: int,
+    b_codes: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_outer: torch.Tensor,
+    b_spec: str,
+    b_layout: str,
+    b_rows: int,
+    k: int,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    offsets: torch.Tensor | None = None,
+    axis: int = -1,
+) -> torch.Tensor:
+    batch = offsets.shape if offsets is not None and axis == -2 else ()
+    return a_codes.new_empty((*batch, a_rows, b_rows), dtype=out_dtype)
+
+
+_FAKES: Final[dict[str, Callable[..., Any]]] = {
+    "quantize": _fake_quantize,
+    "quantize_dual": _fake_quantize_dual,
+    "amax": _fake_amax,
+    "dequantize": _fake_dequantize,
+    "relayout": _fake_relayout,
+    "matmul": _fake_matmul,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"blockscale::{_name}", _fake)
