@@ -54,8 +54,8 @@ struct Tile {
   static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kCluster);  // of a cluster
   static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kCluster : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152;
-  static constexpr int kCopyRegisters = 56;
+  // Together no more than the launch gives to all: 168 or 128 a thread.
+  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152, kCopyRegisters = 56;
   static constexpr int kARows = kCluster > 1 && kPairsColumns ? kRows / 2 : kRows;  // of one copy
   static constexpr int kBRows = kCluster > 1 && !kPairsColumns ? kColumns / 2 : kColumns;
 
@@ -70,13 +70,14 @@ struct Tile {
   static constexpr int kChunks = kHeld * kChunksPerStage;
   static constexpr int kScalesAt = kStages * (kABytes + kBBytes);
 };
+inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>
 inline constexpr int kBarriersAt = T::kScalesAt +
                                    T::kStages*(T::kAScaleBytes +
                                                (kSquare ? kSquareScaleBytes : T::kBScaleBytes));
 template <class T, bool kSquare>
-inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages * 16;
+inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierBytes;
 // `groups` is 0 for a dense product. The base is aligned by hand.
 template <class T, bool kSquare>
 constexpr int shared_bytes(int groups) {
@@ -115,7 +116,7 @@ struct Shared {
            stage * (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
   }
   BLOCKSCALE_INLINE uint32_t full(int stage) const {
-    return base + kBarriersAt<T, kSquare> + stage * 16;
+    return base + kBarriersAt<T, kSquare> + stage * kBarrierBytes;
   }
   BLOCKSCALE_INLINE uint32_t empty(int stage) const { return full(stage) + 8; }
 };

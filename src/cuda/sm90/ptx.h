@@ -30,15 +30,17 @@ BLOCKSCALE_INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives at the same barrier of CTA `rank` of the cluster. What the barriers order are the copy
-// engine's writes and the tensor cores' reads, so neither here nor in the wait is a wider scope
-// than the default asked for: that would flush caches.
-BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier, uint32_t rank, int count = 1) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there], %2; }" ::"r"(barrier),
-      "r"(rank), "r"(count)
-      : "memory");
+// The same barrier of CTA `rank` of the cluster, for barrier_arrive.
+BLOCKSCALE_INLINE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
+  return there;
+}
+// What the barriers order are the copy engine's writes and the tensor cores' reads, so neither here
+// nor in the wait is a wider scope than the default asked for: that would flush caches.
+BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier_there, int count = 1) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier_there), "r"(count)
+               : "memory");
 }
 BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -147,7 +149,14 @@ BLOCKSCALE_INLINE uint32_t to_bf16x2(float low, float high) {
   return d;
 }
 
-// ---- clusters, registers -----------------------------------------------------------------------
+// ---- clusters, registers, lanes
+// ----------------------------------------------------------------------- Kept in a register: as
+// threadIdx.x % 32 it would be read and computed again at every use.
+BLOCKSCALE_INLINE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 BLOCKSCALE_INLINE uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
