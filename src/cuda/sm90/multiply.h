@@ -236,7 +236,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     const bool early_split = column % kBlock != 0;
     int i = 0;
     // In two parts: after the first, the stages that are held have been stored from.
-    for (int end = min(2, w.blocks);; end = w.blocks) {
+    for (int end = min(1, w.blocks);; end = w.blocks) {
       if (i < end) barrier_wait(shared.full(ring.stage), ring.phase);
 #pragma unroll 1
       for (; i < end; ++i) {
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
-      barrier_init(shared.full(i), 1);
+      barrier_init(shared.full(i), 1 + 32);  // the thread that brings codes, the warp for scales
       barrier_init(shared.empty(i), T::kCluster * T::kGroups * 4);
     }
     barrier_init_done();
@@ -331,10 +331,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
   if (threadIdx.x >= 128 * T::kGroups) {
     registers_down<T::kCopyRegisters>();
-    if (threadIdx.x < 128 * T::kGroups + 32) {
-      if (elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
-      __syncwarp();
-    }
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
+    if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
+    if (warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
+    __syncwarp();
   } else {
     registers_up<T::kMathRegisters>();
     multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, starts, rank);

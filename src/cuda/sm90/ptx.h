@@ -88,14 +88,6 @@ BLOCKSCALE_INLINE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t ba
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
 }
-// `bytes` (a multiple of 16, at a multiple of 16 on both sides) of global memory.
-BLOCKSCALE_INLINE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 // Shared memory written by ordinary stores becomes visible to the copy engine.
 BLOCKSCALE_INLINE void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -119,6 +111,15 @@ BLOCKSCALE_INLINE void stores_commit() { asm volatile("cp.async.bulk.commit_grou
 // Until the stores of this thread have read what they store.
 BLOCKSCALE_INLINE void stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// ---- copies by threads themselves --------------------------------------------------------------
+BLOCKSCALE_INLINE void copy_16_bytes(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives when the copies that this thread has issued so far are complete.
+BLOCKSCALE_INLINE void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- shared memory and conversions -------------------------------------------------------------
