@@ -54,8 +54,8 @@ struct Tile {
   static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kCluster);  // of a cluster
   static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kCluster : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152;
-  static constexpr int kCopyRegisters = 56;
+  // Together no more than the launch gives to all: 168 or 128 a thread.
+  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152, kCopyRegisters = 56;
   static constexpr int kARows = kCluster > 1 && kPairsColumns ? kRows / 2 : kRows;  // of one copy
   static constexpr int kBRows = kCluster > 1 && !kPairsColumns ? kColumns / 2 : kColumns;
 
@@ -70,13 +70,14 @@ struct Tile {
   static constexpr int kChunks = kHeld * kChunksPerStage;
   static constexpr int kScalesAt = kStages * (kABytes + kBBytes);
 };
+inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>
 inline constexpr int kBarriersAt = T::kScalesAt +
                                    T::kStages*(T::kAScaleBytes +
                                                (kSquare ? kSquareScaleBytes : T::kBScaleBytes));
 template <class T, bool kSquare>
-inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages * 16;
+inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierBytes;
 // `groups` is 0 for a dense product. The base is aligned by hand.
 template <class T, bool kSquare>
 constexpr int shared_bytes(int groups) {
@@ -115,62 +116,86 @@ struct Shared {
            stage * (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
   }
   BLOCKSCALE_INLINE uint32_t full(int stage) const {
-    return base + kBarriersAt<T, kSquare> + stage * 16;
+    return base + kBarriersAt<T, kSquare> + stage * kBarrierBytes;
   }
   BLOCKSCALE_INLINE uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
-// A part of a line of scales. Rows of a group may start anywhere, copies at multiples of 4 values:
-// a tile's scales start up to 3 values into their copy.
+// A part of a line of scales, at most kCount values, which one warp copies. Rows of a group may
+// start anywhere, copies at multiples of 4 values: a tile's scales start up to 3 values into their
+// copy.
+template <int kCount>
 struct ScaleCopy {
   const float* from;
-  int64_t line;    // values between blocks of K
-  uint32_t bytes;  // 0 where the tile lies outside of the matrix
-  BLOCKSCALE_INLINE ScaleCopy(const float* scales, int rows, int first, int count) {
+  int64_t line;  // values between blocks of K
+  int values;    // 0 where the tile lies outside of the matrix
+  BLOCKSCALE_INLINE ScaleCopy(const float* scales, int rows, int first, int lane) {
     line = (rows + 3) / 4 * 4;
     const int start = first / 4 * 4;
-    from = scales + start;
-    bytes = static_cast<uint32_t>(max(0, min(count, static_cast<int>(line) - start))) * 4;
+    from = scales + start + lane * 4;
+    values = min(kCount, static_cast<int>(line) - start) - lane * 4;  // of this lane on
   }
-  BLOCKSCALE_INLINE void issue(int block, uint32_t to, uint32_t barrier) const {
-    if (bytes > 0) copy_bytes(to, from + block * line, bytes, barrier);
+  BLOCKSCALE_INLINE void issue(int block, uint32_t to) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 128)
+      if (i < values) copy_16_bytes(to + i * 4, from + block * line + i);
   }
 };
 
-// One thread keeps the ring full.
-template <class T, bool kSquare>
-BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                   const int* starts, int rank) {
-  const Problem& problem = p.problem;
-  constexpr bool kShareA = T::kCluster > 1 && T::kPairsColumns;
-  constexpr bool kShareB = T::kCluster > 1 && !T::kPairsColumns;
-  const int units = unit_count(problem, starts);
+// The blocks of all units of this CTA in order: `start` sees each unit's work once, `bring` each
+// block when its stage is free.
+template <class T, bool kSquare, class Start>
+BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                      const int* starts, int rank, Start start) {
+  const int units = unit_count(p.problem, starts);
   const int step = static_cast<int>(gridDim.x) / T::kCluster;
   int group = 0;
   Ring<T::kStages> ring;
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
-    const Work w = work_of<T>(problem, starts, unit, rank, group);
-    const int a_part = kShareA ? rank * T::kARows : 0, b_part = kShareB ? rank * T::kBRows : 0;
-    const int b_batch = problem.grouping == Grouping::rows ? w.group : 0;
-    const ScaleCopy a_scales(p.a_scales, problem.m, w.row, T::kRows + 4);
-    const float* b_line = p.b_scales + b_batch * p.b_scale_group;
-    const ScaleCopy b_scales =
-        kSquare ? ScaleCopy(b_line, (problem.n + kBlock - 1) / kBlock, w.column / kBlock, 8)
-                : ScaleCopy(b_line, problem.n, w.column, T::kColumns);
-    const uint32_t bytes = T::kABytes + T::kBBytes + a_scales.bytes + b_scales.bytes;
+    const Work w = work_of<T>(p.problem, starts, unit, rank, group);
+    const auto bring = start(w, p.problem.grouping == Grouping::rows ? w.group : 0);
     for (int i = 0; i < w.blocks; ++i, ring.next()) {
-      const int block = w.first_block + i, stage = ring.stage;
-      const uint32_t full = shared.full(stage);
-      barrier_wait(shared.empty(stage), ring.phase ^ 1);
-      barrier_expect(full, bytes);
-      copy_box<kShareA>(shared.a(stage) + a_part * kBlock, p.a, full, block * kBlock,
-                        w.row + a_part, 0);
-      copy_box<kShareB>(shared.b(stage) + b_part * kBlock, p.b, full, block * kBlock,
-                        w.column + b_part, b_batch);
-      a_scales.issue(block, shared.a_scales(stage), full);
-      b_scales.issue(block, shared.b_scales(stage), full);
+      barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+      bring(w.first_block + i, ring.stage);
     }
   }
+}
+
+// One thread keeps the ring full of codes.
+template <class T, bool kSquare>
+BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                   const int* starts, int rank) {
+  constexpr bool kShareA = T::kCluster > 1 && T::kPairsColumns;
+  constexpr bool kShareB = T::kCluster > 1 && !T::kPairsColumns;
+  const int a_part = kShareA ? rank * T::kARows : 0, b_part = kShareB ? rank * T::kBRows : 0;
+  for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
+    return [&, row = w.row + a_part, column = w.column + b_part, b_batch](int block, int stage) {
+      const uint32_t full = shared.full(stage);
+      barrier_expect(full, T::kABytes + T::kBBytes);
+      copy_box<kShareA>(shared.a(stage) + a_part * kBlock, p.a, full, block * kBlock, row, 0);
+      copy_box<kShareB>(shared.b(stage) + b_part * kBlock, p.b, full, block * kBlock, column,
+                        b_batch);
+    };
+  });
+}
+
+// And one warp of scales: the copy engine has enough to do, small copies hold it up.
+template <class T, bool kSquare>
+BLOCKSCALE_INLINE void bring_scales(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                    const int* starts, int rank) {
+  const int lane = lane_index(), n = p.problem.n;
+  for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
+    const float* b_line = p.b_scales + b_batch * p.b_scale_group;
+    const ScaleCopy<T::kRows + 4> a_scales(p.a_scales, p.problem.m, w.row, lane);
+    const ScaleCopy<kSquare ? 8 : T::kColumns> b_scales(
+        b_line, kSquare ? (n + kBlock - 1) / kBlock : n, kSquare ? w.column / kBlock : w.column,
+        lane);
+    return [=, &shared](int block, int stage) {
+      a_scales.issue(block, shared.a_scales(stage) + lane * 16);
+      b_scales.issue(block, shared.b_scales(stage) + lane * 16);
+      barrier_arrive_after_copies(shared.full(stage));
+    };
+  });
 }
 
 }  // namespace blockscale::sm90

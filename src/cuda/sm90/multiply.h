@@ -5,8 +5,8 @@
 
 namespace blockscale::sm90 {
 
-// sum += sums of the tensor cores * scales; group g of 8 columns belongs to the second scale from
-// kSplit on.
+// sum += sums of the tensor cores * scales, which are one a row; group g of 8 columns has the
+// second ones from kSplit on.
 template <int kSplit, int kN>
 BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
                                float lower, float upper2, float lower2) {
@@ -19,19 +19,31 @@ BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2]
     sum[4 * g + 3] = fmaf(part[4 * g + 3], l, sum[4 * g + 3]);
   }
 }
-// The same with a scale for every column, in shared memory.
+// The same with another scale for every column, in shared memory. The first ones are loaded before
+// the wait for the sums, the others as registers come free.
 template <int kN>
-BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
-                               float lower, uint32_t scales) {
+struct ColumnScales {
+  static constexpr int kGroups = kN / 8, kAhead = kGroups < 4 ? kGroups : 4;
+  uint32_t address;
+  float2 next[kAhead];
+
+  BLOCKSCALE_INLINE explicit ColumnScales(uint32_t scales) : address(scales) {
 #pragma unroll
-  for (int g = 0; g < kN / 8; ++g) {
-    const float2 b = load_shared2(scales + g * 32);
-    sum[4 * g] = fmaf(part[4 * g], upper * b.x, sum[4 * g]);
-    sum[4 * g + 1] = fmaf(part[4 * g + 1], upper * b.y, sum[4 * g + 1]);
-    sum[4 * g + 2] = fmaf(part[4 * g + 2], lower * b.x, sum[4 * g + 2]);
-    sum[4 * g + 3] = fmaf(part[4 * g + 3], lower * b.y, sum[4 * g + 3]);
+    for (int g = 0; g < kAhead; ++g) next[g] = load_shared2(address + g * 32);
   }
-}
+  BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
+                                 float lower) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const float2 b = next[g % kAhead];
+      if (g + kAhead < kGroups) next[g % kAhead] = load_shared2(address + (g + kAhead) * 32);
+      sum[4 * g] = fmaf(part[4 * g] * upper, b.x, sum[4 * g]);
+      sum[4 * g + 2] = fmaf(part[4 * g + 2] * lower, b.x, sum[4 * g + 2]);
+      sum[4 * g + 1] = fmaf(part[4 * g + 1] * upper, b.y, sum[4 * g + 1]);
+      sum[4 * g + 3] = fmaf(part[4 * g + 3] * lower, b.y, sum[4 * g + 3]);
+    }
+  }
+};
 
 // alpha and bias.
 template <class T>
@@ -178,7 +190,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       const int* starts, int rank) {
   constexpr int kN = T::kN;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const int group_index = warp / 4, lane = static_cast<int>(threadIdx.x) % 32;
+  const int group_index = warp / 4, lane = lane_index();
   // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
   const int group_row = T::kSideBySide ? 0 : group_index * 64 * T::kWaves;
   const int group_column = T::kSideBySide ? group_index * kN : 0;
@@ -190,20 +202,23 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
   int group = 0;
   Ring<T::kStages> ring;
+  // Lane l tells CTA l of the cluster.
+  const bool tells = lane < T::kCluster;
+  const uint32_t empty_there = barrier_of(shared.empty(0), tells ? lane : 0);
   const auto release = [&](int stage) {
-    if (lane < T::kCluster) barrier_arrive(shared.empty(stage), lane);
+    if (tells) barrier_arrive(empty_there + stage * kBarrierBytes);
   };
   // The stages that the last tile's output is still being stored from.
   int held = -1;
   const auto release_held = [&] {
     if (held < 0) return;
-    if (threadIdx.x % 128 == 0) {
-      stores_wait_read();
+    if (warp % 4 == 0) {
+      if (lane == 0) stores_wait_read();
+      __syncwarp();
 #pragma unroll
       for (int i = 0; i < T::kHeld; ++i) {
         const int stage = held + i < T::kStages ? held + i : held + i - T::kStages;
-#pragma unroll
-        for (int cta = 0; cta < T::kCluster; ++cta) barrier_arrive(shared.empty(stage), cta, 4);
+        if (tells) barrier_arrive(empty_there + stage * kBarrierBytes, 4);
       }
     }
     __syncwarp();
@@ -221,32 +236,31 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     const int square = column / kBlock - w.column / kBlock / 4 * 4;
     const int first_scale = w.row % 4 + group_row + thread_row;
     const bool early_split = column % kBlock != 0;
-    bool ready = false;  // whether the next stage is known to be full
     int i = 0;
     // In two parts: after the first, the stages that are held have been stored from.
-    for (int end = min(2, w.blocks);; end = w.blocks) {
+    for (int end = min(1, w.blocks);; end = w.blocks) {
+      if (i < end) barrier_wait(shared.full(ring.stage), ring.phase);
 #pragma unroll 1
       for (; i < end; ++i) {
         const int stage = ring.stage;
-        if (!ready) barrier_wait(shared.full(stage), ring.phase);
         const uint32_t a_tile = a_tiles + stage * (T::kABytes / 16);
         const uint32_t b_tile = b_tiles + stage * (T::kBBytes / 16);
         const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
         const uint32_t b_scales =
             shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
+        bool next_full = false;  // asked before the promotion, needed after it
         ring.next();
-        const float b_first = kSquare ? load_shared(b_scales) : 1.0f;
-        const float b_second = kSquare && kN > kBlock ? load_shared(b_scales + 4) : 1.0f;
-        float upper[T::kWaves], lower[T::kWaves];  // of A; times the first scale of B when square,
-        float upper2[T::kWaves], lower2[T::kWaves];  // and times the second
+        float upper[T::kWaves], lower[T::kWaves];  // scales of this thread's rows
 #pragma unroll
         for (int wave = 0; wave < T::kWaves; ++wave) {
           upper[wave] = load_shared(a_scales + wave * 256);
           lower[wave] = load_shared(a_scales + wave * 256 + 32);
         }
+        const float b = kSquare ? load_shared(b_scales) : 1;
+        const float b2 = kSquare && kN > kBlock ? load_shared(b_scales + 4) : b;
 #pragma unroll
         for (int wave = 0; wave < T::kWaves; ++wave) {
-          constexpr int kLast = T::kWaves - 1;
+          const bool last = wave == T::kWaves - 1;
           pin(part);
           wgmma_begin();
 #pragma unroll
@@ -255,29 +269,27 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       tile_descriptor(a_tile + wave * (64 * kBlock / 16) + 2 * k),
                                       tile_descriptor(b_tile + 2 * k), k != 0);
           wgmma_commit();
-          if (kSquare && wave == 0) {
-#pragma unroll
-            for (int v = 0; v < T::kWaves; ++v) {
-              upper2[v] = upper[v] * b_second;
-              lower2[v] = lower[v] * b_second;
-              upper[v] *= b_first;
-              lower[v] *= b_first;
-            }
-          }
-          pin(part);
-          wgmma_wait();
-          if (kSquare && wave == kLast && i < releases) release(stage);
-          if (wave == kLast) ready = barrier_test(shared.full(ring.stage), ring.phase);
-          const float u = upper[wave], l = lower[wave];
-          if constexpr (!kSquare) {
-            promote<kN>(sum[wave], part, u, l, b_scales);
-          } else if (kN > kBlock && early_split) {
-            promote<8, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
+          if constexpr (kSquare) {
+            const float u = upper[wave] * b, l = lower[wave] * b;
+            const float u2 = upper[wave] * b2, l2 = lower[wave] * b2;
+            pin(part);
+            wgmma_wait();
+            if (last && i < releases) release(stage);
+            if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
+            if (kN > kBlock && early_split)
+              promote<8, kN>(sum[wave], part, u, l, u2, l2);
+            else
+              promote<16, kN>(sum[wave], part, u, l, u2, l2);
           } else {
-            promote<16, kN>(sum[wave], part, u, l, upper2[wave], lower2[wave]);
+            ColumnScales<kN> columns(b_scales);
+            pin(part);
+            wgmma_wait();
+            if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
+            columns.promote(sum[wave], part, upper[wave], lower[wave]);
+            if (last && i < releases) release(stage);
           }
-          if (!kSquare && wave == kLast && i < releases) release(stage);
         }
+        if (!next_full && i + 1 < end) barrier_wait(shared.full(ring.stage), ring.phase);
       }
       if (T::kStaged) release_held();
       if (end == w.blocks) break;
@@ -308,7 +320,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
-      barrier_init(shared.full(i), 1);
+      barrier_init(shared.full(i), 1 + 32);  // the thread that brings codes, the warp for scales
       barrier_init(shared.empty(i), T::kCluster * T::kGroups * 4);
     }
     barrier_init_done();
@@ -321,10 +333,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
   if (threadIdx.x >= 128 * T::kGroups) {
     registers_down<T::kCopyRegisters>();
-    if (threadIdx.x < 128 * T::kGroups + 32) {
-      if (elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
-      __syncwarp();
-    }
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
+    if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
+    if (warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
+    __syncwarp();
   } else {
     registers_up<T::kMathRegisters>();
     multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, starts, rank);

@@ -30,15 +30,17 @@ BLOCKSCALE_INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives at the same barrier of CTA `rank` of the cluster. What the barriers order are the copy
-// engine's writes and the tensor cores' reads, so neither here nor in the wait is a wider scope
-// than the default asked for: that would flush caches.
-BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier, uint32_t rank, int count = 1) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there], %2; }" ::"r"(barrier),
-      "r"(rank), "r"(count)
-      : "memory");
+// The same barrier of CTA `rank` of the cluster, for barrier_arrive.
+BLOCKSCALE_INLINE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
+  return there;
+}
+// What the barriers order are the copy engine's writes and the tensor cores' reads, so neither here
+// nor in the wait is a wider scope than the default asked for: that would flush caches.
+BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier_there, int count = 1) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier_there), "r"(count)
+               : "memory");
 }
 BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -86,14 +88,6 @@ BLOCKSCALE_INLINE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t ba
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
 }
-// `bytes` (a multiple of 16, at a multiple of 16 on both sides) of global memory.
-BLOCKSCALE_INLINE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 // Shared memory written by ordinary stores becomes visible to the copy engine.
 BLOCKSCALE_INLINE void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -117,6 +111,15 @@ BLOCKSCALE_INLINE void stores_commit() { asm volatile("cp.async.bulk.commit_grou
 // Until the stores of this thread have read what they store.
 BLOCKSCALE_INLINE void stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// ---- copies by threads themselves --------------------------------------------------------------
+BLOCKSCALE_INLINE void copy_16_bytes(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives when the copies that this thread has issued so far are complete.
+BLOCKSCALE_INLINE void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- shared memory and conversions -------------------------------------------------------------
@@ -147,7 +150,14 @@ BLOCKSCALE_INLINE uint32_t to_bf16x2(float low, float high) {
   return d;
 }
 
-// ---- clusters, registers -----------------------------------------------------------------------
+// ---- clusters, registers, lanes
+// ----------------------------------------------------------------------- Kept in a register: as
+// threadIdx.x % 32 it would be read and computed again at every use.
+BLOCKSCALE_INLINE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 BLOCKSCALE_INLINE uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
