@@ -46,7 +46,7 @@ def factors(q: bs.QuantizedTensor) -> tuple[torch.Tensor, float]:
 
 def largest_sums(va: torch.Tensor, vb: torch.Tensor) -> torch.Tensor:
     """The largest product or partial sum of each block of 128, added over the blocks."""
-    total = torch.zeros(va.shape[0], vb.shape[0], dtype=torch.float64)
+    total = va.new_zeros(va.shape[0], vb.shape[0])
     for k in range(0, va.shape[1], 128):
         products = va[:, None, k : k + 128] * vb[None, :, k : k + 128]
         total += torch.maximum(products.abs(), products.cumsum(-1).abs()).amax(-1)
@@ -74,7 +74,7 @@ def check_product(
     exact = sums if bias is None else sums + bias.detach().double().cpu()
     bound = 2 * (k + 4) * u * magnitude + 3 * u * (sums.abs() + exact.abs()) + 2.0**-126
     if got.is_cuda and a.spec.scale == "fp32":
-        bound += 4 * 33 * 2.0**-13 * largest_sums(va, vb)
+        bound += 4 * 33 * 2.0**-13 * largest_sums(va.to(got.device), vb.to(got.device)).cpu()
     if got.dtype == torch.bfloat16:
         bound += 2.0**-8 * (exact.abs() + bound)
     if got.dtype == torch.float16:
