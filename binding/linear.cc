@@ -195,10 +195,11 @@ Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype)
   return turned(out, q.axis);
 }
 
-// BF16 as PyTorch's grouped GEMM takes it: rows (or columns) at multiples of 16 bytes.
-Tensor aligned(const Place& at, const Tensor& t) {
+// BF16 as PyTorch's grouped GEMM takes it: rows at multiples of 16 bytes, or columns. With `along`,
+// columns: groups along the contraction axis then start there too.
+Tensor aligned(const Place& at, const Tensor& t, bool along) {
   const int64_t rank = t.dim();
-  const bool turned = t.stride(rank - 1) != 1;
+  const bool turned = along || t.stride(rank - 1) != 1;
   const Tensor x = turned ? torch::stable::transpose(t, -2, -1) : t;
   const int64_t rows = x.size(rank - 2), columns = x.size(rank - 1);
   const int64_t pitch = std::max<int64_t>(round_up(columns, 8), 8);
@@ -241,8 +242,8 @@ Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const G
     return out;
   }
   const Ends ends = group_ends(at, groups, rows, 1, stream);
-  const Tensor sums =
-      grouped_mm(aligned(at, a), torch::stable::transpose(aligned(at, b), -2, -1), ends);
+  const Tensor sums = grouped_mm(aligned(at, a, along),
+                                 torch::stable::transpose(aligned(at, b, along), -2, -1), ends);
   gpu::Epilogue epilogue;
   epilogue.groups = ends.view(along);
   gpu::finish({sums.const_data_ptr(), DType::bf16, m, n, sums.stride(sums.dim() - 2)}, d, epilogue,
