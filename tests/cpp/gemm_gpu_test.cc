@@ -7,8 +7,8 @@
 // Random cases: the tensor cores add 32 products and the sum so far at once, each cut to 13 bits
 // below the largest of them: 33 errors of 2^-13 of it, four times a block of 128, where the largest
 // is at most the largest product or partial sum of the block (34 leaves room for that being the
-// exact one). Blocks are then scaled and added in FP32: the product of scales, the product with the
-// sum, the addition.
+// exact one). Blocks are then scaled and added in FP32: at most the product of scales, the product
+// with the sum, the addition.
 #ifdef BLOCKSCALE_CUDA
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>

@@ -22,7 +22,7 @@ TEST(Tiles, FitTheMachine) {
     // Stages of both operands and their scales in 227 KB, with room for barriers and 1024 groups.
     const int stage = (t.rows() + t.columns()) * 128 + (t.rows() + t.columns()) * 4 + 256;
     EXPECT_LE(t.stages * stage + 8192, 227 * 1024) << t.rows() << " x " << t.columns();
-    // Sums and the tensor cores' accumulators, of 232 registers (160 with three warpgroups).
+    // Sums and the tensor cores' accumulators, of 224 registers (152 with three warpgroups).
     EXPECT_LE(t.waves * t.n / 2 + t.n / 2, t.groups == 2 ? 200 : 136);
     EXPECT_LE(t.rows(), 256);  // of a box of the copy engine
     EXPECT_LE(t.columns(), 256);
