@@ -2,13 +2,14 @@
 // there is nothing to wait for but its own loads, and the hardware hands out the work in small
 // pieces, on odd and small shapes too.
 //
-// Along rows a thread takes one run of each of four lines. Down columns, with square blocks, and
-// for both directions at once, a block of threads takes a tile of 128 x 128; the second direction
-// finds the tile in the L1 cache.
+// Along rows a thread takes one run of each of up to four lines. Down columns, with square blocks,
+// and for both directions at once, a block of threads takes a tile of 128 x 128; the second
+// direction finds the tile in the L1 cache.
 #pragma once
 
 #include "gpu/columns.h"
 #include "gpu/divisor.h"
+#include "gpu/load.h"
 #include "gpu/rows.h"
 
 namespace blockscale::gpu {
@@ -22,38 +23,27 @@ struct RowsParams {
   Side row;
   Divisor runs;  // of a line
   uint32_t all;  // threads with work: runs of a line by groups of lines
+  int each;      // lines of a thread: fewer where there is little to do
 };
 
-// A run of BF16 from `column` of `row` on, zeros beyond the last column. Nothing outside of the row
-// is read, and no load waits for another.
-template <bool kAligned>
-BLOCKSCALE_DEVICE PairRun load_run(const uint16_t* row, int column, int columns) {
-  constexpr int kPairs = kRun / 2;
-  const uint16_t* p = row + column;
-  const int count = columns - column;
-  PairRun run{};
-  if (count < kRun) {
+// The same where rows start at multiples of 16 bytes.
+struct RunAligned {
+  uint4 chunk[2];
+
+  BLOCKSCALE_DEVICE PairRun pairs() const {
+    const uint4 a = chunk[0], b = chunk[1];
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+  }
+};
+BLOCKSCALE_DEVICE RunAligned load_aligned(const uint16_t* row, int column, int columns) {
+  RunAligned run;
 #pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      if (i < count) run.pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
-  } else if (kAligned) {
-    const uint4 a = load_once(reinterpret_cast<const uint4*>(p));
-    const uint4 b = load_once(reinterpret_cast<const uint4*>(p) + 1);
-    run = {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
-  } else {
-    // Whole words, and at odd places the halves before and after them; then all move by a half.
-    const bool odd = reinterpret_cast<uintptr_t>(p) % 4 != 0;
-    const auto* words = reinterpret_cast<const uint32_t*>(p + odd);
-    uint32_t word[kPairs], before = odd ? p[0] : 0;
-#pragma unroll
-    for (int i = 0; i < kPairs - 1; ++i) word[i] = words[i];
-    word[kPairs - 1] = odd ? p[kRun - 1] : words[kPairs - 1];
-    before <<= 16;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      run.pair[i] = odd ? shift_left_in(word[i], before, 16) : word[i];
-      before = word[i];
-    }
+  for (int i = 0; i < 2; ++i) {
+    const int first = column + 8 * i;
+    if (first + 8 <= columns)
+      run.chunk[i] = load_once(reinterpret_cast<const uint4*>(row + first));
+    else
+      run.chunk[i] = load_some(row + first, 0, columns - first);
   }
   return run;
 }
@@ -61,6 +51,7 @@ BLOCKSCALE_DEVICE PairRun load_run(const uint16_t* row, int column, int columns)
 // The lines of a thread, one after another from `line` on; `left` of them are there.
 template <bool kAligned>
 struct LineReader {
+  using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
   const uint16_t* row;
   int64_t stride;
   int pos, columns, left;
@@ -71,37 +62,44 @@ struct LineReader {
         pos(p),
         columns(x.columns),
         left(lines) {}
-  BLOCKSCALE_DEVICE PairRun next() {
-    const PairRun run = left > 0 ? load_run<kAligned>(row, pos, columns) : PairRun{};
+  BLOCKSCALE_DEVICE Run next() {
+    Run run{};
+    if (left > 0) {
+      if constexpr (kAligned)
+        run = load_aligned(row, pos, columns);
+      else
+        run = load_around(row, pos, columns);
+    }
     row += stride;
     --left;
     return run;
   }
 };
 // Quantizes them. FP4 has work enough to hide the loads of one line behind the line before, and
-// code enough to be kept once; FP8 loads all before it begins. `loaded` gives the matrix, after the
-// first loads are on their way.
+// code enough to be kept once; FP8 loads all before it begins. `each`: how many of kDirectLines a
+// thread has, the same for all. `loaded` gives the matrix, after the first loads are on their way.
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch, int line, int pos,
-                                      int lines, const Loaded& loaded) {
+                                      int lines, int each, const Loaded& loaded) {
   constexpr int kDepth = kPass.fp4() ? 1 : kDirectLines;
   LineReader<kAligned> reader(x, batch, line, pos, lines);
-  PairRun ahead[kDepth];
+  typename LineReader<kAligned>::Run ahead[kDepth];
 #pragma unroll
   for (int i = 0; i < kDepth; ++i) ahead[i] = reader.next();
   const MatrixAt m = loaded();
   const Rng rng = rng_of(s);
   RowTarget<kPass> to(s, m, line, pos);
 #pragma unroll 1
-  for (int group = 0; group < kDirectLines; group += kDepth) {
+  for (int group = 0; group < each; group += kDepth) {
     RowValues<kPass, Bf16Tile> values[kDepth];
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) values[i].take(ahead[i], s);
+    for (int i = 0; i < kDepth; ++i) values[i].take(ahead[i].pairs(), s);
 #pragma unroll
     for (int i = 0; i < kDepth; ++i)
       if (kDepth < kDirectLines) ahead[i] = reader.next();
 #pragma unroll
     for (int i = 0; i < kDepth; ++i, to.advance(s)) {
+      if (kDepth > 1 && i >= each) break;
       const uint32_t amax = row_block_amax<kPass>(s, values[i].amax);
       if (group + i < lines)
         store_row_run<kPass>(s, m, rng, values[i], amax, block_of<kPass>(s, m.outer, amax),
@@ -111,16 +109,18 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
 }
 
 template <class Row, bool kAligned>
-__global__ void __launch_bounds__(kDirectThreads, Row::kPass.fp4() ? 4 : 3)
+__global__ void __launch_bounds__(kDirectThreads, Row::kPass.fp4() ? 4
+                                                  : kAligned       ? 3
+                                                                   : 2)
     rows_kernel(const __grid_constant__ RowsParams p) {
   const Side& s = p.row;
   const int batch = static_cast<int>(blockIdx.y);
   const uint32_t n = blockIdx.x * kDirectThreads + threadIdx.x, at = min(n, p.all - 1);
   const uint32_t group = p.runs.quotient(at);
-  const int line = static_cast<int>(group) * kDirectLines;
+  const int line = static_cast<int>(group) * p.each;
   const int pos = static_cast<int>(at - group * p.runs.value) * kRun;
-  const int lines = n < p.all ? s.lines - line : 0;
-  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, [&] {
+  const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
+  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, p.each, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;
@@ -179,13 +179,13 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
   const int pos = at.column + lane % kRunsPerLine * kRun;
   const int lines = pos < s.padded ? s.lines - line : 0;
   if constexpr (!kPass.square) {
-    quantize_lines<kPass, kAligned>(x, s, at.batch, line, pos, lines, [&] {
+    quantize_lines<kPass, kAligned>(x, s, at.batch, line, pos, lines, kDirectLines, [&] {
       loaded();
       return direct_matrix(s, at, memory.outer[0]);
     });
   } else {
     LineReader<kAligned> reader(x, at.batch, line, pos, lines);
-    PairRun in[kDirectLines];
+    typename LineReader<kAligned>::Run in[kDirectLines];
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
     loaded();
@@ -194,7 +194,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
     uint32_t amax = 0;
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) {
-      values[i].take(in[i], s);
+      values[i].take(in[i].pairs(), s);
       amax = max(amax, values[i].amax);
     }
     amax = row_block_amax<kPass>(s, amax);
