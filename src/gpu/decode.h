@@ -59,36 +59,37 @@ BLOCKSCALE_DEVICE uint32_t word_of(const uint2& words, int which) {
   return which == 0 ? words.x : words.y;
 }
 
-// decode_pair() gives the codes of a word two at a time: which one the i-th of a pair is.
+// Two codes at a time are decoded, pair by pair: which of a word the i-th of a pair is.
 BLOCKSCALE_HD constexpr int code_of(Codec c, int pair, int i) {
   return c == Codec::fp4 ? pair % 2 * 4 + i * 2 + pair / 2 : 2 * pair + i;
 }
+// Whether a code may be NaN or Inf.
+BLOCKSCALE_HD constexpr bool has_specials(Codec c) { return c >= Codec::e4m3fn; }
 
 // With its bits moved, a narrower code is a code of E4M3 or E5M2, for a value smaller by a power of
-// two. FP4: those in the low halves of bytes.
+// two. FP4: the even codes of a word, or the odd ones.
 template <Codec kCodec>
-BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word) {
-  if constexpr (kCodec == Codec::fp4)
+BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word, int odd) {
+  if constexpr (kCodec == Codec::fp4) {
+    word >>= 4 * odd;
     return (word << 2 & 0x1C1C1C1C) | (word << 4 & 0x80808080);
-  else if constexpr (kCodec == Codec::e2m3 || kCodec == Codec::e3m2)
+  }
+  if constexpr (kCodec == Codec::e2m3 || kCodec == Codec::e3m2)
     return (word & 0x1F1F1F1F) | (word << 2 & 0x80808080);
-  else
-    return word;
+  return word;
 }
+// Pair `pair` of a word, whose bits as_fp8() has moved.
 template <Codec kCodec>
-BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t word, int pair, float* v) {
+BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t moved, int pair, float* v) {
   if constexpr (kCodec == Codec::any) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) v[i] = decoder(word >> (16 * pair + 8 * i) & 0xFF);
+    for (int i = 0; i < 2; ++i) v[i] = decoder(moved >> (16 * pair + 8 * i) & 0xFF);
   } else {
     constexpr bool kE5m2 = kCodec == Codec::e5m2 || kCodec == Codec::e3m2;
-    constexpr float kFactor = kCodec == Codec::e3m2                           ? exp2i(15 - 3)
-                              : kCodec == Codec::fp4 || kCodec == Codec::e2m3 ? exp2i(7 - 1)
-                                                                              : 1.0f;
-    if (kCodec == Codec::fp4) word >>= pair / 2 * 4;
-    from_fp8x2<kE5m2>(as_fp8<kCodec>(word) >> (pair % 2 * 16), v);
-    if constexpr (kFactor != 1.0f)
-      for (int i = 0; i < 2; ++i) v[i] = __fmul_rn(v[i], kFactor);
+    constexpr int kFactor = kCodec == Codec::e3m2                           ? 1 << (15 - 3)
+                            : kCodec == Codec::fp4 || kCodec == Codec::e2m3 ? 1 << (7 - 1)
+                                                                            : 1;
+    from_fp8x2<kE5m2, kFactor>(moved >> (pair % 2 * 16), v);
   }
 }
 

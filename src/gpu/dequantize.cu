@@ -14,9 +14,8 @@ namespace blockscale::gpu {
 namespace {
 
 constexpr int kDecodeThreads = 256;
-constexpr int kRowLines = 4;      // of a thread along rows, one piece each
-constexpr int kColumnBlocks = 5;  // of threads, on a multiprocessor, down columns
-constexpr int kAcross = 4;        // tiles beside each other that are worked on at the same time
+constexpr int kRowLines = 4;  // of a thread along rows, one piece each
+constexpr int kAcross = 4;    // tiles beside each other that are worked on at the same time
 
 struct DequantizeParams {
   ConstQuantized q;
@@ -36,9 +35,9 @@ struct DequantizeParams {
 // What a piece of work is part of: a matrix of the batch, or a row of tiles of a group.
 struct Place {
   const uint8_t *codes, *scales;
-  float outer;
-  int64_t x;  // where its first element lies, from x.data on
-  int row;    // the first one
+  const float* outer;  // its outer scale, or null
+  int64_t x;           // where its first element lies, from x.data on
+  int row;             // the first one
   int rows, padded, code_columns, scale_columns;
 };
 BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at) {
@@ -48,7 +47,7 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
   if (!p.plan.head) {
     at = {p.q.codes + batch * s.code_bytes,
           p.q.scales + batch * s.scale_count * scale_bytes,
-          1.0f,
+          nullptr,
           batch * p.x.batch_stride,
           0,
           p.rows,
@@ -62,7 +61,7 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
     batch = row.group;
     at = {p.q.codes + g.codes,
           p.q.scales + g.scales * scale_bytes,
-          1.0f,
+          nullptr,
           g.row * p.x.row_stride,
           row.row,
           g.rows,
@@ -70,7 +69,7 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
           g.code_columns,
           g.scale_columns};
   }
-  if (p.q.spec.outer) at.outer = p.q.outer[batch];
+  if (p.q.spec.outer) at.outer = p.q.outer + batch;
   return true;
 }
 
@@ -86,8 +85,10 @@ BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& 
   return p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(at.scales) + i)
                        : load_once(at.scales + i);
 }
-BLOCKSCALE_DEVICE float factor_of(const DequantizeParams& p, const Place& at, uint32_t stored) {
-  return __fmul_rn(at.outer, p.wide_scales ? bit_cast<float>(stored) : p.scale.scale(stored));
+// To be loaded after the codes are on their way: the compiler waits for what all threads share.
+BLOCKSCALE_DEVICE float outer_of(const Place& at) { return at.outer ? load_once(at.outer) : 1.0f; }
+BLOCKSCALE_DEVICE float factor_of(const DequantizeParams& p, float outer, uint32_t stored) {
+  return __fmul_rn(outer, p.wide_scales ? bit_cast<float>(stored) : p.scale.scale(stored));
 }
 
 // Where byte `byte` of a line of codes lies.
@@ -102,13 +103,13 @@ BLOCKSCALE_DEVICE const uint8_t* code_at(const DequantizeParams& p, const Place&
 // here when rows start anywhere; those without a piece have a count of 0.
 template <Rows kRows>
 BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c, const PieceAt& at,
-                                   const float* v) {
+                                   const float* v, bool may_be_nan) {
   const int64_t i = row + c * (kRows == Rows::any ? p.x.column_stride : 1);
   auto* to = static_cast<uint16_t*>(p.x.data) + i;
   if constexpr (kRows == Rows::anywhere) {
-    store_shifted(to, to_bf16x8(v), at);
+    store_shifted(to, to_bf16x8(v, may_be_nan), at);
   } else if constexpr (kRows == Rows::aligned) {
-    const uint4 piece = to_bf16x8(v);
+    const uint4 piece = to_bf16x8(v, may_be_nan);
     if (at.count >= kPiece)
       *reinterpret_cast<uint4*>(to) = piece;
     else
@@ -175,23 +176,26 @@ __global__ void __launch_bounds__(kDecodeThreads)
     else
       load_any(p, at, first, c, byte, left, codes, stored);
   }
+  const float outer = outer_of(at);
   int64_t row = at.x + first * p.x.row_stride;
 #pragma unroll
-  for (int i = 0; i < kRowLines; ++i) {
-    if (kRows != Rows::anywhere && i >= left) break;
-    const float factor = factor_of(p, at, stored[i]);
+  for (int line = 0; line < kRowLines; ++line) {
+    if (kRows != Rows::anywhere && line >= left) break;
+    const float factor = factor_of(p, outer, stored[line]);
     float v[kPiece];
 #pragma unroll
-    for (int word = 0; word < kWords; ++word)
-#pragma unroll
-      for (int pair = 0; pair < kPerWord / 2; ++pair) {
-        float two[2];
-        decode_pair<kCodec>(p.element, word_of(codes[i], word), pair, two);
-        for (int j = 0; j < 2; ++j)
-          v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
-      }
-    const int lane = static_cast<int>(threadIdx.x) % 32, count = i < left ? p.columns - c : 0;
-    store_piece<kRows>(p, row, c, {count, lane > 0 && c > 0, lane == 31}, v);
+    for (int i = 0; i < kPiece / 2; ++i) {
+      constexpr int kPairs = kPerWord / 2;
+      const int word = i / kPairs, pair = i % kPairs;
+      float two[2];
+      decode_pair<kCodec>(p.element, as_fp8<kCodec>(word_of(codes[line], word), pair / 2), pair,
+                          two);
+      for (int j = 0; j < 2; ++j)
+        v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
+    }
+    const int lane = static_cast<int>(threadIdx.x) % 32, count = line < left ? p.columns - c : 0;
+    store_piece<kRows>(p, row, c, {count, lane > 0 && c > 0, lane == 31}, v,
+                       has_specials(kCodec) || !is_finite(factor));
     row += p.x.row_stride;
   }
 }
@@ -303,6 +307,7 @@ struct Ahead {
   }
   BLOCKSCALE_DEVICE void put(const DequantizeParams& p, Tile& tile) const {
     const int thread = static_cast<int>(threadIdx.x);
+    const float outer = outer_of(at);
 #pragma unroll
     for (int i = 0; i < Tile::kLoads; ++i) {
       const int n = thread + i * kDecodeThreads;
@@ -310,12 +315,12 @@ struct Ahead {
     }
     if (thread >= lines(p)) return;
     tile.factor(thread, 0) =
-        factor_of(p, at, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
+        factor_of(p, outer, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
 #pragma unroll
     for (int i = 1; i < Tile::kMostBlocks; ++i)
       if (i < blocks(p))
         tile.factor(thread, i) =
-            factor_of(p, at, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
+            factor_of(p, outer, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
   }
 };
 
@@ -336,39 +341,49 @@ BLOCKSCALE_DEVICE void decode_tile(const DequantizeParams& p, CodeTile<kCodec>& 
     const int which = (i + thread) / 32 + thread % 32 / kPieces * (Tile::kWords / kHalves);
     const int r = tile_r + which * kPerWord;
     if (kRows != Rows::anywhere && (r >= rows || c >= p.columns)) continue;
-    uint32_t word[kPiece];
-    float factor[kPiece];
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) {
-      word[j] = tile.word(line + j, which);
-      factor[j] = tile.factor(line + j, which * kPerWord >> p.block_shift);
-    }
-    auto decode = [&](int pair) {
-      float v[2][kPiece];
+#pragma unroll 1
+    for (int half = 0; half < kPerWord / 4; ++half) {
+      uint32_t moved[kPiece], first = line;
+      float factor[kPiece], zero = 0;
+      keep(first);  // addresses are found twice, for want of registers
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
-        float two[2];
-        decode_pair<kCodec>(p.element, word[j], pair, two);
-        v[0][j] = __fmul_rn(factor[j], two[0]);
-        v[1][j] = __fmul_rn(factor[j], two[1]);
+        moved[j] = as_fp8<kCodec>(tile.word(first + j, which), half);
+        keep(moved[j]);
+        factor[j] = tile.factor(first + j, which * kPerWord >> p.block_shift);
+        zero = __fmaf_rn(factor[j], 0.0f, zero);  // NaN, if a factor is NaN or Inf
       }
+      const bool may_be_nan = has_specials(kCodec) || zero != 0.0f;
+      // Rows step * row_stride apart.
+      constexpr int kStep = code_of(kCodec, 0, 1);
+      int row = r + half;
+      int64_t at = x + row * p.x.row_stride;
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int row = r + code_of(kCodec, pair, k), count = row < rows ? p.columns - c : 0;
-        store_piece<kRows>(p, x + row * p.x.row_stride, c, {count, piece > 0, piece == kPieces - 1},
-                           v[k]);
+      for (int pair = 0; pair < 2; ++pair) {
+        float v[2][kPiece];
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          float two[2];
+          decode_pair<kCodec>(p.element, moved[j], pair, two);
+          v[0][j] = __fmul_rn(factor[j], two[0]);
+          v[1][j] = __fmul_rn(factor[j], two[1]);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k, row += kStep, at += kStep * p.x.row_stride)
+          store_piece<kRows>(p, at, c,
+                             {row < rows ? p.columns - c : 0, piece > 0, piece == kPieces - 1},
+                             v[k], may_be_nan);
       }
-    };
-#pragma unroll 1
-    for (int pair = 0; pair < kPerWord / 2; pair += 2) {
-      decode(pair);
-      decode(pair + 1);
     }
   }
 }
 
+// Blocks of threads on a multiprocessor: as many as do not put registers into memory.
 template <Codec kCodec, Rows kRows>
-__global__ void __launch_bounds__(kDecodeThreads, kColumnBlocks)
+constexpr int kColumnBlocks = kCodec == Codec::fp4 || kRows != Rows::aligned ? 4 : 5;
+
+template <Codec kCodec, Rows kRows>
+__global__ void __launch_bounds__(kDecodeThreads, kColumnBlocks<kCodec, kRows>)
     dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
   __shared__ CodeTile<kCodec> tile;
   Ahead<kCodec> ahead;

@@ -23,6 +23,13 @@ std::string unavailable() {
          device_text() + "; build for it with -DCMAKE_CUDA_ARCHITECTURES=...";
 }
 
+int lines_of_a_thread(int64_t runs, int most) {
+  const int64_t threads = static_cast<int64_t>(multiprocessors(current_device())) * 256;
+  int lines = most;
+  while (lines > 1 && runs < 4 * threads * lines) lines /= 2;
+  return lines;
+}
+
 void copy(int64_t* to, const int64_t* from, const Stream& stream) {
   start(copy_kernel, 1, 1, 0, native(stream), to, from);
   check_launch("copy");

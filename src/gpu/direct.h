@@ -2,13 +2,14 @@
 // there is nothing to wait for but its own loads, and the hardware hands out the work in small
 // pieces, on odd and small shapes too.
 //
-// Along rows a thread takes one run of each of four lines. Down columns, with square blocks, and
-// for both directions at once, a block of threads takes a tile of 128 x 128; the second direction
-// finds the tile in the L1 cache.
+// Along rows a thread takes one run of each of up to eight lines. Down columns, with square blocks,
+// and for both directions at once, a block of threads takes a tile of 128 x 128; the second
+// direction finds the tile in the L1 cache.
 #pragma once
 
 #include "gpu/columns.h"
 #include "gpu/divisor.h"
+#include "gpu/load.h"
 #include "gpu/rows.h"
 
 namespace blockscale::gpu {
@@ -22,80 +23,54 @@ struct RowsParams {
   Side row;
   Divisor runs;  // of a line
   uint32_t all;  // threads with work: runs of a line by groups of lines
-  int steps;     // lines of a thread
+  int each;      // lines of a thread: fewer where there is little to do
 };
-
-// A run of BF16 at p, of which `count` elements are there, then zeros. Nothing beyond them is read,
-// and no load waits for another.
-template <bool kAligned>
-BLOCKSCALE_DEVICE PairRun load_run(const uint16_t* p, int count) {
-  constexpr int kPairs = kRun / 2;
-  PairRun run;
-  if (count < kRun) {
-    run = {};
-#pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      if (i < count) run.pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
-  } else if (kAligned) {
-    const uint4 a = load_once(reinterpret_cast<const uint4*>(p));
-    const uint4 b = load_once(reinterpret_cast<const uint4*>(p) + 1);
-    run = {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
-  } else {
-    // Whole words, and at odd places the halves before and after them; then all move by a half.
-    const bool odd = reinterpret_cast<uintptr_t>(p) % 4 != 0;
-    const auto* words = reinterpret_cast<const uint32_t*>(p + odd);
-    uint32_t word[kPairs], before = odd ? p[0] : 0;
-#pragma unroll
-    for (int i = 0; i < kPairs - 1; ++i) word[i] = words[i];
-    word[kPairs - 1] = odd ? p[kRun - 1] : words[kPairs - 1];
-    before <<= 16;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      run.pair[i] = odd ? shift_left_in(word[i], before, 16) : word[i];
-      before = word[i];
-    }
-  }
-  return run;
-}
 
 // The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
 // there. What stands for the others is some run that is.
 template <bool kAligned>
 struct LineReader {
+  using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
   const uint16_t* at;
   int64_t stride;
-  int count, left;
+  int before, count, left;
 
   BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
       : at(static_cast<const uint16_t*>(x.data) + batch * x.batch_stride +
            (lines > 0 ? line : 0) * x.row_stride + pos),
         stride(x.row_stride),
+        before(pos),
         count(x.columns - pos),
         left(lines) {
     keep(at);
   }
-  BLOCKSCALE_DEVICE PairRun next() {
-    const PairRun run = load_run<kAligned>(at, count);
+  BLOCKSCALE_DEVICE Run next() {
+    Run run;
+    if constexpr (kAligned)
+      run = load_aligned(at, count);
+    else
+      run = load_around(at, before, count);
     if (--left > 0) at += stride;
     return run;
   }
 };
-// Quantizes them, `steps` at most. FP4 has work enough to hide the loads of one line behind the
+// Quantizes them, `each` at most. FP4 has work enough to hide the loads of one line behind the
 // line before, and code enough to be kept for two lines; FP8 loads all before it begins. `loaded`
 // gives the matrix, after the first loads are on their way.
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch, int line, int pos,
-                                      int lines, int steps, const Loaded& loaded) {
+                                      int lines, int each, const Loaded& loaded) {
   using Values = RowValues<kPass, Bf16Tile>;
-  LineReader<kAligned> reader(x, batch, line, pos, lines);
+  using Reader = LineReader<kAligned>;
+  Reader reader(x, batch, line, pos, lines);
   if constexpr (kPass.fp4()) {
-    PairRun even = reader.next();
+    typename Reader::Run even = reader.next();
     const MatrixAt m = loaded();
     const Rng rng = rng_of(s);
     RowTarget<kPass> to(s, m, line, pos);
-    auto quantize = [&](const PairRun& run, int i) {
+    auto quantize = [&](const typename Reader::Run& run, int i) {
       Values values;
-      values.take(run, s);
+      values.take(run.pairs(), s);
       const uint32_t amax = row_block_amax<kPass>(s, values.amax);
       if (i < lines)
         store_row_run<kPass>(s, m, rng, values, amax, block_of<kPass>(s, m.outer, amax), line + i,
@@ -103,22 +78,26 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
       to.advance(s);
     };
 #pragma unroll 1
-    for (int i = 0; i < steps; i += 2) {
-      const PairRun odd = reader.next();
+    for (int i = 0; i < each; i += 2) {
+      const typename Reader::Run odd = reader.next();
       quantize(even, i);
       even = reader.next();
       quantize(odd, i + 1);
     }
   } else {
-    Values values[kDirectLines];
-    uint32_t amax[kDirectLines];
+    typename Reader::Run runs[kDirectLines];
 #pragma unroll
-    for (int i = 0; i < kDirectLines; ++i) values[i].take(reader.next(), s);
+    for (int i = 0; i < kDirectLines; ++i) runs[i] = reader.next();
     const MatrixAt m = loaded();
     const Rng rng = rng_of(s);
     RowTarget<kPass> to(s, m, line, pos);
+    Values values[kDirectLines];
+    uint32_t amax[kDirectLines];
 #pragma unroll
-    for (int i = 0; i < kDirectLines; ++i) amax[i] = row_block_amax<kPass>(s, values[i].amax);
+    for (int i = 0; i < kDirectLines; ++i) {
+      values[i].take(runs[i].pairs(), s);
+      amax[i] = row_block_amax<kPass>(s, values[i].amax);
+    }
     if constexpr (kPass.scale == Format::fp32) {
       // Eight threads have the blocks of the same four lines: each finds one of the scales.
       static_assert(kPass.block() == kRunsPerLine * kRun && kDirectLines == 4);
@@ -145,20 +124,20 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
 }
 
 // Blocks of threads that a multiprocessor holds.
-template <Pass kPass>
-inline constexpr int kRowBlocks = kPass.fp4() ? 4 : 3;
+template <Pass kPass, bool kAligned>
+inline constexpr int kRowBlocks = kPass.fp4() ? 4 : kAligned ? 3 : 2;
 
 template <class Row, bool kAligned>
-__global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass>))
+__global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAligned>))
     rows_kernel(const __grid_constant__ RowsParams p) {
   const Side& s = p.row;
   const int batch = static_cast<int>(blockIdx.y);
   const uint32_t n = blockIdx.x * kDirectThreads + threadIdx.x, at = min(n, p.all - 1);
   const uint32_t group = p.runs.quotient(at);
-  const int line = static_cast<int>(group) * p.steps;
+  const int line = static_cast<int>(group) * p.each;
   const int pos = static_cast<int>(at - group * p.runs.value) * kRun;
-  const int lines = n < p.all ? min(s.lines - line, p.steps) : 0;
-  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, p.steps, [&] {
+  const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
+  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, p.each, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;
@@ -207,7 +186,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
     });
   } else {
     LineReader<kAligned> reader(x, at.batch, line, pos, lines);
-    PairRun in[kDirectLines];
+    typename LineReader<kAligned>::Run in[kDirectLines];
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
     loaded();
@@ -216,7 +195,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
     uint32_t amax = 0;
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) {
-      values[i].take(in[i], s);
+      values[i].take(in[i].pairs(), s);
       if (i < lines) amax = max(amax, values[i].amax);
     }
     amax = row_block_amax<kPass>(s, amax);

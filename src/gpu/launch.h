@@ -38,6 +38,10 @@ int prepare(int shared_bytes) {
   return count;
 }
 
+// Lines that a thread takes, `most` or a power of two below it, of a kernel with `runs` runs to
+// work on: few where they would leave multiprocessors without work.
+int lines_of_a_thread(int64_t runs, int most);
+
 inline Source source_of(const ConstMatrix& x) {
   return {{},
           x.data,

@@ -291,6 +291,13 @@ BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
   in_global_memory(p);
 }
 
+// The same for a word.
+BLOCKSCALE_DEVICE void keep([[maybe_unused]] uint32_t& word) {
+#if defined(__CUDACC__)
+  asm("" : "+r"(word));
+#endif
+}
+
 // The upper word of a product.
 BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
@@ -390,8 +397,9 @@ BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
 #endif
 }
 
-// The FP8 codes in the low half of `codes` to FP32, exactly.
-template <bool kE5m2>
+// The FP8 codes in the low half of `codes` to FP32, times kFactor, a power of two with which they
+// are exact in binary16.
+template <bool kE5m2, int kFactor>
 BLOCKSCALE_DEVICE void from_fp8x2(uint32_t codes, float* v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   const auto two = static_cast<uint16_t>(codes);
@@ -400,12 +408,16 @@ BLOCKSCALE_DEVICE void from_fp8x2(uint32_t codes, float* v) {
     asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(two));
   else
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+  if constexpr (kFactor != 1) {
+    constexpr uint32_t kHalf = (15 + __builtin_ctz(kFactor)) << 10;
+    asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(kHalf << 16 | kHalf));
+  }
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
       : "=f"(v[0]), "=f"(v[1])
       : "r"(halves));
 #else
   for (int i = 0; i < 2; ++i)
-    v[i] = decode(kE5m2 ? Format::e5m2 : Format::e4m3fn, codes >> (8 * i) & 0xFF);
+    v[i] = decode(kE5m2 ? Format::e5m2 : Format::e4m3fn, codes >> (8 * i) & 0xFF) * kFactor;
 #endif
 }
 

@@ -20,14 +20,14 @@ BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
     static_cast<uint16_t*>(x.data)[at] = x.dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
 }
 
-// Eight values as BF16. The conversion's NaN is 0x7FFF, the definition's 0x7FC0; one maximum tells
-// whether there is any.
-BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v) {
+// Eight values as BF16. The conversion's NaN is 0x7FFF, the definition's 0x7FC0; where there may be
+// one, a maximum tells whether there is.
+BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v, bool may_be_nan) {
   uint32_t pair[4], largest = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     pair[i] = to_bf16x2(v[2 * i], v[2 * i + 1]);
-    largest = max_magnitude_bf16x2(largest, pair[i]);
+    if (may_be_nan) largest = max_magnitude_bf16x2(largest, pair[i]);
   }
   if ((largest & 0x7FFF) > 0x7F80 || (largest >> 16 & 0x7FFF) > 0x7F80) {
 #pragma unroll

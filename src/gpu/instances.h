@@ -1,0 +1,119 @@
+// What the parts of the table of quantizers are made of.
+#pragma once
+
+#include <algorithm>
+
+#include "gpu/direct.h"
+#include "gpu/kernels.h"
+#include "gpu/quantize.h"
+
+namespace blockscale::gpu {
+
+template <class Row, class Column, class Loader, bool kGrouped = false>
+void launch(QuantizeParams& p, NativeStream stream) {
+  constexpr int kBytes = sizeof(Shared<Row::kPass, Column::kPass, Loader>);
+  static_assert(kBytes * Loader::kBlocks <= kSharedBytes);
+  constexpr auto kKernel = quantize_kernel<Row, Column, Loader, kGrouped>;
+  const unsigned blocks =
+      set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
+  start(kKernel, blocks, kThreads, kBytes, stream, p);
+}
+// FP4 goes by twos, and by eights where that leaves enough rounds of blocks of threads for the last
+// one not to count: its threads have much to do before they start.
+template <Pass kPass>
+int lines_of_a_thread(int64_t runs) {
+  if (!kPass.fp4()) return lines_of_a_thread(runs, kDirectLines);
+  constexpr int kMost = 8, kRounds = 6;
+  const int64_t blocks = runs / (kMost * kDirectThreads);
+  if (blocks >= kRounds * kRowBlocks<kPass, true> * multiprocessors(current_device())) return kMost;
+  return std::max(2, lines_of_a_thread(runs, kDirectLines));
+}
+template <class Row, bool kAligned>
+void launch_rows(QuantizeParams& p, NativeStream stream) {
+  const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
+  const int each = lines_of_a_thread<Row::kPass>(int64_t{runs} * p.row.lines * p.row.out.batch);
+  const int64_t all = runs * ceil_div(p.row.lines, each);
+  const RowsParams d{p.x, p.row, Divisor::of(runs), static_cast<uint32_t>(all), each};
+  const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),
+                  static_cast<unsigned>(p.row.out.batch));
+  start(rows_kernel<Row, kAligned>, grid, kDirectThreads, 0, stream, d);
+}
+template <class Row, class Column, bool kAligned>
+void launch_tiles(QuantizeParams& p, NativeStream stream) {
+  const dim3 grid(static_cast<unsigned>(p.tiles_down * kSideways),
+                  static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
+                  static_cast<unsigned>(p.batch));
+  start(tiles_kernel<Row, Column, kAligned>, grid, kDirectThreads, 0, stream,
+        TilesParams{p.x, p.row, p.column});
+}
+
+using None = PassType<Encoder::none>;
+using Any = PassType<Encoder::any>;
+template <Encoder kElement, Format kScale>
+using Fp8 = PassType<kElement, kScale>;
+template <Encoder kElement, Format kScale>
+using Fp8Square = PassType<kElement, kScale, true>;
+template <Format kScale>
+using Fp4 = PassType<Encoder::fp4_nearest, kScale>;
+template <Format kScale>
+using Fp4Square = PassType<Encoder::fp4_nearest, kScale, true>;
+template <Format kScale>
+using Fp4Hadamard = PassType<Encoder::fp4_nearest, kScale, false, true>;
+template <Format kScale>
+using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
+template <Format kScale>
+using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
+
+// Groups are rows of tokens: no square blocks, and what is not plain is wanted in both directions.
+// The rest runs as `any`, which keeps the number of kernels down.
+template <class Row, class Column>
+constexpr Launcher grouped_launcher() {
+  constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
+  constexpr Pass kOne = kRow.present() ? kRow : kColumn;
+  constexpr bool kPlain = !kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic;
+  if constexpr (!kRow.square && !kColumn.square &&
+                (kPlain || (kRow.present() && kColumn.present())))
+    return launch<Row, Column, AlignedLoader, true>;
+  else
+    return nullptr;
+}
+template <class Row, class Column>
+inline constexpr Entry kEntry{Row::kPass, Column::kPass, launch_tiles<Row, Column, true>,
+                              launch_tiles<Row, Column, false>, grouped_launcher<Row, Column>()};
+template <class P>
+inline constexpr Entry kRows{P::kPass, None::kPass, launch_rows<P, true>, launch_rows<P, false>,
+                             grouped_launcher<P, None>()};
+template <class P>
+inline constexpr Entry kSquareRows = kEntry<P, None>;
+template <class P>
+inline constexpr Entry kColumns = kEntry<None, P>;
+
+template <Encoder kElement, Format kScale>
+inline constexpr Entry kFp8Entries[] = {
+    kRows<Fp8<kElement, kScale>>,
+    kSquareRows<Fp8Square<kElement, kScale>>,
+    kColumns<Fp8<kElement, kScale>>,
+    kColumns<Fp8Square<kElement, kScale>>,
+    kEntry<Fp8<kElement, kScale>, Fp8<kElement, kScale>>,
+    kEntry<Fp8Square<kElement, kScale>, Fp8Square<kElement, kScale>>,
+};
+template <Format kScale>
+inline constexpr Entry kFp4Entries[] = {
+    kRows<Fp4<kScale>>,
+    kSquareRows<Fp4Square<kScale>>,
+    kRows<Fp4Hadamard<kScale>>,
+    kRows<Stochastic<kScale>>,
+    kRows<StochasticHadamard<kScale>>,
+    kColumns<Fp4<kScale>>,
+    kColumns<Fp4Square<kScale>>,
+    kColumns<Fp4Hadamard<kScale>>,
+    kColumns<Stochastic<kScale>>,
+    kColumns<StochasticHadamard<kScale>>,
+    kEntry<Fp4<kScale>, Fp4<kScale>>,
+    kEntry<Fp4Square<kScale>, Fp4Square<kScale>>,
+    kEntry<Fp4<kScale>, Fp4Hadamard<kScale>>,
+    kEntry<Stochastic<kScale>, Fp4Hadamard<kScale>>,
+    kEntry<Stochastic<kScale>, StochasticHadamard<kScale>>,
+};
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,15 @@
+#include "gpu/instances.h"
+
+namespace blockscale::gpu {
+
+std::span<const Table> fp8_kernels() {
+  static constexpr Table kTables[] = {
+      Table(kFp8Entries<Encoder::e4m3fn, Format::fp32>),
+      Table(kFp8Entries<Encoder::e4m3fn, Format::e8m0>),
+      Table(kFp8Entries<Encoder::e5m2, Format::fp32>),
+      Table(kFp8Entries<Encoder::e5m2, Format::e8m0>),
+  };
+  return kTables;
+}
+
+}  // namespace blockscale::gpu
