@@ -282,13 +282,6 @@ BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
 #endif
 }
 
-// The same for a word.
-BLOCKSCALE_DEVICE void keep([[maybe_unused]] uint32_t& word) {
-#if defined(__CUDACC__)
-  asm("" : "+r"(word));
-#endif
-}
-
 // The upper word of a product.
 BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
