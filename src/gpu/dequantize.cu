@@ -341,49 +341,42 @@ BLOCKSCALE_DEVICE void decode_tile(const DequantizeParams& p, CodeTile<kCodec>& 
     const int which = (i + thread) / 32 + thread % 32 / kPieces * (Tile::kWords / kHalves);
     const int r = tile_r + which * kPerWord;
     if (kRows != Rows::anywhere && (r >= rows || c >= p.columns)) continue;
-#pragma unroll 1
-    for (int half = 0; half < kPerWord / 4; ++half) {
-      uint32_t moved[kPiece], first = line;
-      float factor[kPiece], zero = 0;
-      keep(first);  // addresses are found twice, for want of registers
+    uint32_t word[kPiece];
+    float factor[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      word[j] = tile.word(line + j, which);
+      factor[j] = tile.factor(line + j, which * kPerWord >> p.block_shift);
+    }
+    auto decode = [&](int pair) {
+      float v[2][kPiece];
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
-        moved[j] = as_fp8<kCodec>(tile.word(first + j, which), half);
-        keep(moved[j]);
-        factor[j] = tile.factor(first + j, which * kPerWord >> p.block_shift);
-        zero = __fmaf_rn(factor[j], 0.0f, zero);  // NaN, if a factor is NaN or Inf
+        float two[2];
+        decode_pair<kCodec>(p.element, as_fp8<kCodec>(word[j], pair / 2), pair, two);
+        v[0][j] = __fmul_rn(factor[j], two[0]);
+        v[1][j] = __fmul_rn(factor[j], two[1]);
       }
-      const bool may_be_nan = has_specials(kCodec) || zero != 0.0f;
-      // Rows step * row_stride apart.
-      constexpr int kStep = code_of(kCodec, 0, 1);
-      int row = r + half;
-      int64_t at = x + row * p.x.row_stride;
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        float v[2][kPiece];
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) {
-          float two[2];
-          decode_pair<kCodec>(p.element, moved[j], pair, two);
-          v[0][j] = __fmul_rn(factor[j], two[0]);
-          v[1][j] = __fmul_rn(factor[j], two[1]);
-        }
-#pragma unroll
-        for (int k = 0; k < 2; ++k, row += kStep, at += kStep * p.x.row_stride)
-          store_piece<kRows>(p, at, c,
-                             {row < rows ? p.columns - c : 0, piece > 0, piece == kPieces - 1},
-                             v[k], may_be_nan);
+      for (int k = 0; k < 2; ++k) {
+        const int row = r + code_of(kCodec, pair, k), count = row < rows ? p.columns - c : 0;
+        store_piece<kRows>(p, x + row * p.x.row_stride, c, {count, piece > 0, piece == kPieces - 1},
+                           v[k], true);
       }
+    };
+#pragma unroll 1
+    for (int pair = 0; pair < kPerWord / 2; pair += 2) {
+      decode(pair);
+      decode(pair + 1);
     }
   }
 }
 
 // Blocks of threads on a multiprocessor: as many as do not put registers into memory.
-template <Codec kCodec, Rows kRows>
-constexpr int kColumnBlocks = kCodec == Codec::fp4 || kRows != Rows::aligned ? 4 : 5;
+constexpr int column_blocks(Rows rows) { return rows == Rows::aligned ? 5 : 4; }
 
 template <Codec kCodec, Rows kRows>
-__global__ void __launch_bounds__(kDecodeThreads, kColumnBlocks<kCodec, kRows>)
+__global__ void __launch_bounds__(kDecodeThreads, column_blocks(kRows))
     dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
   __shared__ CodeTile<kCodec> tile;
   Ahead<kCodec> ahead;

@@ -291,13 +291,6 @@ BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
   in_global_memory(p);
 }
 
-// The same for a word.
-BLOCKSCALE_DEVICE void keep([[maybe_unused]] uint32_t& word) {
-#if defined(__CUDACC__)
-  asm("" : "+r"(word));
-#endif
-}
-
 // The upper word of a product.
 BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
