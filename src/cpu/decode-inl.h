@@ -167,6 +167,70 @@ class HalfDecoder {
   VF factor_;
 };
 
+// E2M1 to BF16 without widening, where there are tables of 32 lanes of 16 bits (AVX-512). In a
+// block every value is the scale s or 1.5 s, each rounded to BF16 once a block, times a power of
+// two, which goes to the exponent: code 5, 3 s, is the bits of 1.5 s plus 128. That holds while
+// nothing is subnormal or overflows.
+class NarrowDecoder {
+ public:
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  static constexpr bool kFits = true;
+#else
+  static constexpr bool kFits = false;
+#endif
+  // Of 2 * lanes() elements: bits of s, and what those of 1.5 s are more.
+  struct Scales {
+    VH one, more;
+  };
+
+  NarrowDecoder() {
+    HWY_ALIGN uint16_t add[32], pick[32];
+    for (int i = 0; i < 32; ++i) {  // twice: a lane's fifth bit may be anything
+      const int magnitude = i & 7;
+      const int up = magnitude == 0 ? 0 : 128 * (magnitude / 2 - 1);
+      add[i] = static_cast<uint16_t>(up + (i & 8 ? 0x8000 : 0));
+      pick[i] = magnitude % 2 != 0 && magnitude != 1 ? 0xFFFF : 0;
+    }
+    add_ = hn::Load(DH(), add);
+    pick_ = hn::Load(DH(), pick);
+  }
+  static HWY_INLINE bool takes(VF a, VF b) {
+    const DF df;
+    const VF low = hn::Set(df, exp2i(-120)), high = hn::Set(df, exp2i(120));  // NaN is in no range
+    return hn::AllTrue(df, hn::And(hn::And(hn::Ge(a, low), hn::Le(a, high)),
+                                   hn::And(hn::Ge(b, low), hn::Le(b, high))));
+  }
+  static HWY_INLINE Scales scales(VF a, VF b) {
+    const VF more = hn::Set(DF(), 1.5f);
+    const VH one = join(a, b);
+    return {one, hn::Sub(join(hn::Mul(more, a), hn::Mul(more, b)), one)};
+  }
+  // Codes are the low four bits of each lane; those above may be anything.
+  HWY_INLINE VH operator()(VH codes, const Scales& s) const {
+    const DH dh;
+    const VH up = look_up(add_, codes);
+    const VH value = hn::Add(hn::Add(up, s.one), hn::And(look_up(pick_, codes), s.more));
+    const auto zero = hn::Eq(hn::And(codes, hn::Set(dh, uint16_t{7})), hn::Zero(dh));
+    return hn::IfThenElse(zero, up, value);
+  }
+
+ private:
+  static HWY_INLINE VH join(VF a, VF b) {
+    const DH dh;
+    return hn::ConcatOdd(dh, hn::BitCast(dh, bf16_high(b)), hn::BitCast(dh, bf16_high(a)));
+  }
+  // Highway's own has lanes of 32 bits.
+  static HWY_INLINE VH look_up(VH table, [[maybe_unused]] VH at) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+    return VH{_mm512_permutexvar_epi16(at.raw, table.raw)};
+#else
+    return table;
+#endif
+  }
+
+  VH add_, pick_;
+};
+
 // 2 * lanes() consecutive codes, as HalfDecoder wants them.
 template <int kM>
 HWY_INLINE VH load_tops(const uint8_t* codes) {
@@ -232,6 +296,39 @@ inline Ahead ahead_of(const Reader& reader, int64_t line, int64_t lines, int64_t
                       int64_t width) {
   if (reader.q.layout.codes != Layout::linear || at >= reader.s.line_bytes) return {};
   return {reader.codes + line * reader.s.code_columns + at, reader.s.code_columns, width, lines};
+}
+
+// What fetches the scales of `lines` lines, 64 bytes of each, from block `block` on.
+inline Ahead scales_ahead_of(const Reader& reader, int64_t line, int64_t lines, int64_t block) {
+  if (reader.q.layout.scales != Layout::linear || reader.s.scale_lines != 1 ||
+      block >= reader.s.blocks)
+    return {};
+  const int64_t bytes = scale_bytes(reader.q.spec.scale);
+  return {reader.scales + bytes * (line * reader.s.scale_columns + block),
+          bytes * reader.s.scale_columns, 64, lines};
+}
+
+// Calls body(position, its codes of FP4 as NarrowDecoder wants them) for 16 of the bytes.
+template <class Body>
+HWY_INLINE void for_line_nibbles(const LineBytes& lines, int part, const Body& body) {
+  const DU du;
+  const DH dh;
+  const auto* words = reinterpret_cast<const uint32_t*>(lines.bytes) + 4 * part * lines.kLines;
+  VU even[4], odd[4];  // the low and high halves of 32-bit lanes
+  hn::LoadInterleaved4(du, words, even[0], even[1], even[2], even[3]);
+  hn::LoadInterleaved4(du, words + 4 * lanes(), odd[0], odd[1], odd[2], odd[3]);
+#pragma GCC unroll 4
+  for (int w = 0; w < 4; ++w) {
+    const VH low =
+        hn::OddEven(hn::BitCast(dh, hn::ShiftLeft<16>(odd[w])), hn::BitCast(dh, even[w]));
+    const VH high =
+        hn::OddEven(hn::BitCast(dh, odd[w]), hn::BitCast(dh, hn::ShiftRight<16>(even[w])));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      body((part * 4 + w) * 8 + i, hn::ShiftRightSame(low, 4 * i));
+      body((part * 4 + w) * 8 + 4 + i, hn::ShiftRightSame(high, 4 * i));
+    }
+  }
 }
 
 // Calls body(position, its codes as HalfDecoder wants them) for 16 of the bytes.

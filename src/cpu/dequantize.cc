@@ -101,15 +101,20 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
   const int64_t block = reader.q.spec.block;
   const int64_t blocks = std::max<int64_t>(1, kRows / block);
   const int shift = log_block(block);
+  [[maybe_unused]] const NarrowDecoder narrow_decoder;
   HWY_ALIGN T tile[kRows * kTileColumns];
   LineBytes bytes;
-  Ahead ahead;
+  Ahead ahead, scales_ahead;
+  const int64_t fetched = 64 / scale_bytes(reader.q.spec.scale) * block;  // rows of their scales
   const VF outer = hn::Set(DF(), reader.outer);
   for (int64_t pos = 0; pos < x.rows; pos += kRows) {
     const int64_t at = pos / kRows * LineBytes::kBytes;
     if (at % kAhead == 0) ahead = ahead_of(reader, line, lines, at + kAhead, kAhead);
+    if (pos % fetched == 0)
+      scales_ahead = scales_ahead_of(reader, line, lines, (pos + fetched) / block);
     for (int64_t c = 0; c < lines; c += kPair) {
       bytes.load(reader, line + c, at);
+      scales_ahead.fetch(4 * 64);
       const bool special = decoder.has_special(bytes.bytes, sizeof bytes.bytes);
       VF scale_a[16], scale_b[16];
       for (int64_t i = 0; i < blocks; ++i) {
@@ -117,6 +122,24 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
         const VF b = reader.line_scales(line + c + kPair / 2, pos / block + i);
         scale_a[i] = shorten_nan(hn::Mul(outer, a));
         scale_b[i] = shorten_nan(hn::Mul(outer, b));
+      }
+      if constexpr (kM == 1 && sizeof(T) == 2 && NarrowDecoder::kFits) {
+        bool narrow = true;
+        NarrowDecoder::Scales scales[8];
+        for (int64_t i = 0; i < blocks; ++i) {
+          narrow &= NarrowDecoder::takes(scale_a[i], scale_b[i]);
+          scales[i] = NarrowDecoder::scales(scale_a[i], scale_b[i]);
+        }
+        if (HWY_LIKELY(narrow)) {
+          for (int part = 0; part < LineBytes::kBytes / 16; ++part) {
+            ahead.fetch(16 * kPair);
+            for_line_nibbles(bytes, part, [&](int i, VH codes) HWY_ATTR {
+              hn::Store(narrow_decoder(codes, scales[i >> shift]), DH(),
+                        tile + i * kTileColumns + c);
+            });
+          }
+          continue;
+        }
       }
       for (int part = 0; part < LineBytes::kBytes / 16; ++part) {
         ahead.fetch(16 * kPair);
