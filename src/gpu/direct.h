@@ -125,7 +125,9 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
 
 // Blocks of threads that a multiprocessor holds.
 template <Pass kPass, bool kAligned>
-inline constexpr int kRowBlocks = kPass.fp4() ? 4 : kAligned ? 3 : 2;
+inline constexpr int kRowBlocks = kPass.fp4() ? 4
+                                  : kAligned  ? 3
+                                              : 2;
 
 template <class Row, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAligned>))
