@@ -65,7 +65,9 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip_wheel = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir"]
+    # In the build of the tests: the same sources and settings, compiled once.
+    shared = "--config-settings=build-dir=build"
+    pip_wheel = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", shared, "--wheel-dir"]
     run(sys.executable, *pip_wheel, folder, ROOT)
     (built,) = folder.iterdir()
     return built
