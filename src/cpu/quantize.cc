@@ -12,6 +12,7 @@
 #include <atomic>
 
 #include "cpu/codec-inl.h"
+#include "cpu/e2m1-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/scales-inl.h"
 #include "cpu/walk-inl.h"
@@ -65,12 +66,28 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
   }
 }
 
+// The same of bytes that lie there as they are stored.
+HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
+                             int64_t count, const uint8_t* stored) {
+  const StoredShape& s = d.shape;
+  uint8_t* base = d.out.scales + batch * s.scale_count;
+  if (d.out.layout.scales == Layout::linear) {
+    std::memcpy(base + row * s.scale_columns + block, stored, count);
+    return;
+  }
+  for (int64_t b = 0; b < count; ++b)
+    base[layout_offset(d.out.layout.scales, s.scale_rows, s.scale_columns, row, block + b)] =
+        stored[b];
+}
+
 // What a pass leaves: codes of a few lines, `pitch` bytes each, and in scratch the scale of
-// (line group, block) at stored[group * group_step + block * block_step].
+// (line group, block) at stored[group * group_step + block * block_step], perhaps also as bytes,
+// kTileSide / 16 a line.
 struct Encoded {
   int64_t batch, line, lines, pos, positions;  // the area in lines and positions
   int64_t pitch;                               // bytes of codes per line
   int64_t group_step, block_step;
+  const uint8_t* scale_bytes = nullptr;
 };
 
 // Stores lines [first, last) of the area; at once, so that their codes are still in the L1 cache.
@@ -94,6 +111,10 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64
     store_codes(d, e.batch, e.line + line, e.pos / per_byte, blocks * block_bytes, codes);
     if (per_group && line % group_lines != 0) continue;
     const int64_t row = per_group ? (e.line + line) / group_lines : e.line + line;
+    if (e.scale_bytes) {
+      store_scales(d, e.batch, row, first_block, blocks, e.scale_bytes + line * (kTileSide / 16));
+      continue;
+    }
     const uint32_t* stored = scratch.stored + group * e.group_step;
     HWY_ALIGN uint32_t gathered[kTileSide / 16];
     if (e.block_step != 1) {
@@ -253,6 +274,21 @@ HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const T
   }
 }
 
+// The scales of a tile of blocks down columns, column by column: gathered one by one they would
+// take as long as a third of the encoding.
+HWY_INLINE const uint8_t* scale_bytes_of_columns(int64_t blocks, int64_t columns,
+                                                 Scratch& scratch) {
+  constexpr int64_t kBytes = kTileSide / 16;
+  static_assert(kBytes == 16, "what transpose_codes() makes of a column");
+  auto* rows = reinterpret_cast<uint8_t*>(scratch.work);
+  uint8_t* out = rows + kBytes * columns;
+  for (int64_t i = 0; i < blocks * columns; i += static_cast<int64_t>(lanes()))
+    hn::StoreU(hn::TruncateTo(DU8(), hn::LoadU(DU(), scratch.stored + i)), DU8(), rows + i);
+  for (int64_t c = 0; c < columns; c += static_cast<int64_t>(hn::MaxLanes(DB())))
+    transpose_codes<3>(rows + c, columns, kBytes, out + kBytes * c);
+  return out;
+}
+
 template <class T>
 HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const TileArea& area,
                             Scratch& scratch) {
@@ -274,6 +310,9 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
     inv = scratch.lane_inv;
   }
   const int64_t pitch = x.rows / codes_per_byte(spec.element);
+  const uint8_t* bytes = spec.square || spec.scale == Format::fp32
+                             ? nullptr
+                             : scale_bytes_of_columns(blocks, x.columns, scratch);
   const Encoded e{.batch = area.batch,
                   .line = area.column,
                   .lines = area.columns,
@@ -281,10 +320,16 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
                   .positions = x.rows,
                   .pitch = pitch,
                   .group_step = 1,
-                  .block_step = groups};
+                  .block_step = groups,
+                  .scale_bytes = bytes};
   const auto done = [&](int64_t line) HWY_ATTR {
     store(d, e, line, line + kPair, has_bad, scratch.codes, scratch);
   };
+  if constexpr (std::is_same_v<T, uint16_t>) {
+    if (spec.element == Format::e2m1 && !spec.stochastic() && !has_bad &&
+        thresholds_hold(scratch.amax, scratch.inv, groups * blocks))
+      return encode_columns_by_thresholds(spec.block, x, inv, pitch, scratch, done);
+  }
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     if (spec.stochastic())
       encode_columns<m, true>(d, x, area, inv, pitch, scratch, done);
