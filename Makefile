@@ -8,8 +8,8 @@ ARGS ?=
 venv := .venv
 python := $(venv)/bin/python
 requirements := requirements.txt requirements-dev.txt
-cxx_files = $(wildcard include/blockscale/*.h src/*.h src/*.cc src/*/*.h src/*/*.cc src/gpu/*.cu \
-              binding/*.h binding/*.cc bench/*.cc tests/cpp/*.h tests/cpp/*.cc tests/cpp/*/*.cc \
+cxx_files = $(wildcard include/blockscale/*.h src/*.h src/*.cc src/*/*.h src/*/*.cc src/*/*.cu \
+              src/*/*/*.h src/*/*/*.cu binding/*.h binding/*.cc bench/*.cc tests/cpp/*.h tests/cpp/*.cc tests/cpp/*/*.cc \
               examples/cpp/*.cc cmake/highway/*.cc)
 
 .DELETE_ON_ERROR:
