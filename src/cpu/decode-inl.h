@@ -287,6 +287,14 @@ struct LineBytes {
     }
   }
 
+  // 16 bytes of every line as words: word w of even lines, and of odd ones.
+  HWY_INLINE void words(int part, VU* even, VU* odd) const {
+    const DU du;
+    const auto* from = reinterpret_cast<const uint32_t*>(bytes) + 4 * part * kLines;
+    hn::LoadInterleaved4(du, from, even[0], even[1], even[2], even[3]);
+    hn::LoadInterleaved4(du, from + 4 * lanes(), odd[0], odd[1], odd[2], odd[3]);
+  }
+
   // Even lines, then odd ones, 16 bytes each; then the next 16.
   HWY_ALIGN uint8_t bytes[kLines * kBytes];
 };
@@ -311,12 +319,9 @@ inline Ahead scales_ahead_of(const Reader& reader, int64_t line, int64_t lines, 
 // Calls body(position, its codes of FP4 as NarrowDecoder wants them) for 16 of the bytes.
 template <class Body>
 HWY_INLINE void for_line_nibbles(const LineBytes& lines, int part, const Body& body) {
-  const DU du;
   const DH dh;
-  const auto* words = reinterpret_cast<const uint32_t*>(lines.bytes) + 4 * part * lines.kLines;
   VU even[4], odd[4];  // the low and high halves of 32-bit lanes
-  hn::LoadInterleaved4(du, words, even[0], even[1], even[2], even[3]);
-  hn::LoadInterleaved4(du, words + 4 * lanes(), odd[0], odd[1], odd[2], odd[3]);
+  lines.words(part, even, odd);
 #pragma GCC unroll 4
   for (int w = 0; w < 4; ++w) {
     const VH low =
@@ -335,11 +340,8 @@ HWY_INLINE void for_line_nibbles(const LineBytes& lines, int part, const Body& b
 template <int kM, class Body>
 HWY_INLINE void for_line_tops(const LineBytes& lines, int part, const Body& body) {
   constexpr int kBits = kM == 1 ? 4 : 8;
-  const DU du;
-  const auto* words = reinterpret_cast<const uint32_t*>(lines.bytes) + 4 * part * lines.kLines;
   VU even[4], odd[4];  // the low and high halves of 32-bit lanes
-  hn::LoadInterleaved4(du, words, even[0], even[1], even[2], even[3]);
-  hn::LoadInterleaved4(du, words + 4 * lanes(), odd[0], odd[1], odd[2], odd[3]);
+  lines.words(part, even, odd);
 #pragma GCC unroll 4
   for (int w = 0; w < 4; ++w) {
 #pragma GCC unroll 8

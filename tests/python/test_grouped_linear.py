@@ -10,6 +10,7 @@ from typing import NamedTuple
 import blockscale as bs
 import pytest
 import torch
+from models import BANDS
 from torch.utils.checkpoint import checkpoint
 
 QUANTIZED = [name for name in bs.recipe_names() if name != "bf16"]
@@ -136,16 +137,6 @@ def exact(case: Case) -> Result:
     for g, (b, e) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         y[b:e], dx[b:e], dw[g] = x[b:e] @ w[g].T, dy[b:e] @ w[g], dy[b:e].T @ x[b:e]
     return y, dx, dw
-
-
-# Relative errors on Gaussian data, from both sides: too good is wrong too.
-BANDS = {
-    "fp8_blockwise": (0.01, 0.06),
-    "mxfp8": (0.01, 0.06),
-    "mxfp4": (0.08, 0.35),
-    "nvfp4": (0.08, 0.35),
-    "amdfp4": (0.08, 0.35),
-}
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

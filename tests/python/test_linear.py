@@ -8,6 +8,7 @@ from typing import NamedTuple
 import blockscale as bs
 import pytest
 import torch
+from models import BANDS
 from torch.nn import functional
 
 QUANTIZED = [name for name in bs.recipe_names() if name != "bf16"]
@@ -97,16 +98,6 @@ def test_mixed_dtypes(recipe: str) -> None:
     got = run(case, recipe)
     assert [t.dtype for t in got if t is not None] == [torch.bfloat16] * 2 + [torch.float32] * 2
     assert_same(got, by_hand(case, bs.recipe(recipe), torch.bfloat16))
-
-
-# Relative errors of y and the gradients on Gaussian data, from both sides: too good is wrong too.
-BANDS = {
-    "fp8_blockwise": (0.01, 0.06),
-    "mxfp8": (0.01, 0.06),
-    "mxfp4": (0.08, 0.35),
-    "nvfp4": (0.08, 0.35),
-    "amdfp4": (0.08, 0.35),
-}
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
