@@ -92,6 +92,11 @@ def train_gpu() -> str:
     return train("docs/train_gpu").partition("\n| setting")[0]
 
 
+def train_gpt() -> str:
+    """The same of a larger model in FP8."""
+    return train("docs/train_gpt").partition("\n| setting")[0]
+
+
 def number(value: float | None, form: str) -> str:
     """A figure, or nothing."""
     return "" if value is None else form.format(value)
@@ -151,6 +156,7 @@ PARTS = (
     ("support", support),
     ("train", train),
     ("train_gpu", train_gpu),
+    ("train_gpt", train_gpt),
     ("bench_gpu", bench_gpu),
     ("bench", bench),
 )

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define BLOCKSCALE_HD __host__ __device__
@@ -19,6 +20,28 @@ template <class To, class From>
 BLOCKSCALE_HD constexpr To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
   return __builtin_bit_cast(To, from);
+}
+
+// Entry i of a constexpr table. On a GPU by comparisons with constants: indexed there, the table
+// would be written to the thread's stack at every look-up.
+template <const auto& kTable, int kIndex>
+BLOCKSCALE_HD constexpr auto entry() {
+  constexpr auto found = kTable[kIndex];
+  return found;
+}
+template <const auto& kTable, int... kIndex>
+BLOCKSCALE_HD constexpr auto look_up(int i, std::integer_sequence<int, kIndex...>) {
+  auto found = entry<kTable, 0>();
+  ((i == kIndex ? static_cast<void>(found = entry<kTable, kIndex>()) : void()), ...);
+  return found;
+}
+template <const auto& kTable, int kCount>
+BLOCKSCALE_HD constexpr auto look_up(int i) {
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
+  return look_up<kTable>(i, std::make_integer_sequence<int, kCount>());
+#else
+  return kTable[i];
+#endif
 }
 
 // 2^e for -149 <= e <= 127, exact (FP32 subnormals included).
@@ -112,14 +135,7 @@ inline constexpr FormatTraits kFormats[] = {
 inline constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
 BLOCKSCALE_HD constexpr FormatTraits traits(Format f) {
-#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
-  constexpr FormatTraits table[] = {kFormats[0], kFormats[1], kFormats[2], kFormats[3],
-                                    kFormats[4], kFormats[5], kFormats[6], kFormats[7],
-                                    kFormats[8], kFormats[9], kFormats[10]};
-  return table[static_cast<int>(f)];
-#else
-  return kFormats[static_cast<int>(f)];
-#endif
+  return look_up<kFormats, kFormatCount>(static_cast<int>(f));
 }
 
 // Bytes of one stored code or scale. FP4 packs two codes to a byte; every other narrow format

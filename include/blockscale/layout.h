@@ -32,20 +32,23 @@ inline constexpr LayoutTraits kLayouts[] = {
 inline constexpr int kLayoutCount = sizeof(kLayouts) / sizeof(kLayouts[0]);
 
 BLOCKSCALE_HD constexpr LayoutTraits traits(Layout l) {
-#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
-  constexpr LayoutTraits table[] = {kLayouts[0], kLayouts[1], kLayouts[2], kLayouts[3],
-                                    kLayouts[4]};
-  return table[static_cast<int>(l)];
-#else
-  return kLayouts[static_cast<int>(l)];
-#endif
+  return look_up<kLayouts, kLayoutCount>(static_cast<int>(l));
 }
 
+// All multiples are powers of two, which on a GPU spares a division in 64 bits.
+static_assert([] {
+  for (const LayoutTraits& t : kLayouts)
+    if ((t.row_multiple & (t.row_multiple - 1)) || (t.column_multiple & (t.column_multiple - 1)))
+      return false;
+  return true;
+}());
 BLOCKSCALE_HD constexpr int64_t padded_rows(Layout l, int64_t rows) {
-  return round_up(rows, traits(l).row_multiple);
+  const int64_t multiple = traits(l).row_multiple;
+  return (rows + multiple - 1) & -multiple;
 }
 BLOCKSCALE_HD constexpr int64_t padded_columns(Layout l, int64_t columns) {
-  return round_up(columns, traits(l).column_multiple);
+  const int64_t multiple = traits(l).column_multiple;
+  return (columns + multiple - 1) & -multiple;
 }
 BLOCKSCALE_HD constexpr int64_t layout_size(Layout l, int64_t rows, int64_t columns) {
   return padded_rows(l, rows) * padded_columns(l, columns);

@@ -12,11 +12,16 @@ namespace blockscale::cpu {
 class Ahead {
  public:
   Ahead() = default;
-  // Distances and the width are in bytes.
-  Ahead(const void* data, int64_t stride, int64_t width, int64_t rows)
-      : row_(static_cast<const uint8_t*>(data)), stride_(stride), width_(width), rows_(rows) {}
+  // Distances and the width are in bytes. `passes`: how often fetch() is told of as many bytes as
+  // there are.
+  Ahead(const void* data, int64_t stride, int64_t width, int64_t rows, int passes = 1)
+      : row_(static_cast<const uint8_t*>(data)),
+        stride_(stride),
+        width_(width),
+        rows_(rows),
+        line_(64 * passes) {}
   void fetch(int64_t bytes) {
-    for (; bytes > 0 && rows_ > 0; bytes -= 64) {
+    for (; bytes > 0 && rows_ > 0; bytes -= line_) {
       hwy::Prefetch(row_ + at_ + 63);  // unaligned, the line before has just been read
       at_ += 64;
       if (at_ < width_) continue;
@@ -28,7 +33,7 @@ class Ahead {
 
  private:
   const uint8_t* row_ = nullptr;
-  int64_t stride_ = 0, width_ = 0, rows_ = 0, at_ = 0;
+  int64_t stride_ = 0, width_ = 0, rows_ = 0, at_ = 0, line_ = 64;
 };
 
 }  // namespace blockscale::cpu

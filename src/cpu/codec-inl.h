@@ -179,6 +179,43 @@ struct Decoder {
   Special special;
 };
 
+// Values of scales (E8M0, or with three mantissa bits) from their codes, as bits of BF16. Those of
+// codes from least() to most() are right, and their eight fractions all there are: what a block
+// derives from its scale is that of a fraction, but for a power of two.
+struct ScaleValues {
+  explicit ScaleValues(Format scale) : t(traits(scale)) {
+    HWY_ALIGN uint16_t bits[8] = {0x3F80};
+    for (int i = 1; i < 8; ++i)
+      bits[i] = to_bf16(static_cast<float>(i) * exp2i(t.min_exponent() - t.mantissa_bits));
+    subnormal = hn::LoadDup128(DH(), bits);
+    rebias = hn::Set(DH(), static_cast<uint16_t>((127 - t.bias) << 7));
+  }
+  HWY_INLINE VH operator()(VH code) const {
+    const DH dh;
+    if (t.mantissa_bits == 0) return hn::Max(hn::ShiftLeft<7>(code), hn::Set(dh, kLeastE8m0 << 7));
+    const VH normal = hn::Add(hn::ShiftLeft<4>(code), rebias);
+    const VH at = hn::Add(hn::Mul(code, hn::Set(dh, 0x0202)), hn::Set(dh, 0x0100));
+    return hn::IfThenElse(hn::Lt(code, hn::Set(dh, 8)), hn::TableLookupBytes(subnormal, at),
+                          normal);
+  }
+  // E8M0: so far from the ends that nothing derived is subnormal or infinite.
+  static constexpr int kLeastE8m0 = 27, kMostE8m0 = 227;
+  uint16_t least() const { return static_cast<uint16_t>(t.mantissa_bits == 0 ? kLeastE8m0 : 1); }
+  uint16_t most() const {
+    return static_cast<uint16_t>(t.mantissa_bits == 0 ? kMostE8m0 : t.max_code());
+  }
+
+  FormatTraits t;
+  VH subnormal, rebias;
+};
+
+// For TableLookupBytes() in a table of the eight fractions, where a scale's is.
+HWY_INLINE VH scale_fractions(VH value) {
+  const DH dh;
+  const VH low = hn::And(hn::ShiftRight<3>(value), hn::Set(dh, 0x000E));
+  return hn::Or(hn::Or(low, hn::ShiftLeft<8>(low)), hn::Set(dh, 0x0100));
+}
+
 // Calls body with the element's mantissa bits as a compile-time constant.
 template <class Body>
 HWY_INLINE void with_mantissa_bits(Format element, const Body& body) {

@@ -168,9 +168,9 @@ class HalfDecoder {
 };
 
 // E2M1 to BF16 without widening, where there are tables of 32 lanes of 16 bits (AVX-512). In a
-// block every value is the scale s or 1.5 s, each rounded to BF16 once a block, times a power of
-// two, which goes to the exponent: code 5, 3 s, is the bits of 1.5 s plus 128. That holds while
-// nothing is subnormal or overflows.
+// block every value is the scale s or 1.5 s, each rounded to BF16 once, times a power of two, which
+// goes to the exponent: code 5, 3 s, is the bits of 1.5 s plus 128. That holds while nothing is
+// subnormal or overflows.
 class NarrowDecoder {
  public:
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
@@ -183,7 +183,8 @@ class NarrowDecoder {
     VH one, more;
   };
 
-  NarrowDecoder() {
+  NarrowDecoder(const QuantSpec& spec, float outer)
+      : value_(spec.scale), holds_(outer >= exp2i(-90) && outer <= exp2i(90)) {
     HWY_ALIGN uint16_t add[32], pick[32];
     for (int i = 0; i < 32; ++i) {  // twice: a lane's fifth bit may be anything
       const int magnitude = i & 7;
@@ -191,19 +192,29 @@ class NarrowDecoder {
       add[i] = static_cast<uint16_t>(up + (i & 8 ? 0x8000 : 0));
       pick[i] = magnitude % 2 != 0 && magnitude != 1 ? 0xFFFF : 0;
     }
-    add_ = hn::Load(DH(), add);
-    pick_ = hn::Load(DH(), pick);
+    add_ = hn::LoadU(DH(), add);
+    pick_ = hn::LoadU(DH(), pick);
+    HWY_ALIGN uint16_t one[8], more[8];
+    for (int i = 0; i < 8; ++i) {
+      const float s = outer * (1 + static_cast<float>(i) / 8);
+      one[i] = static_cast<uint16_t>(to_bf16(s) - 0x3F80);
+      more[i] = static_cast<uint16_t>(to_bf16(1.5f * s) - to_bf16(s));
+    }
+    one_ = hn::LoadDup128(DH(), one);
+    more_ = hn::LoadDup128(DH(), more);
   }
-  static HWY_INLINE bool takes(VF a, VF b) {
-    const DF df;
-    const VF low = hn::Set(df, exp2i(-120)), high = hn::Set(df, exp2i(120));  // NaN is in no range
-    return hn::AllTrue(df, hn::And(hn::And(hn::Ge(a, low), hn::Le(a, high)),
-                                   hn::And(hn::Ge(b, low), hn::Le(b, high))));
+  // Whether scales of these codes will do.
+  HWY_INLINE bool takes(VH codes) const {
+    const DH dh;
+    const VH least = hn::Set(dh, value_.least());
+    const VH span = hn::Set(dh, static_cast<uint16_t>(value_.most() - value_.least()));
+    return holds_ && hn::AllFalse(dh, hn::Gt(hn::Sub(codes, least), span));
   }
-  static HWY_INLINE Scales scales(VF a, VF b) {
-    const VF more = hn::Set(DF(), 1.5f);
-    const VH one = join(a, b);
-    return {one, hn::Sub(join(hn::Mul(more, a), hn::Mul(more, b)), one)};
+  HWY_INLINE Scales scales(VH codes) const {
+    const DH dh;
+    const VH value = value_(codes), at = scale_fractions(value);
+    return {hn::Add(hn::TableLookupBytes(one_, at), hn::And(value, hn::Set(dh, 0x7F80))),
+            hn::TableLookupBytes(more_, at)};
   }
   // Codes are the low four bits of each lane; those above may be anything.
   HWY_INLINE VH operator()(VH codes, const Scales& s) const {
@@ -215,10 +226,6 @@ class NarrowDecoder {
   }
 
  private:
-  static HWY_INLINE VH join(VF a, VF b) {
-    const DH dh;
-    return hn::ConcatOdd(dh, hn::BitCast(dh, bf16_high(b)), hn::BitCast(dh, bf16_high(a)));
-  }
   // Highway's own has lanes of 32 bits.
   static HWY_INLINE VH look_up(VH table, [[maybe_unused]] VH at) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
@@ -228,8 +235,48 @@ class NarrowDecoder {
 #endif
   }
 
-  VH add_, pick_;
+  ScaleValues value_;
+  bool holds_;
+  VH add_, pick_, one_, more_;
 };
+
+// Codes of the scales, a byte each, of up to 8 blocks of each of 2 * lanes() lines: out[i] are
+// those of block i, a lane a line. Past the end the last ones are repeated.
+HWY_INLINE void scale_codes_of_lines(const Reader& reader, int64_t line, int64_t block,
+                                     int64_t blocks, VH* out) {
+  const DU du;
+  const DH dh;
+  constexpr int64_t kStep = static_cast<int64_t>(lanes());
+  HWY_ALIGN uint8_t bytes[kPair * 8] = {};
+  const StoredShape& s = reader.s;
+  const bool whole = reader.q.layout.scales == Layout::linear && s.scale_lines == 1 &&
+                     line + kPair <= s.lines && block + blocks <= s.blocks;
+  for (int64_t i = 0; i < kPair; ++i) {
+    const uint8_t* from = reader.scales + (line + i) * s.scale_columns + block;
+    if (HWY_LIKELY(whole && blocks == 8)) {
+      std::memcpy(bytes + 8 * i, from, 8);
+    } else if (whole && blocks == 4) {
+      std::memcpy(bytes + 8 * i, from, 4);
+    } else {
+      for (int64_t b = 0; b < blocks; ++b)
+        bytes[8 * i + b] = static_cast<uint8_t>(reader.raw_scale(
+            reader.scale_at(HWY_MIN(line + i, s.lines - 1), HWY_MIN(block + b, s.blocks - 1))));
+    }
+  }
+  const auto* words = reinterpret_cast<const uint32_t*>(bytes);
+  const VU a = hn::Load(du, words), b = hn::Load(du, words + kStep);
+  const VU c = hn::Load(du, words + 2 * kStep), d = hn::Load(du, words + 3 * kStep);
+  const auto halves = [&](VU low, VU high, VH* to) HWY_ATTR {
+    const VH l = hn::BitCast(dh, low), h = hn::BitCast(dh, high);
+    const VH even = hn::ConcatEven(dh, h, l), odd = hn::ConcatOdd(dh, h, l);
+    to[0] = hn::And(even, hn::Set(dh, 0xFF));
+    to[1] = hn::ShiftRight<8>(even);
+    to[2] = hn::And(odd, hn::Set(dh, 0xFF));
+    to[3] = hn::ShiftRight<8>(odd);
+  };
+  halves(hn::ConcatEven(du, b, a), hn::ConcatEven(du, d, c), out);
+  halves(hn::ConcatOdd(du, b, a), hn::ConcatOdd(du, d, c), out + 4);
+}
 
 // 2 * lanes() consecutive codes, as HalfDecoder wants them.
 template <int kM>

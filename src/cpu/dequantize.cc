@@ -101,7 +101,7 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
   const int64_t block = reader.q.spec.block;
   const int64_t blocks = std::max<int64_t>(1, kRows / block);
   const int shift = log_block(block);
-  [[maybe_unused]] const NarrowDecoder narrow_decoder;
+  [[maybe_unused]] const NarrowDecoder narrow_decoder(reader.q.spec, reader.outer);
   HWY_ALIGN T tile[kRows * kTileColumns];
   LineBytes bytes;
   Ahead ahead, scales_ahead;
@@ -115,6 +115,26 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
     for (int64_t c = 0; c < lines; c += kPair) {
       bytes.load(reader, line + c, at);
       scales_ahead.fetch(4 * 64);
+      if constexpr (kM == 1 && sizeof(T) == 2 && NarrowDecoder::kFits) {
+        VH codes[8];
+        scale_codes_of_lines(reader, line + c, pos / block, blocks, codes);
+        bool narrow = true;
+        NarrowDecoder::Scales scales[8];
+        for (int64_t i = 0; i < blocks; ++i) {
+          narrow &= narrow_decoder.takes(codes[i]);
+          scales[i] = narrow_decoder.scales(codes[i]);
+        }
+        if (HWY_LIKELY(narrow)) {
+          for (int part = 0; part < LineBytes::kBytes / 16; ++part) {
+            ahead.fetch(16 * kPair);
+            for_line_nibbles(bytes, part, [&](int i, VH nibbles) HWY_ATTR {
+              hn::Store(narrow_decoder(nibbles, scales[i >> shift]), DH(),
+                        tile + i * kTileColumns + c);
+            });
+          }
+          continue;
+        }
+      }
       const bool special = decoder.has_special(bytes.bytes, sizeof bytes.bytes);
       VF scale_a[16], scale_b[16];
       for (int64_t i = 0; i < blocks; ++i) {
@@ -122,24 +142,6 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
         const VF b = reader.line_scales(line + c + kPair / 2, pos / block + i);
         scale_a[i] = shorten_nan(hn::Mul(outer, a));
         scale_b[i] = shorten_nan(hn::Mul(outer, b));
-      }
-      if constexpr (kM == 1 && sizeof(T) == 2 && NarrowDecoder::kFits) {
-        bool narrow = true;
-        NarrowDecoder::Scales scales[8];
-        for (int64_t i = 0; i < blocks; ++i) {
-          narrow &= NarrowDecoder::takes(scale_a[i], scale_b[i]);
-          scales[i] = NarrowDecoder::scales(scale_a[i], scale_b[i]);
-        }
-        if (HWY_LIKELY(narrow)) {
-          for (int part = 0; part < LineBytes::kBytes / 16; ++part) {
-            ahead.fetch(16 * kPair);
-            for_line_nibbles(bytes, part, [&](int i, VH codes) HWY_ATTR {
-              hn::Store(narrow_decoder(codes, scales[i >> shift]), DH(),
-                        tile + i * kTileColumns + c);
-            });
-          }
-          continue;
-        }
       }
       for (int part = 0; part < LineBytes::kBytes / 16; ++part) {
         ahead.fetch(16 * kPair);

@@ -40,12 +40,17 @@ Direction::Direction(const Part<uint8_t, float>& part, const QuantizeOptions& op
   plane = rows ? 0 : 1;
   origin_line = rows ? options.origin_row + part.at.row : options.origin_column;
   origin_pos = rows ? options.origin_column : options.origin_row + part.at.position;
-  if (!out.spec.outer) return;
+  const bool counts = out.spec.element == Format::e2m1 && !out.spec.stochastic();
+  if (!out.spec.outer) {
+    if (counts) thresholds.emplace_back(1.0f);
+    return;
+  }
   const float nan = bit_cast<float>(kNanBits);
   for (int64_t b = 0; b < out.batch; ++b) {
     outer.push_back(is_finite(amaxes[b]) ? outer_scale(out.spec.scale, amaxes[b])
                                          : OuterScale{nan, nan});
     out.outer[b] = outer.back().dec;
+    if (counts) thresholds.emplace_back(outer.back().dec);
   }
 }
 

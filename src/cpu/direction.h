@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
+#include "cpu/thresholds.h"
 #include "parts.h"
 
 namespace blockscale::cpu {
@@ -28,14 +29,19 @@ struct Direction {
   OuterScale tensor_scale(int64_t batch) const {
     return outer.empty() ? OuterScale{1, 1} : outer[static_cast<size_t>(batch)];
   }
+  // Where E2M1 is rounded to nearest.
+  const ThresholdTable& tensor_thresholds(int64_t batch) const {
+    return thresholds[outer.empty() ? 0 : static_cast<size_t>(batch)];
+  }
 
   Quantized out;
   StoredShape shape;
   int plane;
   int64_t origin_line, origin_pos;
   Rng rng;
-  bool stream;                    // codes are stored past the caches
-  std::vector<OuterScale> outer;  // per matrix of the batch; empty when the spec has none
+  bool stream;                             // codes are stored past the caches
+  std::vector<OuterScale> outer;           // per matrix of the batch; empty when the spec has none
+  std::vector<ThresholdTable> thresholds;  // one for each, or one
 };
 
 // One for every part of q. Computes the amaxes that are not given, and fills what no pass writes.

@@ -1,11 +1,8 @@
 // E2M1 to nearest, from BF16 bits: no product for each element, and as many elements in a vector as
-// it has 16-bit lanes.
+// it has 16-bit lanes (thresholds.h).
 //
-// As the product of a magnitude and its block's inverse scale grows with the magnitude, its code is
-// the number of thresholds that the magnitude has passed: the least BF16 values whose products are
-// above .25, 1.25, 2.5 and 5 or at least .75, 1.75 and 3.5 (ties go to even codes). A threshold
-// doubles with its product, which adds 128 to its bits: steps of 128 beyond a threshold count
-// those of 1.25, 2.5 and 5 at once, and those of 1.75 and 3.5.
+// A threshold doubles with its product, which adds 128 to its bits: steps of 128 beyond a threshold
+// count those of 1.25, 2.5 and 5 at once, and those of 1.75 and 3.5.
 
 #if defined(BLOCKSCALE_E2M1_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_E2M1_INL
@@ -15,96 +12,164 @@
 #endif
 
 #include "cpu/pack-inl.h"
+#include "cpu/scales-inl.h"
+#include "cpu/thresholds.h"
 #include "cpu/walk-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// Inverse scales for which every threshold is a normal number and none is infinite.
-inline constexpr float kLeastInv = 0x1p-100f, kMostInv = 0x1p100f;
+// ---- scales ----
 
-HWY_INLINE VF in_range(VF inv) {
-  return hn::Min(hn::Max(inv, hn::Set(DF(), kLeastInv)), hn::Set(DF(), kMostInv));
-}
-
-// Whether thresholds find the codes of all these finite blocks. Any do where there is but 0.
-HWY_INLINE bool thresholds_hold(const uint32_t* amax, const float* inv, int64_t count) {
-  const DF df;
-  const DU du;
-  const VU least = hn::BitCast(du, hn::Set(df, kLeastInv));
-  VU most = hn::Zero(du);
-  for (int64_t i = 0; i < count; i += static_cast<int64_t>(lanes())) {
-    const VU above = hn::Sub(hn::BitCast(du, hn::LoadU(df, inv + i)), least);
-    const auto none = hn::Eq(hn::LoadU(du, amax + i), hn::Zero(du));
-    most = hn::Max(most, hn::IfThenZeroElse(none, above));
+// threshold_scales() with `rule`, amax -> BlockScales.
+template <class Rule>
+HWY_INLINE bool apply_threshold_rule(const Rule& rule, const ScaleValues& value,
+                                     const uint16_t* amax, int64_t count, uint8_t* codes,
+                                     uint16_t* values) {
+  const DH dh;
+  const hn::Rebind<uint8_t, DH> d8;
+  const VH least = hn::Set(dh, value.least());
+  VH most = hn::Zero(dh), furthest = hn::Zero(dh);
+  for (int64_t i = 0; i < count; i += kPair) {
+    const VH bits = hn::LoadU(dh, amax + i);
+    const VU low = rule(load_values(amax + i)).stored;
+    const VU high = rule(load_values(amax + i + kPair / 2)).stored;
+    const VH code = hn::ConcatEven(dh, hn::BitCast(dh, high), hn::BitCast(dh, low));
+    hn::StoreU(value(code), dh, values + i);
+    hn::StoreU(hn::TruncateTo(d8, code), d8, codes + i);
+    const auto none = hn::Eq(bits, hn::Zero(dh));
+    most = hn::Max(most, bits);
+    furthest = hn::Max(furthest, hn::IfThenZeroElse(none, hn::Sub(code, least)));
   }
-  const VU limit = hn::Sub(hn::BitCast(du, hn::Set(df, kMostInv)), least);
-  return hn::AllFalse(du, hn::Gt(most, limit));
+  const VH finite = hn::Set(dh, 0x7F7F);
+  const VH span = hn::Set(dh, static_cast<uint16_t>(value.most() - value.least()));
+  return hn::AllFalse(dh, hn::Or(hn::Gt(most, finite), hn::Gt(furthest, span)));
 }
 
-// Thresholds of one block a lane.
+// Codes and values of the scales of `count` blocks from the bits of their amaxes, BF16. Returns
+// whether thresholds find the codes of all their elements. Arrays may be overrun by a vector.
+HWY_INLINE bool threshold_scales(const QuantSpec& spec, OuterScale outer, uint16_t* amax,
+                                 int64_t count, uint8_t* codes, uint16_t* values) {
+  std::memset(amax + count, 0, sizeof(VH));
+  const ScaleValues value(spec.scale);
+  if (spec.two_level())
+    return apply_threshold_rule(TwoLevelScales(spec, outer), value, amax, count, codes, values);
+  const auto rule = [&](VF a) HWY_ATTR { return e8m0_scales(spec, a); };
+  return apply_threshold_rule(rule, value, amax, count, codes, values);
+}
+
+// ---- codes ----
+
+// Of one block a lane.
 struct Thresholds {
   using DI = hn::RebindToSigned<DH>;
-  using VI = hn::Vec<DI>;
 
-  // The least BF16 whose FP32 product with inv is above or (kEqual) not below t, as bits in the
-  // high half. `over` is 1 / inv to within 2^-11: t / inv less that much fails, and so does what it
-  // is rounded down to in BF16; of the next two values one is the least that passes.
-  template <bool kEqual>
-  static HWY_INLINE VU least(VF inv, VF over, float t) {
-    const DF df;
-    const DU du;
-    const VU ulp = hn::Set(du, 0x10000);
-    const VU below = hn::BitCast(du, hn::Mul(over, hn::Set(df, t * (1 - 0x1p-11f))));
-    const VU bits = hn::Add(hn::And(below, hn::Set(du, 0xFFFF0000u)), ulp);
-    const VF y = hn::Mul(hn::BitCast(df, bits), inv);
-    const auto fails = kEqual ? hn::Lt(y, hn::Set(df, t)) : hn::Le(y, hn::Set(df, t));
-    return hn::IfThenElse(hn::RebindMask(du, fails), hn::Add(bits, ulp), bits);
-  }
-
-  static HWY_INLINE VF reciprocal(VF x) {
-#if HWY_ARCH_X86
-    return hn::ApproximateReciprocal(x);  // to 1.5 * 2^-12
-#else
-    return hn::Div(hn::Set(DF(), 1.0f), x);
-#endif
-  }
-
-  // Of inverse scales: a those of the lower half of the lanes.
-  Thresholds(VF a, VF b) {
-    const DH dh;
-    const DI di;
-    a = in_range(a), b = in_range(b);
-    const VF over_a = reciprocal(a), over_b = reciprocal(b);
-    const auto both = [&](auto equal, float t) HWY_ATTR {
-      return hn::ConcatOdd(dh, hn::BitCast(dh, least<equal>(b, over_b, t)),
-                           hn::BitCast(dh, least<equal>(a, over_a, t)));
-    };
-    const std::false_type above;
-    const std::true_type equal;
-    const auto less = [&](VH v) HWY_ATTR { return hn::BitCast(di, hn::Sub(v, hn::Set(dh, 1))); };
-    first = less(both(above, 0.25f));
-    second = less(both(equal, 0.75f));
-    odd = hn::Sub(both(above, 1.25f), hn::Set(dh, 128));
-    even = hn::Sub(both(equal, 1.75f), hn::Set(dh, 128));
-  }
-
-  // Codes of the magnitudes, at bit 7; bits below are undefined.
+  // Codes of the magnitudes, at bit 7; bits below are undefined, those above are 0.
   HWY_INLINE VH operator()(VH magnitude) const {
     const DH dh;
     const DI di;
     const VH one = hn::Set(dh, 128);
     const VH more = hn::And(hn::SaturatedSub(magnitude, even), hn::Set(dh, 0xFF80));
     VH n = hn::Add(hn::SaturatedSub(magnitude, odd), more);
-    const VI m = hn::BitCast(di, magnitude);
-    n = hn::IfThenElse(hn::RebindMask(dh, hn::Gt(m, first)), hn::Add(n, one), n);
-    n = hn::IfThenElse(hn::RebindMask(dh, hn::Gt(m, second)), hn::Add(n, one), n);
+    const auto m = hn::BitCast(di, magnitude);
+    const auto above = [&](VH t)
+                           HWY_ATTR { return hn::RebindMask(dh, hn::Gt(m, hn::BitCast(di, t))); };
+    n = hn::IfThenElse(above(first), hn::Add(n, one), n);
+    n = hn::IfThenElse(above(second), hn::Add(n, one), n);
     return hn::Min(n, hn::Set(dh, 7 * 128 + 127));
   }
 
-  VI first, second;  // one less than those of .25 and .75
+  VH first, second;  // one less than those of .25 and .75
   VH odd, even;      // one binade below those of 1.25 and 1.75
 };
+
+// Thresholds of scales.
+struct ThresholdLookup {
+  explicit ThresholdLookup(const ThresholdTable& t) {
+    const auto less = [](const uint16_t* of, uint16_t by)
+                          HWY_ATTR { return hn::Sub(hn::LoadDup128(DH(), of), hn::Set(DH(), by)); };
+    first = less(t.above_quarter, 1);
+    second = less(t.from_three_quarters, 1);
+    odd = less(t.above_5_quarters, 128);
+    even = less(t.from_7_quarters, 128);
+  }
+  HWY_INLINE Thresholds operator()(VH scale) const {
+    const DH dh;
+    const VH at = scale_fractions(scale), exponent = hn::And(scale, hn::Set(dh, 0x7F80));
+    const auto of = [&](VH table)
+                        HWY_ATTR { return hn::Add(hn::TableLookupBytes(table, at), exponent); };
+    return {of(first), of(second), of(odd), of(even)};
+  }
+  VH first, second, odd, even;
+};
+
+// ---- along rows ----
+
+// 128 elements, of 8 blocks of 16 or fewer longer ones.
+inline constexpr int64_t kThresholdRun = 128;
+
+// The thresholds of all blocks of a tile, and how they spread over the elements of a run.
+class RowThresholds {
+ public:
+  RowThresholds(const ThresholdLookup& lookup, const uint16_t* values, int64_t count, int block,
+                Scratch& scratch)
+      : shift_(log_block(block)), scratch_(scratch) {
+    const DH dh;
+    for (int64_t i = 0; i < count; i += kPair) {
+      const Thresholds t = lookup(hn::LoadU(dh, values + i));
+      hn::StoreU(t.first, dh, scratch.thresholds[0] + i);
+      hn::StoreU(t.second, dh, scratch.thresholds[1] + i);
+      hn::StoreU(t.odd, dh, scratch.thresholds[2] + i);
+      hn::StoreU(t.even, dh, scratch.thresholds[3] + i);
+    }
+    for (int i = 0; i < kThresholdRun; ++i)
+      bytes_[i] = static_cast<uint16_t>((i >> shift_) * 0x0202 + 0x0100);
+  }
+
+  // Codes of `count` consecutive elements, whose first block is `at`.
+  HWY_INLINE void encode(const uint16_t* x, int64_t count, int64_t at, uint8_t* codes,
+                         Ahead& ahead) const {
+    const DH dh;
+    for (int64_t i = 0; i < count; i += kThresholdRun) {
+      ahead.fetch(kThresholdRun * sizeof(uint16_t));
+      VH of[4];
+      for (int k = 0; k < 4; ++k)
+        of[k] = hn::LoadDup128(dh, scratch_.thresholds[k] + at + (i >> shift_));
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < kThresholdRun; j += 4 * kPair) {
+        const auto pair = [&](int64_t k) HWY_ATTR {
+          return pairs(of, x + i + j + k * kPair, bytes_ + j + k * kPair);
+        };
+        // Even lanes, which hold a byte each.
+        const auto bytes = [&](VH a, VH b) HWY_ATTR {
+          return hn::BitCast(DB(), hn::ShiftRight<7>(hn::ConcatEven(dh, b, a)));
+        };
+        hn::StoreU(hn::ConcatEven(DB(), bytes(pair(2), pair(3)), bytes(pair(0), pair(1))), DB(),
+                   codes + (i + j) / 2);
+      }
+    }
+  }
+
+ private:
+  // The codes of two elements in the lane of the first, at bit 7; other bits are undefined.
+  static HWY_INLINE VH pairs(const VH* of, const uint16_t* x, const uint16_t* bytes) {
+    const DH dh;
+    const DU du;
+    const VH v = hn::LoadU(dh, x), at = hn::Load(dh, bytes);
+    const auto spread = [&](VH t) HWY_ATTR { return hn::TableLookupBytes(t, at); };
+    const Thresholds t{spread(of[0]), spread(of[1]), spread(of[2]), spread(of[3])};
+    const VH n = t(hn::And(v, hn::Set(dh, 0x7FFF)));
+    const VH code = hn::OrAnd(n, hn::ShiftRight<5>(v), hn::Set(dh, 8 << 7));
+    const VU wide = hn::BitCast(du, code);
+    return hn::BitCast(dh, hn::OrAnd(wide, hn::ShiftRight<12>(wide), hn::Set(du, 0xF0 << 7)));
+  }
+
+  int shift_;
+  Scratch& scratch_;
+  alignas(64) uint16_t bytes_[kThresholdRun];
+};
+
+// ---- down columns ----
 
 // `word` with the code of x as its nibble kNibble.
 template <int kNibble>
@@ -146,17 +211,15 @@ HWY_INLINE void encode_16_rows(const Thresholds& thresholds, const uint16_t* x, 
   }
 }
 
-// The codes of a tile down columns, where thresholds hold. Calls done(column) after each kPair
-// columns, whose codes are then in scratch.
+// The codes of a tile down columns; `values` of the scales, one for each column and block. Calls
+// done(column) after each kPair columns, whose codes are then in scratch.
 template <class Done>
-HWY_INLINE void encode_columns_by_thresholds(int block, const TileView<uint16_t>& x,
-                                             const float* inv, int64_t pitch, Scratch& scratch,
-                                             const Done& done) {
-  const DF df;
+HWY_INLINE void encode_columns_by_thresholds(const ThresholdLookup& lookup, int block,
+                                             const TileView<uint16_t>& x, const uint16_t* values,
+                                             int64_t pitch, Scratch& scratch, const Done& done) {
   const int shift = log_block(block);
   const auto thresholds_at = [&](int64_t r, int64_t c) HWY_ATTR {
-    const float* scale = inv + (r >> shift) * x.columns + c;
-    return Thresholds(hn::LoadU(df, scale), hn::LoadU(df, scale + lanes()));
+    return lookup(hn::LoadU(DH(), values + (r >> shift) * x.columns + c));
   };
   for (int64_t c = 0; c < x.columns; c += kPair) {
     for (int64_t r = 0; r < x.rows; r += 32) {

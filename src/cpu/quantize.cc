@@ -15,115 +15,12 @@
 #include "cpu/e2m1-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/scales-inl.h"
+#include "cpu/store-inl.h"
 #include "cpu/walk-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
-
-// ---- storing ----
-
-// Codes of one line, `count` bytes from byte `at` on; both multiples of 8, `at` of 16.
-HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int64_t at,
-                            int64_t count, const uint8_t* codes) {
-  const StoredShape& s = d.shape;
-  uint8_t* base = d.out.codes + batch * s.code_bytes;
-  if (d.out.layout.codes == Layout::linear) {
-    copy_run(codes, count, d.stream, base + line * s.code_columns + at);
-    return;
-  }
-  // mfma_16x16 keeps 16 bytes of a line together.
-  for (int64_t i = 0; i < count; i += 16)
-    std::memcpy(base + layout_offset(d.out.layout.codes, s.code_rows, s.code_columns, line, at + i),
-                codes + i, std::min<int64_t>(16, count - i));
-}
-
-// `count` scales of one row of the scale matrix from `block` on; readable up to a multiple of 16.
-HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
-                             int64_t count, const uint32_t* stored) {
-  const StoredShape& s = d.shape;
-  const bool wide = d.out.spec.scale == Format::fp32;
-  uint8_t* base = d.out.scales + batch * s.scale_count * (wide ? 4 : 1);
-  if (d.out.layout.scales == Layout::linear) {
-    const int64_t start = row * s.scale_columns + block;
-    int64_t b = 0;
-    if (wide) {
-      for (; b < count; ++b) std::memcpy(base + 4 * (start + b), stored + b, 4);
-      return;
-    }
-    for (; b + static_cast<int64_t>(lanes()) <= count; b += lanes())
-      hn::StoreU(hn::TruncateTo(DU8(), hn::LoadU(DU(), stored + b)), DU8(), base + start + b);
-    for (; b < count; ++b) base[start + b] = static_cast<uint8_t>(stored[b]);
-    return;
-  }
-  for (int64_t b = 0; b < count; ++b) {
-    const int64_t at =
-        layout_offset(d.out.layout.scales, s.scale_rows, s.scale_columns, row, block + b);
-    if (wide)
-      std::memcpy(base + 4 * at, stored + b, 4);
-    else
-      base[at] = static_cast<uint8_t>(stored[b]);
-  }
-}
-
-// The same of bytes that lie there as they are stored.
-HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
-                             int64_t count, const uint8_t* stored) {
-  const StoredShape& s = d.shape;
-  uint8_t* base = d.out.scales + batch * s.scale_count;
-  if (d.out.layout.scales == Layout::linear) {
-    std::memcpy(base + row * s.scale_columns + block, stored, count);
-    return;
-  }
-  for (int64_t b = 0; b < count; ++b)
-    base[layout_offset(d.out.layout.scales, s.scale_rows, s.scale_columns, row, block + b)] =
-        stored[b];
-}
-
-// What a pass leaves: codes of a few lines, `pitch` bytes each, and in scratch the scale of
-// (line group, block) at stored[group * group_step + block * block_step], perhaps also as bytes,
-// kTileSide / 16 a line.
-struct Encoded {
-  int64_t batch, line, lines, pos, positions;  // the area in lines and positions
-  int64_t pitch;                               // bytes of codes per line
-  int64_t group_step, block_step;
-  const uint8_t* scale_bytes = nullptr;
-};
-
-// Stores lines [first, last) of the area; at once, so that their codes are still in the L1 cache.
-HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64_t last,
-                      bool has_bad, uint8_t* line_codes, const Scratch& scratch) {
-  const QuantSpec& spec = d.out.spec;
-  const StoredShape& s = d.shape;
-  const int per_byte = codes_per_byte(spec.element);
-  const int64_t group_lines = spec.block_lines();
-  const int64_t first_block = e.pos / spec.block;
-  const int64_t blocks = std::min(e.positions / spec.block, s.blocks - first_block);
-  const int64_t block_bytes = spec.block / per_byte;
-  const bool per_group = s.scale_lines == group_lines;
-  for (int64_t line = first; line < std::min(last, e.lines); ++line) {
-    const int64_t group = line / group_lines;
-    uint8_t* codes = line_codes + (line - first) * e.pitch;
-    if (HWY_UNLIKELY(has_bad))
-      for (int64_t b = 0; b < blocks; ++b)
-        if (scratch.inv[group * e.group_step + b * e.block_step] == 0.0f)
-          std::memset(codes + b * block_bytes, 0, block_bytes);
-    store_codes(d, e.batch, e.line + line, e.pos / per_byte, blocks * block_bytes, codes);
-    if (per_group && line % group_lines != 0) continue;
-    const int64_t row = per_group ? (e.line + line) / group_lines : e.line + line;
-    if (e.scale_bytes) {
-      store_scales(d, e.batch, row, first_block, blocks, e.scale_bytes + line * (kTileSide / 16));
-      continue;
-    }
-    const uint32_t* stored = scratch.stored + group * e.group_step;
-    HWY_ALIGN uint32_t gathered[kTileSide / 16];
-    if (e.block_step != 1) {
-      for (int64_t b = 0; b < blocks; ++b) gathered[b] = stored[b * e.block_step];
-      stored = gathered;
-    }
-    store_scales(d, e.batch, row, first_block, blocks, stored);
-  }
-}
 
 // ---- along rows ----
 
@@ -171,6 +68,37 @@ HWY_INLINE void encode_row(const Encoder<kM>& encoder, const Signs& signs, const
   }
 }
 
+// Whether E2M1 may be found by thresholds; then the scales of a tile's blocks decide.
+HWY_INLINE bool may_count(const Direction& d, int64_t batch) {
+  return !d.thresholds.empty() && d.tensor_thresholds(batch).holds;
+}
+
+// row_pass() by thresholds, or false and nothing done.
+HWY_INLINE bool count_rows(const Direction& d, const TileView<uint16_t>& x, const TileArea& area,
+                           bool keep, Encoded e, Scratch& scratch) {
+  const QuantSpec& spec = d.out.spec;
+  const int lines = spec.block_lines();
+  const int64_t blocks = x.columns / spec.block;
+  const int64_t count = (x.rows + lines - 1) / lines * blocks;
+  auto* amax = reinterpret_cast<uint16_t*>(scratch.work);
+  row_maxima(x, spec.block, lines, amax);
+  if (!threshold_scales(spec, d.tensor_scale(area.batch), amax, count, scratch.scale_codes,
+                        scratch.scale_values))
+    return false;
+  if (keep) std::copy_n(scratch.scale_codes, count, scratch.stored);
+  e.scale_bytes = scratch.scale_codes;
+  e.scale_pitch = blocks;
+  const RowThresholds thresholds(ThresholdLookup(d.tensor_thresholds(area.batch)),
+                                 scratch.scale_values, count, spec.block, scratch);
+  const LineStore store_lines(d, e, false);
+  for (int64_t r = 0; r < (keep ? x.rows : area.rows); ++r) {
+    uint8_t* codes = keep ? kept_codes(scratch) + r * e.pitch : scratch.codes;
+    thresholds.encode(x.data + r * x.stride, x.columns, r / lines * blocks, codes, scratch.ahead);
+    store_lines(r, r + 1, codes, scratch);
+  }
+  return true;
+}
+
 // `keep`: leaves all codes in kept_codes(). Returns whether there is a block that is not finite.
 template <class T>
 HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileArea& area, bool keep,
@@ -179,9 +107,6 @@ HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileAre
   const int lines = spec.block_lines();
   const int64_t blocks = x.columns / spec.block;
   const int64_t groups = (x.rows + lines - 1) / lines;
-  row_amaxes(x, spec.block, lines, reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
-  const bool has_bad = block_scales(spec, d.tensor_scale(area.batch), d.tensor_finite(area.batch),
-                                    scratch.amax, groups * blocks, scratch.stored, scratch.inv);
   const Encoded e{.batch = area.batch,
                   .line = area.row,
                   .lines = area.rows,
@@ -190,6 +115,11 @@ HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileAre
                   .pitch = x.columns / codes_per_byte(spec.element),
                   .group_step = blocks,
                   .block_step = 1};
+  if constexpr (std::is_same_v<T, uint16_t>)
+    if (may_count(d, area.batch) && count_rows(d, x, area, keep, e, scratch)) return false;
+  row_amaxes(x, spec.block, lines, reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
+  const bool has_bad = block_scales(spec, d.tensor_scale(area.batch), d.tensor_finite(area.batch),
+                                    scratch.amax, groups * blocks, scratch.stored, scratch.inv);
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     const Encoder<m> encoder(spec.element);
     const Signs signs(spec.element);
@@ -274,19 +204,51 @@ HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const T
   }
 }
 
-// The scales of a tile of blocks down columns, column by column: gathered one by one they would
-// take as long as a third of the encoding.
-HWY_INLINE const uint8_t* scale_bytes_of_columns(int64_t blocks, int64_t columns,
-                                                 Scratch& scratch) {
+// The scales of a tile of blocks down columns, kTileSide / 16 bytes a column: gathered one by one
+// they would take as long as a third of the encoding. May read and write 64 columns at a time.
+HWY_INLINE const uint8_t* scales_by_column(const uint8_t* codes, int64_t columns, uint8_t* out) {
   constexpr int64_t kBytes = kTileSide / 16;
   static_assert(kBytes == 16, "what transpose_codes() makes of a column");
-  auto* rows = reinterpret_cast<uint8_t*>(scratch.work);
-  uint8_t* out = rows + kBytes * columns;
-  for (int64_t i = 0; i < blocks * columns; i += static_cast<int64_t>(lanes()))
-    hn::StoreU(hn::TruncateTo(DU8(), hn::LoadU(DU(), scratch.stored + i)), DU8(), rows + i);
   for (int64_t c = 0; c < columns; c += static_cast<int64_t>(hn::MaxLanes(DB())))
-    transpose_codes<3>(rows + c, columns, kBytes, out + kBytes * c);
+    transpose_codes<3>(codes + c, columns, kBytes, out + kBytes * c);
   return out;
+}
+
+// Square blocks: the value of each for each of its columns.
+template <class V>
+HWY_INLINE const V* spread_groups(const V* values, int64_t count, int lines, V* out) {
+  for (int64_t i = 0; i < count; ++i) std::fill_n(out + i * lines, lines, values[i]);
+  return out;
+}
+
+// column_pass() by thresholds, or false and nothing done.
+HWY_INLINE bool count_columns(const Direction& d, const TileView<uint16_t>& x, const TileArea& area,
+                              Encoded e, Scratch& scratch) {
+  const QuantSpec& spec = d.out.spec;
+  const int lines = spec.block_lines();
+  const int64_t blocks = x.rows / spec.block, groups = x.columns / lines;
+  auto* amax = reinterpret_cast<uint16_t*>(scratch.amax);
+  column_maxima(x, spec.block, amax);
+  if (spec.square) {
+    auto* most = reinterpret_cast<uint16_t*>(scratch.work);
+    row_maxima(TileView<uint16_t>{amax, x.columns, blocks, x.columns}, spec.block, 1, most);
+    amax = most;
+  }
+  if (!threshold_scales(spec, d.tensor_scale(area.batch), amax, groups * blocks,
+                        scratch.scale_codes, scratch.scale_values))
+    return false;
+  const uint16_t* values = scratch.scale_values;
+  if (spec.square)
+    values = spread_groups(values, groups * blocks, lines,
+                           reinterpret_cast<uint16_t*>(scratch.lane_inv));
+  e.scale_bytes =
+      scales_by_column(scratch.scale_codes, groups, reinterpret_cast<uint8_t*>(scratch.work));
+  e.scale_pitch = kTileSide / 16;
+  const LineStore store_lines(d, e, false);
+  encode_columns_by_thresholds(
+      ThresholdLookup(d.tensor_thresholds(area.batch)), spec.block, x, values, e.pitch, scratch,
+      [&](int64_t line) HWY_ATTR { store_lines(line, line + kPair, scratch.codes, scratch); });
+  return true;
 }
 
 template <class T>
@@ -295,7 +257,17 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
   const QuantSpec& spec = d.out.spec;
   const int lines = spec.block_lines();
   const int64_t blocks = x.rows / spec.block, groups = x.columns / lines;
-  column_amaxes(x, spec.block, scratch.amax);
+  Encoded e{.batch = area.batch,
+            .line = area.column,
+            .lines = area.columns,
+            .pos = area.row,
+            .positions = x.rows,
+            .pitch = x.rows / codes_per_byte(spec.element),
+            .group_step = 1,
+            .block_step = groups};
+  if constexpr (std::is_same_v<T, uint16_t>)
+    if (may_count(d, area.batch) && count_columns(d, x, area, e, scratch)) return;
+  column_amaxes(x, spec.block, reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
   if (spec.square) {
     const TileView<float> amaxes{reinterpret_cast<const float*>(scratch.amax), x.columns, blocks,
                                  x.columns};
@@ -303,38 +275,25 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
   }
   const bool has_bad = block_scales(spec, d.tensor_scale(area.batch), d.tensor_finite(area.batch),
                                     scratch.amax, groups * blocks, scratch.stored, scratch.inv);
-  const float* inv = scratch.inv;
-  if (spec.square) {
-    for (int64_t i = 0; i < groups * blocks; ++i)
-      std::fill_n(scratch.lane_inv + i * lines, lines, scratch.inv[i]);
-    inv = scratch.lane_inv;
+  const float* inv = spec.square
+                         ? spread_groups(scratch.inv, groups * blocks, lines, scratch.lane_inv)
+                         : scratch.inv;
+  if (!spec.square && spec.scale != Format::fp32) {
+    for (int64_t i = 0; i < blocks * groups; i += static_cast<int64_t>(lanes()))
+      hn::StoreU(hn::TruncateTo(DU8(), hn::LoadU(DU(), scratch.stored + i)), DU8(),
+                 scratch.scale_codes + i);
+    e.scale_bytes =
+        scales_by_column(scratch.scale_codes, groups, reinterpret_cast<uint8_t*>(scratch.work));
+    e.scale_pitch = kTileSide / 16;
   }
-  const int64_t pitch = x.rows / codes_per_byte(spec.element);
-  const uint8_t* bytes = spec.square || spec.scale == Format::fp32
-                             ? nullptr
-                             : scale_bytes_of_columns(blocks, x.columns, scratch);
-  const Encoded e{.batch = area.batch,
-                  .line = area.column,
-                  .lines = area.columns,
-                  .pos = area.row,
-                  .positions = x.rows,
-                  .pitch = pitch,
-                  .group_step = 1,
-                  .block_step = groups,
-                  .scale_bytes = bytes};
-  const auto done = [&](int64_t line) HWY_ATTR {
-    store(d, e, line, line + kPair, has_bad, scratch.codes, scratch);
-  };
-  if constexpr (std::is_same_v<T, uint16_t>) {
-    if (spec.element == Format::e2m1 && !spec.stochastic() && !has_bad &&
-        thresholds_hold(scratch.amax, scratch.inv, groups * blocks))
-      return encode_columns_by_thresholds(spec.block, x, inv, pitch, scratch, done);
-  }
+  const LineStore store_lines(d, e, has_bad);
+  const auto done = [&](int64_t line)
+                        HWY_ATTR { store_lines(line, line + kPair, scratch.codes, scratch); };
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     if (spec.stochastic())
-      encode_columns<m, true>(d, x, area, inv, pitch, scratch, done);
+      encode_columns<m, true>(d, x, area, inv, e.pitch, scratch, done);
     else
-      encode_columns<m, false>(d, x, area, inv, pitch, scratch, done);
+      encode_columns<m, false>(d, x, area, inv, e.pitch, scratch, done);
   });
 }
 
@@ -384,19 +343,25 @@ void quantize_tiles(const std::vector<Job>& jobs, const Executor& executor) {
   int64_t rows, columns;
   tile_extents(parts, first_down == nullptr, first_along ? first_along->out.spec.block_lines() : 1,
                rows, columns);
+  // Of both directions either goes over the tile, unless one is the other's transpose.
+  const bool both = first_along && first_down && !are_transposes(*first_along, *first_down);
   for_tiles(
-      parts, rows, columns, executor,
+      parts, rows, columns, both ? 2 : 1, executor,
       [&](size_t part, const TileArea& area, Scratch& scratch) HWY_ATTR {
         const Direction *along = jobs[part].along, *down = jobs[part].down;
-        with_tile(parts[part], area, down == nullptr, scratch, [&](const auto& tile) HWY_ATTR {
+        // Without a transform, the first pass begins with maxima.
+        const bool copies = down && (along ? along : down)->out.spec.hadamard.dim == 0;
+        with_tile(parts[part], area, down == nullptr, copies, scratch, [&](auto tile) HWY_ATTR {
           if (along && down && are_transposes(*along, *down)) {
             const bool has_bad = row_pass(*along, tile, area, true, scratch);
             return transposed_pass(*down, area, tile.rows, tile.columns, has_bad, scratch);
           }
-          if (along)
+          if (along) {
             with_transform(along->out.spec.hadamard, true, tile, scratch,
                            [&](const auto& t)
                                HWY_ATTR { row_pass(*along, t, area, false, scratch); });
+            tile.source = nullptr;  // it is here now
+          }
           if (down)
             with_transform(down->out.spec.hadamard, false, tile, scratch,
                            [&](const auto& t) HWY_ATTR { column_pass(*down, t, area, scratch); });
@@ -419,18 +384,18 @@ void amax_tiles(const std::vector<ConstMatrix>& parts, const QuantSpec& spec, bo
                 std::atomic<uint32_t>* most, const Executor& executor) {
   int64_t rows, columns;
   tile_extents(parts, along_rows, 1, rows, columns);
-  for_tiles(parts, rows, columns, executor,
-            [&](size_t part, const TileArea& area, Scratch& scratch) HWY_ATTR {
-              uint32_t largest = 0;
-              with_tile(parts[part], area, along_rows, scratch, [&](const auto& tile) HWY_ATTR {
-                with_transform(spec.hadamard, along_rows, tile, scratch,
-                               [&](const auto& t) HWY_ATTR { largest = tile_amax(t, scratch); });
-              });
-              std::atomic<uint32_t>& target = most[static_cast<int64_t>(part) + area.batch];
-              for (uint32_t old = target;
-                   largest > old && !target.compare_exchange_weak(old, largest);) {
-              }
-            });
+  for_tiles(
+      parts, rows, columns, 1, executor,
+      [&](size_t part, const TileArea& area, Scratch& scratch) HWY_ATTR {
+        uint32_t largest = 0;
+        with_tile(parts[part], area, along_rows, false, scratch, [&](const auto& tile) HWY_ATTR {
+          with_transform(spec.hadamard, along_rows, tile, scratch,
+                         [&](const auto& t) HWY_ATTR { largest = tile_amax(t, scratch); });
+        });
+        std::atomic<uint32_t>& target = most[static_cast<int64_t>(part) + area.batch];
+        for (uint32_t old = target; largest > old && !target.compare_exchange_weak(old, largest);) {
+        }
+      });
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE

@@ -68,35 +68,33 @@ HWY_INLINE BlockScales e8m0_scales(const QuantSpec& spec, VF amax) {
   return {byte, hn::BitCast(df, hn::ShiftLeft<23>(hn::Sub(hn::Set(du, 254), byte)))};
 }
 
-// encode_scale(): nearest even or up; amax >= 0, saturating.
-template <int kM>
-HWY_INLINE VU encode_scales(const QuantSpec& spec, const Encoder<kM>& encoder,
-                            const Decoder<kM>& decoder, VF wanted) {
-  const DU du;
-  const VU mask = hn::Set(du, traits(spec.scale).magnitude_mask());
-  const VU code = hn::And(encoder.nearest(wanted), mask);
-  if (spec.scale_rounding == ScaleRounding::nearest) return code;
-  const VF clamped = hn::Min(wanted, encoder.largest);
-  const auto below = hn::RebindMask(du, hn::Lt(decoder(code), clamped));
-  return hn::Add(code, hn::IfThenElseZero(below, hn::Set(du, 1)));
-}
-
 struct TwoLevelScales {
-  TwoLevelScales(const QuantSpec& s, OuterScale outer)
-      : spec(s),
-        encoder(s.scale),
-        decoder(s.scale),
+  TwoLevelScales(const QuantSpec& spec, OuterScale outer)
+      : up(spec.scale_rounding != ScaleRounding::nearest),
+        encoder(spec.scale),
+        decoder(spec.scale),
+        mask(hn::Set(DU(), traits(spec.scale).magnitude_mask())),
         enc(hn::Set(DF(), outer.enc * (1.0f / 6.0f))),
         dec(hn::Set(DF(), outer.dec)) {}
+  // encode_scale(): nearest even or up; amax >= 0, saturating.
+  HWY_INLINE VU encode(VF wanted) const {
+    const DU du;
+    const VU code = hn::And(encoder.nearest(wanted), mask);
+    if (!up) return code;
+    const VF clamped = hn::Min(wanted, encoder.largest);
+    const auto below = hn::RebindMask(du, hn::Lt(decoder(code), clamped));
+    return hn::Add(code, hn::IfThenElseZero(below, hn::Set(du, 1)));
+  }
   HWY_INLINE BlockScales operator()(VF amax) const {
     const DF df;
-    const VU code = encode_scales(spec, encoder, decoder, hn::Mul(amax, enc));
+    const VU code = encode(hn::Mul(amax, enc));
     const VF decoded = hn::Mul(decoder(code), dec);
     return {code, hn::Min(hn::Div(hn::Set(df, 1.0f), decoded), hn::Set(df, kFloatMax))};
   }
-  const QuantSpec& spec;
+  bool up;
   Encoder<3> encoder;
   Decoder<3> decoder;
+  VU mask;
   VF enc, dec;
 };
 

@@ -25,12 +25,16 @@ inline constexpr int64_t kTileSide = 2 * kTile;
 inline constexpr int64_t kTileElements = kTileSide * kTileSide;
 
 // rows x columns values; T is float, or uint16_t for BF16 read in place.
+// `source`: where the values still lie, in lines of `source_stride`: maxima bring
+// them.
 template <class T>
 struct TileView {
   const T* data;
   int64_t stride;
   int64_t rows;
   int64_t columns;
+  const T* source = nullptr;
+  int64_t source_stride = 0;
 };
 
 // Where a tile lies in x and how much of it exists.
@@ -43,12 +47,12 @@ HWY_INLINE int64_t origin(const ConstMatrix& x, const TileArea& area) {
   return area.batch * x.batch_stride + area.row * x.row_stride + area.column * x.column_stride;
 }
 
-// What fetches an area of x, if its rows are arrays.
-inline Ahead ahead_of(const ConstMatrix& x, const TileArea& area) {
+// What fetches an area of x, if its rows are arrays, during so many passes over another.
+inline Ahead ahead_of(const ConstMatrix& x, const TileArea& area, int passes) {
   if (x.column_stride != 1) return {};
   const int64_t bytes = dtype_bytes(x.dtype);
   return {static_cast<const uint8_t*>(x.data) + origin(x, area) * bytes, x.row_stride * bytes,
-          area.columns * bytes, area.rows};
+          area.columns * bytes, area.rows, passes};
 }
 
 HWY_INLINE VF load_vector(const ConstMatrix& x, int64_t i) {
@@ -201,15 +205,27 @@ HWY_INLINE constexpr uint16_t abs_mask(uint16_t) { return 0x7FFF; }
 template <class T>
 using BitsOf = std::conditional_t<std::is_same_v<T, float>, uint32_t, uint16_t>;
 
-// out[i] = max of the masked in[2i] and in[2i + 1], n times; `out` may be `in`.
-template <class D, class U = hn::TFromD<D>>
-HWY_INLINE void halve(D d, const U* in, int64_t n, U mask, U* out) {
+// out[i] = max of the masked kShare values in[kShare * i ..], n times; `out` may be `in`. They are
+// copied to `copy`, if any.
+template <int kShare, class D, class U = hn::TFromD<D>>
+HWY_INLINE void shrink(D d, const U* in, int64_t n, U mask, U* out, U* copy = nullptr) {
   const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
   const auto bits = hn::Set(d, mask);
+  const auto load = [&](const U* p) HWY_ATTR {
+    const auto v = hn::LoadU(d, p);
+    if (copy) hn::StoreU(v, d, copy + (p - in));
+    return hn::And(v, bits);
+  };
+  const auto halve = [&](hn::Vec<D> low, hn::Vec<D> high) HWY_ATTR {
+    return hn::Max(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low));
+  };
+  const auto pair = [&](const U* p) HWY_ATTR { return halve(load(p), load(p + step)); };
   for (int64_t i = 0; i < n; i += step) {
-    const auto low = hn::And(hn::LoadU(d, in + 2 * i), bits);
-    const auto high = hn::And(hn::LoadU(d, in + 2 * i + step), bits);
-    hn::StoreU(hn::Max(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, out + i);
+    const U* p = in + kShare * i;
+    if constexpr (kShare == 2)
+      hn::StoreU(pair(p), d, out + i);
+    else
+      hn::StoreU(halve(pair(p), pair(p + 2 * step)), d, out + i);
   }
 }
 
@@ -225,24 +241,28 @@ HWY_INLINE void shrink_blocks(D d, const TileView<T>& x, int64_t block, int64_t 
   const auto bits = hn::Set(d, mask);
   // Row by row, as memory likes to be read; the maxima so far stay in the L1 cache.
   for (int64_t r = first; r < last; ++r) {
-    const U* p = reinterpret_cast<const U*>(x.data + r * x.stride);
+    const U* p = reinterpret_cast<const U*>(x.source ? x.source + r * x.source_stride
+                                                     : x.data + r * x.stride);
+    U* copy = x.source ? reinterpret_cast<U*>(const_cast<T*>(x.data) + r * x.stride) : nullptr;
     U* to = out;
     for (int64_t c = 0; c < x.columns; c += HWY_MAX(block, step), to += step) {
       auto most = r == first ? hn::Zero(d) : hn::LoadU(d, to);
-      for (int64_t i = 0; i < block; i += step)
-        most = hn::Max(most, hn::And(hn::LoadU(d, p + c + i), bits));
+      for (int64_t i = 0; i < block; i += step) {
+        const auto v = hn::LoadU(d, p + c + i);
+        if (copy) hn::StoreU(v, d, copy + c + i);
+        most = hn::Max(most, hn::And(v, bits));
+      }
       hn::StoreU(most, d, to);
     }
   }
 }
 
-// amax[g * (columns / block) + b]: bits of the largest magnitude of block b in the `lines` rows of
+// most[g * (columns / block) + b]: bits of the largest magnitude of block b in the `lines` rows of
 // group g. Magnitudes compare as integers, and NaN > Inf > every number. A block first shrinks to
-// one vector (or stays whole, if shorter), then all vectors are halved together until one value a
-// block is left. `work` holds 32 values a block; buffers may be overrun by one vector.
+// one vector (or stays whole, if shorter), then all vectors shrink together until one value a block
+// is left. `most` holds 32 values a block; buffers may be overrun by one vector.
 template <class T>
-HWY_INLINE void row_amaxes(const TileView<T>& x, int block, int lines, BitsOf<T>* work,
-                           uint32_t* amax) {
+HWY_INLINE void row_maxima(const TileView<T>& x, int block, int lines, BitsOf<T>* most) {
   using U = BitsOf<T>;
   const hn::CappedTag<U, 32> d;
   constexpr U kMask = abs_mask(T());
@@ -251,31 +271,82 @@ HWY_INLINE void row_amaxes(const TileView<T>& x, int block, int lines, BitsOf<T>
   const int64_t count = groups * (x.columns / block);
   int64_t width = HWY_MIN(block, step);  // values of a block that are left
   if (lines == 1 && block <= step) {
-    for (int64_t r = 0; r < x.rows; ++r)
-      halve(d, reinterpret_cast<const U*>(x.data + r * x.stride), x.columns / 2, kMask,
-            work + r * (x.columns / 2));
-    width /= 2;
+    for (int64_t r = 0; r < x.rows; ++r) {
+      const U* line = reinterpret_cast<const U*>(x.data + r * x.stride);
+      U* to = most + r * (x.columns / 4);
+      if (x.source)
+        shrink<4>(d, reinterpret_cast<const U*>(x.source + r * x.source_stride), x.columns / 4,
+                  kMask, to, const_cast<U*>(line));
+      else
+        shrink<4>(d, line, x.columns / 4, kMask, to);
+    }
+    width /= 4;
   } else {
     for (int64_t g = 0; g < groups; ++g)
       shrink_blocks(d, x, block, g * lines, HWY_MIN(x.rows, (g + 1) * lines), kMask,
-                    work + g * (x.columns / block * width));
+                    most + g * (x.columns / block * width));
   }
-  for (; width > 1; width /= 2) halve(d, work, width / 2 * count, kMask, work);
+  for (; width > 2; width /= 4) shrink<4>(d, most, width / 4 * count, kMask, most);
+  if (width == 2) shrink<2>(d, most, count, kMask, most);
+}
+
+// The same, widened to those of FP32.
+template <class T>
+HWY_INLINE void row_amaxes(const TileView<T>& x, int block, int lines, BitsOf<T>* work,
+                           uint32_t* amax) {
+  row_maxima(x, block, lines, work);
+  const int64_t count = (x.rows + lines - 1) / lines * (x.columns / block);
   for (int64_t i = 0; i < count; ++i) amax[i] = widen_bits(work[i]);
 }
 
-// amax[g * columns + c]: the same down columns, one block of `block` rows after another.
+// most[g * columns + c]: the same down columns, one block of `block` rows after another.
 template <class T>
-HWY_INLINE void column_amaxes(const TileView<T>& x, int64_t block, uint32_t* amax) {
+HWY_INLINE void column_maxima(const TileView<T>& x, int64_t block, BitsOf<T>* most) {
   using U = BitsOf<T>;
   const hn::CappedTag<U, 32> d;
   const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
-  HWY_ALIGN U most[kTileSide];
+  const auto bits = hn::Set(d, abs_mask(T()));
+  constexpr int kVectors = 4;  // at a time: runs that memory likes, maxima in registers
+  const auto block_maxima = [&](const U* p, int64_t stride, U* copy, U* to) HWY_ATTR {
+    auto m0 = hn::Zero(d), m1 = m0, m2 = m0, m3 = m0;
+    for (int64_t r = 0; r < block; ++r, p += stride) {
+      const auto v0 = hn::LoadU(d, p), v1 = hn::LoadU(d, p + step);
+      const auto v2 = hn::LoadU(d, p + 2 * step), v3 = hn::LoadU(d, p + 3 * step);
+      if (copy) {
+        hn::StoreU(v0, d, copy);
+        hn::StoreU(v1, d, copy + step);
+        hn::StoreU(v2, d, copy + 2 * step);
+        hn::StoreU(v3, d, copy + 3 * step);
+        copy += x.stride;
+      }
+      m0 = hn::Max(m0, hn::And(v0, bits));
+      m1 = hn::Max(m1, hn::And(v1, bits));
+      m2 = hn::Max(m2, hn::And(v2, bits));
+      m3 = hn::Max(m3, hn::And(v3, bits));
+    }
+    hn::StoreU(m0, d, to);
+    hn::StoreU(m1, d, to + step);
+    hn::StoreU(m2, d, to + 2 * step);
+    hn::StoreU(m3, d, to + 3 * step);
+  };
   for (int64_t g = 0; g < x.rows / block; ++g) {
-    // Blocks of one vector: every column keeps its own maximum.
-    shrink_blocks(d, x, step, g * block, (g + 1) * block, abs_mask(T()), most);
-    for (int64_t c = 0; c < x.columns; ++c) amax[g * x.columns + c] = widen_bits(most[c]);
+    for (int64_t c = 0; c < x.columns; c += kVectors * step) {
+      const auto* p = reinterpret_cast<const U*>(x.data + g * block * x.stride + c);
+      U* to = most + g * x.columns + c;
+      if (x.source)
+        block_maxima(reinterpret_cast<const U*>(x.source + g * block * x.source_stride + c),
+                     x.source_stride, const_cast<U*>(p), to);
+      else
+        block_maxima(p, x.stride, nullptr, to);
+    }
   }
+}
+
+template <class T>
+HWY_INLINE void column_amaxes(const TileView<T>& x, int64_t block, BitsOf<T>* work,
+                              uint32_t* amax) {
+  column_maxima(x, block, work);
+  for (int64_t i = 0; i < x.rows / block * x.columns; ++i) amax[i] = widen_bits(work[i]);
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE

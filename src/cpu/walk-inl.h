@@ -28,6 +28,10 @@ struct Scratch {
   alignas(64) uint32_t stored[kTileElements / 16 + kSlack];
   alignas(64) float inv[kTileElements / 16 + kSlack];
   alignas(64) float lane_inv[kTileElements / 16 + kSlack];
+  // Of blocks whose elements are encoded by thresholds.
+  alignas(64) uint8_t scale_codes[kTileElements / 16 + kSlack];
+  alignas(64) uint16_t scale_values[kTileElements / 16 + kSlack];  // BF16
+  alignas(64) uint16_t thresholds[4][kTileElements / 16 + kSlack];
   alignas(64) uint8_t random[kTileElements / 16 + kSlack];  // of one row
   // Of one row, or of the columns that are stored at once.
   alignas(64) uint8_t codes[HWY_MAX(kTileElements / 16, 2 * kPair * kTileSide) + kSlack];
@@ -35,9 +39,9 @@ struct Scratch {
 };
 
 // Calls body with a view of the tile: x itself where whole rows of it will do, else a copy that is
-// zero-padded to whole blocks.
+// zero-padded to whole blocks. `copies`: whether body begins with maxima that bring it.
 template <class Body>
-HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_only,
+HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_only, bool copies,
                           Scratch& scratch, const Body& body) {
   const bool in_place = rows_only && x.column_stride == 1 && area.columns % kTile == 0;
   const int64_t at = origin(x, area);
@@ -45,6 +49,9 @@ HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_
   const int64_t columns = round_up(area.columns, kTile);
   if (x.dtype == DType::bf16) {
     auto* buffer = reinterpret_cast<uint16_t*>(scratch.tile);
+    if (copies && x.column_stride == 1 && rows == area.rows && columns == area.columns)
+      return body(TileView<uint16_t>{buffer, columns, rows, columns,
+                                     static_cast<const uint16_t*>(x.data) + at, x.row_stride});
     body(in_place ? TileView<uint16_t>{static_cast<const uint16_t*>(x.data) + at, x.row_stride,
                                        rows, columns}
                   : load_tile(x, area, rows, columns, buffer));
@@ -70,10 +77,11 @@ HWY_INLINE void with_transform(const Hadamard& h, bool along_rows, const TileVie
 }
 
 // Cuts every matrix of every part into tiles and calls body(part, area, scratch) on each, in
-// parallel.
+// parallel. `passes`: how often each goes over its tile.
 template <class Body>
 HWY_INLINE void for_tiles(const std::vector<ConstMatrix>& parts, int64_t tile_rows,
-                          int64_t tile_columns, const Executor& executor, const Body& body) {
+                          int64_t tile_columns, int passes, const Executor& executor,
+                          const Body& body) {
   const auto tiles = [](int64_t extent, int64_t tile) { return ceil_div(extent, tile); };
   Pieces pieces;
   for (const ConstMatrix& x : parts)
@@ -99,7 +107,7 @@ HWY_INLINE void for_tiles(const std::vector<ConstMatrix>& parts, int64_t tile_ro
     for (int64_t i = begin; i < end; ++i) {
       const Tile now = next;
       if (i + 1 < end) next = tile(i + 1);
-      scratch->ahead = i + 1 < end ? ahead_of(parts[next.part], next.area) : Ahead();
+      scratch->ahead = i + 1 < end ? ahead_of(parts[next.part], next.area, passes) : Ahead();
       body(now.part, now.area, *scratch);
     }
     hwy::FlushStream();

@@ -105,7 +105,9 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   for (int64_t g = first; g < last; ++g) own.add(p, rows_of(g));
   sums[thread] = own;
   __syncthreads();
-  for (int step = 1; step < kPlanThreads; step *= 2) {
+  // Threads without groups add nothing, so the sum of all is that of the last with some.
+  const int used = static_cast<int>(count < kPlanThreads ? count : kPlanThreads);
+  for (int step = 1; step < used; step *= 2) {
     const bool has = thread >= step;
     Sums before;
     if (has) before = sums[thread - step];
@@ -117,24 +119,28 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   if (thread > 0) at = sums[thread - 1];
   for (int64_t g = first; g < last; ++g) {
     store(p, at, g, bad ? 0 : begin_of(g), rows_of(g));
-    at.add(p, rows_of(g));
+    if (g + 1 < last) at.add(p, rows_of(g));
   }
-  const int tile_rows = static_cast<int>(sums[kPlanThreads - 1].tiles);
+  const int tile_rows = static_cast<int>(sums[used - 1].tiles);
   if (thread == 0) {
-    store(p, sums[kPlanThreads - 1], count, bad ? 0 : p.groups.end(count - 1), 0);
+    store(p, sums[used - 1], count, bad ? 0 : p.groups.end(count - 1), 0);
     *p.head = {tile_rows, bad};
   }
   __syncthreads();
+  // Of one group a thread, which is nearly always, from shared memory.
+  const auto first_tile = [&](int64_t g) {
+    return each == 1 && g > 0 ? static_cast<int>(sums[g - 1].tiles) : p.first_tile[g];
+  };
   for (int tile = thread; tile < tile_rows; tile += kPlanThreads) {
     // The last group that starts at or before this tile: empty ones before it start there too.
     int64_t low = 0, high = count;
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
-      (p.first_tile[middle] <= tile ? low : high) = middle;
+      (first_tile(middle) <= tile ? low : high) = middle;
     }
     const int64_t rows = rows_of(low);
     const int64_t begin = p.positions ? p.only().at[low].position : begin_of(low);
-    p.tile_rows[tile] = {static_cast<int>(low), (tile - p.first_tile[low]) * kTile,
+    p.tile_rows[tile] = {static_cast<int>(low), (tile - first_tile(low)) * kTile,
                          static_cast<int>(begin), static_cast<int>(Sums::source_rows(p, rows))};
   }
 }
@@ -186,20 +192,16 @@ BLOCKSCALE_DEVICE void fill_around(T* to, Layout l, int64_t all_rows, int64_t al
 }
 
 struct FillParams {
-  Side out;
+  Side side[2];
   Plan plan;
-  int side;
 };
 
 template <class Scale>
-__global__ void __launch_bounds__(kFillThreads)
-    fill_kernel(const __grid_constant__ FillParams p, Scale padding, Scale nan) {
-  after_previous();
-  const bool bad = p.plan.head->bad;
-  const Quantized& out = p.out.out;
-  const StoredShape& s = p.out.shape;
-  const GroupAt* at = p.plan.side[p.side];
-  const GroupAt& end = at[p.plan.count];
+BLOCKSCALE_DEVICE void fill_side(const Side& side, const GroupAt* at, int count, bool bad,
+                                 Scale padding, Scale nan) {
+  const Quantized& out = side.out;
+  const StoredShape& s = side.shape;
+  const GroupAt& end = at[count];
   const int axis = out.axis;
   const Layout codes = out.layout.codes, scales = out.layout.scales;
   auto* to_scales = reinterpret_cast<Scale*>(out.scales);
@@ -208,21 +210,37 @@ __global__ void __launch_bounds__(kFillThreads)
               memory_of(codes, axis, s.code_rows, s.code_columns, end.codes), 8, uint2{});
   fill_behind(to_scales, memory_of(scales, axis, s.scale_rows, s.scale_columns, end.scales), 1,
               bad ? nan : padding);
-  if (out.spec.outer && (bad || p.out.amax))
-    for (int g = static_cast<int>(blockIdx.x * kFillThreads + threadIdx.x); g < p.plan.count;
+  if (out.spec.outer && (bad || side.amax))
+    for (int g = static_cast<int>(blockIdx.x * kFillThreads + threadIdx.x); g < count;
          g += static_cast<int>(gridDim.x) * kFillThreads)
-      out.outer[g] = bad ? bit_cast<float>(kNanBits) : outer_of(p.out, g).dec;
+      out.outer[g] = bad ? bit_cast<float>(kNanBits) : outer_of(side, g).dec;
   if (codes == Layout::linear && scales == Layout::linear) return;
-  const int64_t slices = max(static_cast<int>(gridDim.x) / p.plan.count, 1);
-  for (int64_t i = blockIdx.x; i < p.plan.count * slices; i += gridDim.x) {
-    const GroupAt& g = at[i % p.plan.count];
-    const int64_t slice = i / p.plan.count;
+  const int64_t slices = max(static_cast<int>(gridDim.x) / count, 1);
+  for (int64_t i = blockIdx.x; i < count * slices; i += gridDim.x) {
+    const GroupAt& g = at[i % count];
+    const int64_t slice = i / count;
     if (codes != Layout::linear)
       fill_around(out.codes + g.codes, codes, s.code_rows, g.code_columns, g.lines,
                   g.padded / codes_per_byte(out.spec.element), uint8_t{0}, slice, slices);
     if (scales != Layout::linear)
       fill_around(to_scales + g.scales, scales, s.scale_rows, g.scale_columns,
                   ceil_div(g.lines, s.scale_lines), g.blocks, padding, slice, slices);
+  }
+}
+
+__global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ FillParams p) {
+  after_previous();
+  const bool bad = p.plan.head->bad;
+  for (int i = 0; i < 2; ++i) {
+    if (!p.plan.side[i]) continue;
+    const Side& side = p.side[i];
+    const Quantized& out = side.out;
+    if (out.spec.scale == Format::fp32)
+      fill_side(side, p.plan.side[i], p.plan.count, bad, 0u, kNanBits);
+    else
+      fill_side(side, p.plan.side[i], p.plan.count, bad,
+                padding_fill(out.layout.scales, out.spec.scale),
+                static_cast<uint8_t>(traits(out.spec.scale).nan_code()));
   }
 }
 
@@ -259,16 +277,9 @@ Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQ
   return plan;
 }
 
-void fill_groups(const Side& s, const Plan& plan, int side, const Stream& stream) {
-  const FillParams p{s, plan, side};
-  const Quantized& out = s.out;
+void fill_groups(const Side& row, const Side& column, const Plan& plan, const Stream& stream) {
   constexpr unsigned kBlocks = 512;
-  if (out.spec.scale == Format::fp32)
-    start(fill_kernel<uint32_t>, kBlocks, kFillThreads, 0, native(stream), p, 0u, kNanBits);
-  else
-    start(fill_kernel<uint8_t>, kBlocks, kFillThreads, 0, native(stream), p,
-          padding_fill(out.layout.scales, out.spec.scale),
-          static_cast<uint8_t>(traits(out.spec.scale).nan_code()));
+  start(fill_kernel, kBlocks, kFillThreads, 0, native(stream), FillParams{{row, column}, plan});
   check_launch("quantize");
 }
 

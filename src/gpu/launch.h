@@ -127,8 +127,9 @@ void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Group
               float* out, float* before, const Stream& stream);
 // Writes the padding of a storage layout and nothing else; not of groups (groups.h).
 void fill_padding(const Quantized& out, const Stream& stream);
-// Writes what no tile of a group does: the padding of layouts, what lies behind the last group,
-// and, where `s` has amaxes, all outer scales. Where offsets are wrong that is everything, as NaN.
-void fill_groups(const Side& s, const Plan& plan, int side, const Stream& stream);
+// Writes what no tile of a group does: the padding of layouts, what lies behind the last group, and
+// all outer scales of a side that has amaxes. Where offsets are wrong that is everything, as NaN.
+// Sides that the plan has none of are left out.
+void fill_groups(const Side& row, const Side& column, const Plan& plan, const Stream& stream);
 
 }  // namespace blockscale::gpu

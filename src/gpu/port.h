@@ -234,7 +234,7 @@ void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t
 // their writes are seen. Threads that have not passed it must touch no memory but parameters.
 BLOCKSCALE_DEVICE void after_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

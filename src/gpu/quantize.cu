@@ -145,12 +145,10 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   if (row_out) p.row = side_of(*row_out, row_options);
   if (column_out) p.column = side_of(*column_out, column_options);
   find_amaxes(x, groups, p.row, p.column, stream);
+  if (groups) fill_groups(p.row, p.column, plan, stream);
   auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
     if (!out) return;
-    if (groups)
-      fill_groups(side, plan, out == row_out ? 0 : 1, stream);
-    else
-      fill_padding(*out, stream);
+    if (!groups) fill_padding(*out, stream);
     if (wide) {
       y = transformed(x, side.out.spec.hadamard, out->axis,
                       positions ? side.shape.padded : side.shape.extent,

@@ -423,7 +423,8 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
   Side side{};
   side.out = to;
   side.shape = p.t;
-  fill_groups(side, p.plan, 1, stream);
+  p.plan.side[0] = nullptr;  // what was read
+  fill_groups({}, side, p.plan, stream);
 }
 
 }  // namespace blockscale::gpu

@@ -64,16 +64,86 @@ void sweep(int step) {
   }
 }
 
-TEST(Fp4, NearestIsTheReferenceAroundEveryThreshold) { sweep(kSweepStep > 1 ? 64 : 8); }
-
-TEST(Fp4, NearestIsTheReferenceWithEveryInstructionSet) {
+template <class Body>
+void with_every_instruction_set(const Body& body) {
   for (int64_t rest = blockscale_hwy::SupportedTargets(); rest; rest &= rest - 1) {
     blockscale_hwy::SetSupportedTargetsForTest(rest & -rest);
     if (instruction_sets().empty()) continue;  // the processor has it, this build does not
     SCOPED_TRACE(instruction_set());
-    sweep(kSweepStep > 1 ? 128 : 16);
+    body();
   }
   blockscale_hwy::SetSupportedTargetsForTest(0);
+}
+
+TEST(Fp4, NearestIsTheReferenceAroundEveryThreshold) { sweep(kSweepStep > 1 ? 64 : 8); }
+
+TEST(Fp4, NearestIsTheReferenceWithEveryInstructionSet) {
+  with_every_instruction_set([] { sweep(kSweepStep > 1 ? 128 : 16); });
+}
+
+// Tiles of whole blocks, which are copied while their maxima are found, and others; some with a
+// block that is not finite, or whose scale is 0, for which thresholds will not do.
+TEST(Fp4, BothDirectionsAreTheReferenceWhateverOneTileHolds) {
+  with_every_instruction_set([] {
+    Random random(12);
+    for (const char* row_text : {"nvfp4", "mxfp4", "amdfp4[scale_rounding=up]",
+                                 "nvfp4[block=16x16]", "nvfp4[hadamard=16]"})
+      for (const char* column_text : {"nvfp4", "mxfp4", "mxfp4[block=32x32]"})
+        for (const int64_t columns : {512, 515}) {
+          const QuantSpec row = parse_spec(row_text), column = parse_spec(column_text);
+          SCOPED_TRACE(std::string(row_text) + "+" + column_text + " " + std::to_string(columns));
+          const int64_t rows = 384;
+          const auto bad_row = static_cast<int64_t>(random.below(384));
+          const float bad = random.one_in(2) ? float_of(0x7FC00000) : float_of(0x00010000);
+          const Input x(DType::bf16, 1, rows, columns, Strides::row_major,
+                        [&](int64_t, int64_t r, int64_t c) {
+                          if (c / 16 == 20 && r / 16 == bad_row / 16) return r == bad_row ? bad : 0;
+                          return value(120 + static_cast<uint32_t>(r * 5 + c * 3) % 16, r, c);
+                        });
+          Output want_row(row, {}, -1, rows, columns), got_row(row, {}, -1, rows, columns);
+          Output want(column, {}, -2, rows, columns), got(column, {}, -2, rows, columns);
+          const float amax = 1000;
+          QuantizeOptions row_options, options;
+          row_options.amax = row.outer ? &amax : nullptr;
+          options.amax = column.outer ? &amax : nullptr;
+          reference::quantize(x.view(), want_row.view, row_options);
+          reference::quantize(x.view(), want.view, options);
+          quantize_dual(x.view(), got_row.view, got.view, row_options, options);
+          EXPECT_TRUE(same_operand(got_row, want_row)) << "rows";
+          EXPECT_TRUE(same_operand(got, want)) << "columns";
+        }
+  });
+}
+
+// Runs of every scale code, so that most are among others of which BF16 is made without FP32.
+TEST(Fp4, DequantizesEveryCodeWithEveryScaleAsTheReferenceDoes) {
+  with_every_instruction_set([] {
+    Random random(13);
+    for (const char* text : {"nvfp4", "amdfp4", "mxfp4"})
+      for (const int axis : {-1, -2})
+        for (const uint32_t outer : {0x3F800000u, 0x3A123457u, 0x12FFFFFFu, 0x6C345678u, 1u}) {
+          const QuantSpec spec = parse_spec(text);
+          SCOPED_TRACE(std::string(text) + " axis " + std::to_string(axis) + " outer " +
+                       std::to_string(outer));
+          const int64_t lines = 67, positions = 256 * spec.block + 16;
+          const int64_t rows = axis == -1 ? lines : positions;
+          const int64_t columns = axis == -1 ? positions : lines;
+          Output q(spec, {}, axis, rows, columns);
+          for (int64_t i = 0; i < q.shape.code_bytes; ++i)
+            q.view.codes[i] = static_cast<uint8_t>(random.next());
+          for (int64_t i = 0; i < q.shape.scale_count; ++i)
+            q.view.scales[i] = static_cast<uint8_t>(
+                std::min<int64_t>(i % q.shape.scale_columns, traits(spec.scale).nan_code()));
+          if (q.view.outer) q.view.outer[0] = float_of(outer);
+          Guarded want(2 * rows * columns), got(2 * rows * columns);
+          const auto to = [&](Guarded& g) {
+            return Matrix{g.data(), DType::bf16, rows, columns, columns};
+          };
+          reference::dequantize(as_const(q.view), to(want));
+          dequantize(as_const(q.view), to(got));
+          EXPECT_EQ(got.difference(want), "");
+        }
+  });
 }
 
 }  // namespace

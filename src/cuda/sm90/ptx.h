@@ -14,7 +14,7 @@ BLOCKSCALE_INLINE uint32_t shared_address(const void* p) {
 }
 // The next kernel may be launched; the ones before have ended, and their writes are seen.
 BLOCKSCALE_INLINE void after_previous() {
-  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 }
 BLOCKSCALE_INLINE bool elect_one() {
   uint32_t elected;
