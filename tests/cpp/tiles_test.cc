@@ -64,8 +64,9 @@ TEST(Tiles, OnlySmallDenseProductsAreSplit) {
       for (const int64_t k : {128, 2048, 7168}) {
         GemmSize s = dense(m, n, k);
         const TileShape& t = chosen(s);
-        if (t.split)
+        if (t.split) {
           EXPECT_LE((m + 63) / 64 * ((n + t.columns() - 1) / t.columns()) * t.cluster, 132);
+        }
         s.grouped = true;
         EXPECT_FALSE(chosen(s).split) << m << " " << n << " " << k;
       }
