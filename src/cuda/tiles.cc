@@ -2,19 +2,28 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace blockscale::cuda {
 namespace {
 
 constexpr double kSharedBytes = 128;  // a multiprocessor's shared memory moves in a cycle
 constexpr double kL2Bytes = 33;       // a multiprocessor gets from L2 in a cycle when all ask
+constexpr double kL2Most = 48;        // and when few ask
 constexpr double kLatency = 200;      // of a wgmma chain: barrier, issue, drain
 constexpr double kTileStart = 1500;   // the first stage of a tile that found the ring empty
+constexpr double kJoin = 2000;        // the parts of a cluster meet and are added
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
+// Of these multiprocessors; of clusters of four fewer fit than the count says (30 on an H200).
+int64_t clusters_of(const TileShape& t, int multiprocessors) {
+  return std::max(1, (t.cluster == 4 ? multiprocessors * 10 / 11 : multiprocessors) / t.cluster);
+}
+
 // Cycles of one block of 128 along K in one CTA: the slowest of what it keeps busy.
-double step_cost(const TileShape& t, bool square) {
+double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
+  const bool square = s.square;
   const double tensor = t.rows() * t.columns() / 32.0;
   const double wgmmas = t.groups * t.waves;
   const double arriving = (t.rows() + t.columns()) * 128.0;
@@ -24,9 +33,12 @@ double step_cost(const TileShape& t, bool square) {
   // 192 columns with a scale each leave no registers to overlap anything with.
   const double crowded = !square && t.n > 128 ? 1.1 : 1;
   const double chain = t.waves * (t.n * 2 + promotion + kLatency) * crowded;
+  const int rows = static_cast<int>(std::min<int64_t>(t.rows(), s.rows));
   const double own =
-      t.pairs_columns() ? t.columns() + t.rows() / t.cluster : t.rows() + t.columns() / t.cluster;
-  return std::max({tensor, shared, chain, own * 128.0 / kL2Bytes});
+      t.pairs_columns() ? t.columns() + rows / t.sharing() : rows + t.columns() / t.sharing();
+  // Columns of two blocks of B with a scale each.
+  const double uneven = square && t.n > 128 ? 1.02 : 1;
+  return std::max({tensor, shared, chain, own * 128.0 / l2_bytes}) * uneven;
 }
 
 }  // namespace
@@ -34,10 +46,15 @@ double step_cost(const TileShape& t, bool square) {
 double tile_cost(const TileShape& t, const GemmSize& s) {
   const int64_t units =
       s.groups * ceil_div(s.rows, t.unit_rows()) * ceil_div(s.columns, t.unit_columns());
-  const int64_t clusters = std::max(1, s.multiprocessors / t.cluster);
+  const int64_t clusters = clusters_of(t, s.multiprocessors);
+  // What splits K does not stay for a second tile.
+  if (t.split && (units > clusters || s.grouped)) return std::numeric_limits<double>::infinity();
+  const double asking = static_cast<double>(std::min(units, clusters) * t.cluster);
+  const double l2_bytes = std::min(kL2Most, kL2Bytes * s.multiprocessors / asking);
   const double store = t.rows() * t.columns() * 2.0 / 64;
   return static_cast<double>(ceil_div(units, clusters)) *
-         (static_cast<double>(s.blocks) * step_cost(t, s.square) + kTileStart + store);
+         (static_cast<double>(ceil_div(s.blocks, t.parts())) * step_cost(t, s, l2_bytes) +
+          kTileStart + store + (t.split ? kJoin : 0));
 }
 
 int choose_tile(const GemmSize& s) {
@@ -49,7 +66,7 @@ int choose_tile(const GemmSize& s) {
 }
 
 int choose_band(const TileShape& t, const GemmSize& s) {
-  const double clusters = std::max(1, s.multiprocessors / t.cluster);
+  const auto clusters = static_cast<double>(clusters_of(t, s.multiprocessors));
   // A square of what runs at once, in elements.
   const double side = std::sqrt(clusters * t.unit_rows() * t.unit_columns());
   return std::max(1, static_cast<int>(std::lround(side / t.unit_rows())));

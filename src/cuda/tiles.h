@@ -12,35 +12,41 @@ struct TileShape {
   int waves;          // wgmmas of a warpgroup, 64 rows each
   int n;              // columns of a wgmma
   int stages;         // of the ring
-  int cluster;        // CTAs that share an operand
+  int cluster;        // CTAs that work together
+  bool split;         // on one tile, a part of K each; else they share an operand
   int held;           // stages that the output is staged in
   bool e5m2;          // also compiled for E5M2 operands
 
   constexpr int rows() const { return 64 * waves * (side_by_side ? 1 : groups); }
   constexpr int columns() const { return n * (side_by_side ? groups : 1); }
-  // A cluster takes neighbours along N, which share A, or along M, which share B.
+  // Those that share take neighbours along N, with one A, or along M, with one B.
   constexpr bool pairs_columns() const { return rows() >= columns(); }
-  constexpr int unit_rows() const { return rows() * (pairs_columns() ? 1 : cluster); }
-  constexpr int unit_columns() const { return columns() * (pairs_columns() ? cluster : 1); }
+  constexpr int sharing() const { return split ? 1 : cluster; }
+  constexpr int parts() const { return split ? cluster : 1; }
+  constexpr int unit_rows() const { return rows() * (pairs_columns() ? 1 : sharing()); }
+  constexpr int unit_columns() const { return columns() * (pairs_columns() ? sharing() : 1); }
 };
 
 inline constexpr TileShape kTiles[] = {
-    {2, false, 2, 128, 4, 2, 1, true},   // 256 x 128
-    {3, false, 1, 128, 5, 2, 1, false},  // 192 x 128
-    {2, false, 1, 192, 5, 2, 2, false},  // 128 x 192
-    {2, false, 1, 128, 6, 1, 2, true},   // 128 x 128
-    {2, true, 1, 64, 8, 1, 1, true},     // 64 x 128
-    {2, true, 1, 32, 12, 1, 0, false},   // 64 x 64
-    {2, true, 1, 16, 16, 1, 0, false},   // 64 x 32
+    {2, false, 2, 128, 4, 2, false, 1, true},   // 256 x 128
+    {3, false, 1, 128, 5, 2, false, 1, false},  // 192 x 128
+    {2, false, 1, 192, 5, 2, false, 2, false},  // 128 x 192
+    {2, false, 1, 128, 6, 1, false, 2, true},   // 128 x 128
+    {2, true, 1, 64, 8, 1, false, 1, true},     // 64 x 128
+    {2, true, 1, 32, 12, 1, false, 0, false},   // 64 x 64
+    {2, true, 1, 16, 16, 1, false, 0, false},   // 64 x 32
+    {2, true, 1, 64, 8, 4, true, 0, false},     // 64 x 128, K in 4
+    {2, true, 1, 32, 12, 2, true, 0, false},    // 64 x 64, K in 2
 };
 inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 
-// What the choice looks at. Groups count as equal parts: their sizes are known on the device only.
+// What the choice looks at. Groups count as equal parts.
 struct GemmSize {
   int64_t rows = 0, columns = 0, blocks = 0;  // of one group; blocks of 128 along K
   int64_t groups = 1;
-  bool square = true;  // scales of B: 128x128, else 1x128
-  bool e5m2 = false;   // in either operand
+  bool square = true;    // scales of B: 128x128, else 1x128
+  bool e5m2 = false;     // in either operand
+  bool grouped = false;  // sizes of groups are known on the device only
   int multiprocessors = 132;
 };
 

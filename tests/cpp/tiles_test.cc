@@ -27,6 +27,7 @@ TEST(Tiles, FitTheMachine) {
     EXPECT_LE(t.rows(), 256);  // of a box of the copy engine
     EXPECT_LE(t.columns(), 256);
     EXPECT_LT(t.held, t.stages);
+    EXPECT_TRUE(!t.split || (t.rows() == 64 && t.held == 0));
     // A warpgroup's columns lie in one block of 128, or start in its middle or at its start.
     EXPECT_EQ(t.n <= 128 ? 128 % t.n : t.n % 64, 0);
   }
@@ -51,9 +52,23 @@ TEST(Tiles, WavesCount) {
 TEST(Tiles, FewRowsGetFlatTiles) {
   for (const int m : {1, 16, 64}) {
     EXPECT_EQ(chosen(dense(m, 7168, 2048)).rows(), 64) << m;
-    // Few columns: narrow tiles, so that more multiprocessors read B.
-    EXPECT_EQ(chosen(dense(m, 2048, 7168)).columns(), 32) << m;
+    // Few columns: several CTAs on a tile, so that more multiprocessors read B.
+    EXPECT_TRUE(chosen(dense(m, 2048, 7168)).split) << m;
   }
+}
+
+// CTAs that split K stay for one tile, and know no groups.
+TEST(Tiles, OnlySmallDenseProductsAreSplit) {
+  for (const int64_t m : {1, 64, 128, 512, 4096})
+    for (const int64_t n : {128, 2048, 7168, 24576})
+      for (const int64_t k : {128, 2048, 7168}) {
+        GemmSize s = dense(m, n, k);
+        const TileShape& t = chosen(s);
+        if (t.split)
+          EXPECT_LE((m + 63) / 64 * ((n + t.columns() - 1) / t.columns()) * t.cluster, 132);
+        s.grouped = true;
+        EXPECT_FALSE(chosen(s).split) << m << " " << n << " " << k;
+      }
 }
 
 TEST(Tiles, GroupsCountAsTheirOwnProducts) {
@@ -82,7 +97,7 @@ TEST(Tiles, CostGrowsWithTheProduct) {
       EXPECT_GE(cost, last);
       last = cost;
     }
-    EXPECT_LT(tile_cost(t, dense(4096, 4096, 2048)), tile_cost(t, dense(4096, 4096, 4096)));
+    EXPECT_LT(tile_cost(t, dense(64, 1024, 2048)), tile_cost(t, dense(64, 1024, 4096)));
   }
 }
 

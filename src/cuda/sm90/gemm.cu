@@ -56,7 +56,8 @@ cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
   const bool by_rows = g.grouping == Grouping::rows;
   const bool by_contraction = g.grouping == Grouping::contraction;
   cuda::GemmSize s;
-  s.groups = g.grouping == Grouping::dense ? 1 : g.groups;
+  s.grouped = g.grouping != Grouping::dense;
+  s.groups = s.grouped ? g.groups : 1;
   s.rows = by_rows ? ceil_of(g.m, s.groups) : g.m;
   s.columns = g.n;
   s.blocks = ceil_of(ceil_of(g.k, kBlock), by_contraction ? s.groups : 1);
@@ -79,6 +80,7 @@ cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream) {
   const cuda::GemmSize size = size_of(g, multiprocessors);
   Fp8Gemm chosen = g;
   if (g.tile < 0) chosen.tile = cuda::choose_tile(size);
+  if (size.grouped && cuda::kTiles[chosen.tile].split) return cudaErrorInvalidValue;
   if (g.band <= 0) chosen.band = cuda::choose_band(cuda::kTiles[chosen.tile], size);
   const Table& launches =
       g.b_square ? table_for<true>(g.a_e5m2, g.b_e5m2) : table_for<false>(g.a_e5m2, g.b_e5m2);

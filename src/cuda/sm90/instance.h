@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -26,7 +27,7 @@ bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, cons
 template <int kIndex>
 struct TileOf {
   static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
-  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.held>;
+  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.split, s.held>;
 };
 
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
@@ -47,10 +48,12 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   const bool by_rows = g.grouping == Grouping::rows;
   const bool by_contraction = g.grouping == Grouping::contraction;
   const int64_t batch = by_rows ? g.groups : 1;
+  const int a_rows = static_cast<int>(std::min<int64_t>(T::kARows, up(g.m, 8)));
+  p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock * (T::kRows / T::kARows) + T::kBBytes);
   if (blocks > 0) {
     const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     const bool ok = describe(p.a, bytes, g.a, {{padded, g.m, 1}, {padded, padded * g.m}}, kBlock,
-                             T::kARows, true) &&
+                             a_rows, true) &&
                     describe(p.b, bytes, g.b, {{padded, g.n, batch}, {padded, padded * g.n}},
                              kBlock, T::kBRows, true);
     if (!ok) return cudaErrorInvalidValue;
@@ -93,7 +96,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   int clusters = multiprocessors / T::kCluster;
   if (!by_rows) {
     const int64_t units = int64_t{1} * problem.units_down * problem.units_across * problem.groups;
-    if (units < clusters) clusters = static_cast<int>(units);
+    if (units < clusters || T::kSplit) clusters = static_cast<int>(units);
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));

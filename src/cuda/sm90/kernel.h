@@ -33,17 +33,21 @@ struct GemmParams {
   const float* a_scales;
   const float* b_scales;
   int64_t b_scale_group;  // from one group of B to the next
+  uint32_t stage_bytes;   // that the copy engine brings: with few rows less than there is room for
   Problem problem;
   Output out;
 };
 
 // A tile of output: `kGroups_` math warpgroups, side by side along N (kSideBySide) or one below the
-// other, with kWaves wgmmas of 64 x kN each. Clusters of two share the operand they have in common.
+// other, with kWaves wgmmas of 64 x kN each. Clusters of two share the operand they have in common;
+// with kSplit each CTA of a cluster sums a part of K instead.
 template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
-          int kHeld_>
+          bool kSplit_, int kHeld_>
 struct Tile {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
   static constexpr int kCluster = kCluster_;
+  static constexpr bool kSplit = kSplit_;
+  static constexpr int kSharing = kSplit ? 1 : kCluster;  // CTAs that share an operand
   // A warpgroup stages its output where its own part of a tile's last kHeld stages was (of A, or
   // of B when they lie side by side), in chunks of 8 KB, and gives these stages back afterwards.
   static constexpr int kHeld = kHeld_;
@@ -51,13 +55,13 @@ struct Tile {
   static constexpr int kRows = 64 * kWaves * (kSideBySide ? 1 : kGroups);
   static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
   static constexpr bool kPairsColumns = kRows >= kColumns;  // and share A; else rows, and B
-  static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kCluster);  // of a cluster
-  static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kCluster : 1);
+  static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kSharing);  // of a cluster
+  static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kSharing : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
   // Together no more than the launch gives to all: 168 or 128 a thread.
   static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152, kCopyRegisters = 56;
-  static constexpr int kARows = kCluster > 1 && kPairsColumns ? kRows / 2 : kRows;  // of one copy
-  static constexpr int kBRows = kCluster > 1 && !kPairsColumns ? kColumns / 2 : kColumns;
+  static constexpr int kARows = kSharing > 1 && kPairsColumns ? kRows / 2 : kRows;  // of one copy
+  static constexpr int kBRows = kSharing > 1 && !kPairsColumns ? kColumns / 2 : kColumns;
 
   // Shared memory, in bytes.
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
@@ -165,13 +169,13 @@ BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSqua
 template <class T, bool kSquare>
 BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                    const int* starts, int rank) {
-  constexpr bool kShareA = T::kCluster > 1 && T::kPairsColumns;
-  constexpr bool kShareB = T::kCluster > 1 && !T::kPairsColumns;
+  constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
+  constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
   const int a_part = kShareA ? rank * T::kARows : 0, b_part = kShareB ? rank * T::kBRows : 0;
   for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
     return [&, row = w.row + a_part, column = w.column + b_part, b_batch](int block, int stage) {
       const uint32_t full = shared.full(stage);
-      barrier_expect(full, T::kABytes + T::kBBytes);
+      barrier_expect(full, p.stage_bytes);
       copy_box<kShareA>(shared.a(stage) + a_part * kBlock, p.a, full, block * kBlock, row, 0);
       copy_box<kShareB>(shared.b(stage) + b_part * kBlock, p.b, full, block * kBlock, column,
                         b_batch);

@@ -48,7 +48,7 @@ struct ColumnScales {
 // alpha and bias.
 template <class T>
 BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
-                              int column) {
+                              int column, bool with_bias) {
   const float alpha = p.out.device_alpha ? p.out.alpha * __ldg(p.out.device_alpha) : p.out.alpha;
   if (alpha != 1.0f) {
 #pragma unroll
@@ -56,7 +56,7 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
 #pragma unroll
       for (int i = 0; i < T::kN / 2; ++i) sum[w][i] *= alpha;
   }
-  if (p.out.bias) {
+  if (p.out.bias && with_bias) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float* bias = p.out.bias + int64_t{1} * group * p.problem.n;
 #pragma unroll
@@ -185,6 +185,42 @@ BLOCKSCALE_INLINE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], 
   }
 }
 
+// Each CTA of the cluster has summed a part of K in its registers. The parts meet in shared memory,
+// where each CTA adds some of the rows up, always in the same order.
+template <class T>
+BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+                                 uint32_t memory, const Work& w, int group_column, int rank) {
+  constexpr int kPitch = T::kColumns + 8, kThreads = 128 * T::kGroups, kAcross = T::kColumns / 4;
+  static_assert(!T::kSplit || T::kRows == 64);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  named_sync(1, kThreads);  // all are done with the stages that lie there
+#pragma unroll
+  for (int g = 0; g < T::kN / 8; ++g) {
+    const int r = thread % 128 / 32 * 16 + lane / 4, c = group_column + g * 8 + lane % 4 * 2;
+    const uint32_t at = memory + (r * kPitch + c) * 4;
+    store_shared2(at, sum[0][4 * g], sum[0][4 * g + 1]);
+    store_shared2(at + 8 * kPitch * 4, sum[0][4 * g + 2], sum[0][4 * g + 3]);
+  }
+  cluster_sync();
+  for (int i = rank * kThreads + thread; i < 64 * kAcross; i += T::kCluster * kThreads) {
+    const int r = i / kAcross, c = i % kAcross * 4;
+    if (w.row + r >= w.row_end) break;
+    float4 part[T::kCluster];
+#pragma unroll
+    for (int j = 0; j < T::kCluster; ++j)
+      part[j] = load_there4(barrier_of(memory + (r * kPitch + c) * 4, j));
+    float4 v = part[0];
+#pragma unroll
+    for (int j = 1; j < T::kCluster; ++j) {
+      v.x += part[j].x, v.y += part[j].y, v.z += part[j].z, v.w += part[j].w;
+    }
+    const int column = w.column + c;
+    const int64_t at = (w.row + r) * p.out.row_stride + column;
+    if (column < p.problem.n) store_pair(p, at, column, v.x, v.y);
+    if (column + 2 < p.problem.n) store_pair(p, at + 2, column + 2, v.z, v.w);
+  }
+}
+
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                       const int* starts, int rank) {
@@ -202,9 +238,9 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
   int group = 0;
   Ring<T::kStages> ring;
-  // Lane l tells CTA l of the cluster.
-  const bool tells = lane < T::kCluster;
-  const uint32_t empty_there = barrier_of(shared.empty(0), tells ? lane : 0);
+  // Lane l tells CTA l of those that share.
+  const bool tells = lane < T::kSharing;
+  const uint32_t empty_there = barrier_of(shared.empty(0), T::kSplit ? rank : tells ? lane : 0);
   const auto release = [&](int stage) {
     if (tells) barrier_arrive(empty_there + stage * kBarrierBytes);
   };
@@ -294,7 +330,11 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
       if (T::kStaged) release_held();
       if (end == w.blocks) break;
     }
-    finish<T>(sum, p, w.group, column);
+    finish<T>(sum, p, w.group, column, !T::kSplit || rank == 0);
+    if constexpr (T::kSplit) {
+      add_parts<T>(sum, p, shared.base, w, group_column, rank);
+      return;  // the launch has a cluster for every unit
+    }
     if constexpr (T::kStaged) {
       if (staged) {
         held = ring.stage - T::kHeld + (ring.stage < T::kHeld ? T::kStages : 0);
@@ -321,7 +361,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(shared.full(i), 1 + 32);  // the thread that brings codes, the warp for scales
-      barrier_init(shared.empty(i), T::kCluster * T::kGroups * 4);
+      barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
     }
     barrier_init_done();
   }
@@ -338,6 +378,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
     if (warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
     __syncwarp();
+    if constexpr (T::kSplit) cluster_sync();  // that of add_parts
   } else {
     registers_up<T::kMathRegisters>();
     multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, starts, rank);

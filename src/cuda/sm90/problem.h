@@ -97,8 +97,14 @@ __device__ __forceinline__ Work work_of(const Problem& p, const int* starts, int
   unit -= first * p.units_across;
   const int height = min(p.band, units_down - first);
   const int across = unit / height, down = first + unit % height;
-  w.row += down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : rank * Tile::kRows);
-  w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? rank * Tile::kColumns : 0);
+  const int place = Tile::kSplit ? 0 : rank;
+  w.row += down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : place * Tile::kRows);
+  w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? place * Tile::kColumns : 0);
+  if constexpr (Tile::kSplit) {
+    const int first = w.blocks * rank / Tile::kCluster;
+    w.blocks = w.blocks * (rank + 1) / Tile::kCluster - first;
+    w.first_block += first;
+  }
   return w;
 }
 
