@@ -127,9 +127,21 @@ Ints with_last(const Tensor& x, int64_t last) {
   return sizes;
 }
 
+// What the random bits of one operand are keyed by.
+enum class Role { x, w, dy };
 struct Key {
-  const std::optional<Tensor>&seed, &offset;
+  Role role;
+  const std::optional<Tensor>&seeds, &offset;
 };
+// Options of an operand that draws.
+QuantizeOptions drawn(const Place& at, const Key& key) {
+  require(key.seeds && key.offset, at.op(), "rng", "none",
+          "seeds and an offset: the recipe rounds stochastically");
+  QuantizeOptions o;
+  set_key(at, o, key_of(at, "seeds", *key.seeds, 3) + static_cast<int>(key.role),
+          key_of(at, "offset", *key.offset, 1));
+  return o;
+}
 
 // The operands of x along its rows and down its columns, in one pass where both are quantized; one
 // that is not wanted is left out. x is one matrix, with `batched` [E, R, C], or in groups.
@@ -152,8 +164,7 @@ Operands operands(const Place& at, const Tensor& x, bool batched, const Groups& 
       return;
     }
     made.emplace(at, *spec, axis, extent);
-    if (spec->stochastic())
-      o = options(at, *spec, std::nullopt, key.seed, key.offset, {}, 1).options;
+    if (spec->stochastic()) o = drawn(at, key);
     side = made->side();
   };
   if (want_row) prepare(row_spec, -1, row, row_options, result.row);
@@ -224,7 +235,7 @@ Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const G
     fail(at.op(), "dtype", torch::headeronly::toString(a.scalar_type()),
          "bfloat16 where an operand is in high precision: PyTorch's grouped GEMM",
          "cast x, or quantize all operands");
-  const TorchStream stream(at.device());
+  const TorchStream& stream = at.stream();
   const size_t rank = sizes.size();
   const int64_t m = sizes[rank - 2], n = sizes[rank - 1];
   Tensor out = empty(sizes, out_dtype, at.device());
@@ -295,18 +306,35 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
 // The model's offset moves on in place, perhaps before the backward of this forward runs.
 Tensor snapshot(const Place& at, const std::optional<Tensor>& offset) {
   require(offset.has_value(), at.op(), "offset", "none", "the offset of dy's random bits");
-  at.check("offset", *offset);
-  require(offset->scalar_type() == ScalarType::Long && offset->numel() == 1, at.op(), "offset",
-          "another tensor", "one int64");
+  const int64_t* from = key_of(at, "offset", *offset, 1);
   Tensor copy =
       empty(Ints(offset->sizes().begin(), offset->sizes().end()), ScalarType::Long, at.device());
   auto* to = static_cast<int64_t*>(copy.mutable_data_ptr());
-  const auto* from = static_cast<const int64_t*>(offset->const_data_ptr());
   if (at.cuda())
-    gpu::copy(to, from, TorchStream(at.device()));
+    gpu::copy(to, from, at.stream());
   else
     *to = *from;
   return copy;
+}
+
+// The operator refuses what it cannot take; Python says it in more words.
+void check_operands(const Place& at, const Tensor& x, const Tensor& w,
+                    const std::optional<Tensor>& bias, const std::optional<Tensor>& offsets) {
+  const bool grouped = offsets.has_value();
+  const int64_t rank = x.dim();
+  require((grouped ? rank == 2 && w.dim() == 3 : rank >= 1 && w.dim() == 2) &&
+              x.size(rank - 1) == w.size(w.dim() - 1),
+          at.op(), "x, w", "other shapes",
+          grouped ? "x [T, K] and w [E, N, K]" : "x [..., K] and w [N, K]");
+  dtype_of(at.op(), "x.dtype", x.scalar_type());
+  dtype_of(at.op(), "w.dtype", w.scalar_type());
+  at.check("w", w);
+  require(!grouped || (!bias && offsets->numel() == w.size(0)), at.op(), "offsets, bias", "others",
+          "the end of a group for each matrix of w, and no bias");
+  if (!bias) return;
+  dtype_of(at.op(), "bias.dtype", bias->scalar_type());
+  at.check("bias", *bias);
+  require(bias->dim() == 1 && bias->numel() == w.size(0), at.op(), "bias", "another shape", "[N]");
 }
 
 const char* name_of(bool grouped) { return grouped ? "grouped_linear" : "linear"; }
@@ -324,29 +352,22 @@ void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& 
 }  // namespace
 
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe_text,
-                              bool dx, bool dw, ScalarType dtype, std::optional<Tensor> seed_x,
-                              std::optional<Tensor> seed_w, std::optional<Tensor> offset,
-                              std::optional<Tensor> offsets) {
+                              bool dx, bool dw, std::optional<Tensor> seeds,
+                              std::optional<Tensor> offset, std::optional<Tensor> offsets,
+                              std::optional<ScalarType> dtype) {
   const Recipe& recipe = recipe_of(recipe_text);
   const bool grouped = offsets.has_value();
   const Place at(name_of(grouped), "x", x);
-  at.check("w", w);
-  const int64_t rank = x.dim();
-  require((grouped ? rank == 2 && w.dim() == 3 : rank >= 1 && w.dim() == 2) &&
-              x.size(rank - 1) == w.size(w.dim() - 1),
-          at.op(), "x, w", "other shapes",
-          grouped ? "x [T, K] and w [E, N, K]" : "x [..., K] and w [N, K]");
-  require(!grouped || (!bias && offsets->numel() == w.size(0)), at.op(), "offsets, bias", "others",
-          "the end of a group for each matrix of w, and no bias");
+  check_operands(at, x, w, bias, offsets);
+  const ScalarType out = dtype.value_or(x.scalar_type());
   const int64_t rows = rows_of(x);
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
   const Operands xs = operands(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, true,
-                               dw && recipe.wgrad_x, {seed_x, offset});
+                               dw && recipe.wgrad_x, {Role::x, seeds, offset});
   const Operands ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true,
-                               dx && recipe.dgrad_w, {seed_w, offset});
+                               dx && recipe.dgrad_w, {Role::w, seeds, offset});
   const Ints sizes = with_last(x, w.size(w.dim() - 2));
-  std::vector<Tensor> results{
-      product(at, *xs.row, *ws.row, bias, dtype, dtype, sizes, groups, rows)};
+  std::vector<Tensor> results{product(at, *xs.row, *ws.row, bias, out, out, sizes, groups, rows)};
   if (xs.column) results.push_back(xs.column->memory);
   if (ws.column) results.push_back(ws.column->memory);
   if (recipe.backward_draws(dx, dw)) results.push_back(snapshot(at, offset));
@@ -357,10 +378,11 @@ namespace {
 
 // The gradients asked for, but dw where it is added to `into`.
 std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
-                             const Text& recipe_text, int64_t k, bool dx, bool dw, ScalarType dtype,
-                             ScalarType x_dtype, ScalarType w_dtype,
-                             const std::optional<ScalarType>& bias_dtype,
+                             const Text& recipe_text, int64_t k, bool dx, bool dw, bool db,
                              const std::optional<Tensor>& offsets,
+                             const std::optional<ScalarType>& x_dtype,
+                             const std::optional<ScalarType>& w_dtype,
+                             const std::optional<ScalarType>& bias_dtype,
                              const std::optional<Tensor>& into) {
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at(name_of(offsets.has_value()), "dy", dy);
@@ -376,27 +398,28 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   if (dw) x = kept(at, recipe.wgrad_x ? *next : matrix(*next), recipe.wgrad_x, {m, k, 1, groups});
   if (dw) ++next;
   if (dx) w = kept(at, *next++, recipe.dgrad_w, {n, k, batch, {}});
-  std::optional<Tensor> seed, offset;
-  if (draws) offset = *next++, seed = *next++;
+  std::optional<Tensor> seeds, offset;
+  if (draws) offset = *next++, seeds = *next++;
 
-  const Operands dys =
-      operands(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw, {seed, offset});
+  const ScalarType dtype = dy.scalar_type();
+  const Operands dys = operands(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw,
+                                {Role::dy, seeds, offset});
   std::vector<Tensor> gradients;
   if (dx)
-    gradients.push_back(
-        product(at, *dys.row, *w, std::nullopt, dtype, x_dtype, with_last(dy, k), groups, m));
+    gradients.push_back(product(at, *dys.row, *w, std::nullopt, dtype, x_dtype.value_or(dtype),
+                                with_last(dy, k), groups, m));
   if (dw) {
     Ints sizes{n, k};
     if (groups) sizes.insert(sizes.begin(), batch);
     check_into(at, into, sizes);
-    const Tensor made =
-        product(at, *dys.column, *x, std::nullopt, dtype, w_dtype, sizes, groups, m, into);
+    const Tensor made = product(at, *dys.column, *x, std::nullopt, dtype, w_dtype.value_or(dtype),
+                                sizes, groups, m, into);
     if (!into) gradients.push_back(made);
   }
-  if (bias_dtype) {
+  if (db) {
     const Ints rows{0};
     const Tensor sum = torch::stable::sum(matrix(dy), rows, false, ScalarType::Float);
-    gradients.push_back(torch::stable::to(sum, *bias_dtype));
+    gradients.push_back(torch::stable::to(sum, bias_dtype.value_or(dtype)));
   }
   return gradients;
 }
@@ -404,21 +427,23 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
 }  // namespace
 
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
-                                       bool dx, bool dw, ScalarType dtype, ScalarType x_dtype,
-                                       ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
-                                       std::optional<Tensor> offsets) {
-  return backward(dy, saved, recipe, k, dx, dw, dtype, x_dtype, w_dtype, bias_dtype, offsets, {});
+                                       bool dx, bool dw, bool db, std::optional<Tensor> offsets,
+                                       std::optional<ScalarType> x_dtype,
+                                       std::optional<ScalarType> w_dtype,
+                                       std::optional<ScalarType> bias_dtype) {
+  return backward(dy, saved, recipe, k, dx, dw, db, offsets, x_dtype, w_dtype, bias_dtype, {});
 }
 
 std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
-                                                   Text recipe, int64_t k, bool dx,
-                                                   ScalarType dtype, ScalarType x_dtype,
-                                                   std::optional<ScalarType> bias_dtype,
-                                                   std::optional<Tensor> offsets, Tensor into) {
-  const auto made = backward(dy, saved, recipe, k, dx, true, dtype, x_dtype, ScalarType::Float,
-                             bias_dtype, offsets, into);
-  const Tensor none = empty({0}, ScalarType::Float, dy.device());
-  return {dx ? made[0] : none, bias_dtype ? made.back() : none};
+                                                   Text recipe, int64_t k, bool dx, bool db,
+                                                   std::optional<Tensor> offsets, Tensor into,
+                                                   std::optional<ScalarType> x_dtype,
+                                                   std::optional<ScalarType> bias_dtype) {
+  const auto made = backward(dy, saved, recipe, k, dx, true, db, offsets, x_dtype,
+                             ScalarType::Float, bias_dtype, into);
+  // Each an empty tensor of its own: results of an operator may not alias.
+  const auto none = [&] { return empty({0}, ScalarType::Float, dy.device()); };
+  return {dx ? made[0] : none(), db ? made.back() : none()};
 }
 
 }  // namespace blockscale::binding

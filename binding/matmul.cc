@@ -145,7 +145,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                      const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
                      const std::optional<Tensor>& into) {
   check_pair(at, a.spec, b.spec);
-  const TorchStream stream(at.device());
+  const TorchStream& stream = at.stream();
   if (a.spec.scale == Format::fp32)
     return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
   check_layouts(at, a, b);

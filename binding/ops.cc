@@ -175,16 +175,17 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "SymInt b_rows, SymInt k, Tensor? bias, ScalarType out_dtype, Tensor? offsets=None, "
       "int axis=-1) -> Tensor");
   m.def(
-      "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, ScalarType dtype, "
-      "Tensor? seed_x, Tensor? seed_w, Tensor? offset, Tensor? offsets=None) -> Tensor[]");
+      "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx=False, bool dw=False, "
+      "Tensor? seeds=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None) -> "
+      "Tensor[]");
   m.def(
-      "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
-      "ScalarType dtype, ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype, "
-      "Tensor? offsets=None) -> Tensor[]");
+      "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
+      "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
+      "ScalarType? bias_dtype=None) -> Tensor[]");
   m.def(
-      "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, "
-      "ScalarType dtype, ScalarType x_dtype, ScalarType? bias_dtype, Tensor? offsets, "
-      "Tensor(a!) into) -> (Tensor dx, Tensor db)");
+      "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool db, "
+      "Tensor? offsets, Tensor(a!) into, ScalarType? x_dtype=None, ScalarType? bias_dtype=None) -> "
+      "(Tensor dx, Tensor db)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
