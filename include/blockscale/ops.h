@@ -105,7 +105,8 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 struct GemmOptions {
   float alpha = 1.0f;
   const float* device_alpha = nullptr;  // on a GPU: one more factor, read when the kernel runs
-  const float* bias = nullptr;          // N values, added to every row; with groups N for each
+  const void* bias = nullptr;           // N values, added to every row; with groups N for each
+  DType bias_dtype = DType::f32;        // FP32 in host memory
   bool accumulate = false;              // add to D (FP32 only) instead of overwriting it
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
