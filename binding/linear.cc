@@ -96,21 +96,22 @@ struct Made {
   Quantized view;
 };
 
-// What an earlier call has made along axis -2, from its memory; without a spec, the matrix itself.
-Side kept(const Place& at, const Tensor& saved, const Spec& spec, const Extent& e) {
-  if (!spec) return {saved, -2, std::nullopt};
-  const Plan plan(*spec, -2, e);
-  at.check("saved", saved);
+// What an earlier call has made, from its memory; without a spec, the matrix itself.
+Side kept(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
+          const Extent& e) {
+  if (!spec) return {saved, axis, std::nullopt};
+  const Plan plan(*spec, axis, e);
+  at.check(name, saved);
   if (saved.scalar_type() != ScalarType::Byte || saved.numel() != plan.bytes)
-    fail(at.op(), "saved", std::to_string(saved.numel()) + " elements",
+    fail(at.op(), name, std::to_string(saved.numel()) + " elements",
          std::to_string(plan.bytes) + " bytes for " + to_string(*spec),
-         "pass what linear returned");
+         "pass what was returned for these extents");
   Tensor memory = torch::stable::contiguous(saved);
   // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
   if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
     memory = torch::stable::clone(memory);
   auto* base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
-  return {memory, -2, as_const(plan.in(base))};
+  return {memory, axis, as_const(plan.in(base))};
 }
 
 int64_t rows_of(const Tensor& x) {
@@ -354,7 +355,8 @@ void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& 
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe_text,
                               bool dx, bool dw, std::optional<Tensor> seeds,
                               std::optional<Tensor> offset, std::optional<Tensor> offsets,
-                              std::optional<ScalarType> dtype) {
+                              std::optional<ScalarType> dtype,
+                              std::optional<std::vector<Tensor>> quantized_w) {
   const Recipe& recipe = recipe_of(recipe_text);
   const bool grouped = offsets.has_value();
   const Place at(name_of(grouped), "x", x);
@@ -364,13 +366,36 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
   const Operands xs = operands(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, true,
                                dw && recipe.wgrad_x, {Role::x, seeds, offset});
-  const Operands ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true,
-                               dx && recipe.dgrad_w, {Role::w, seeds, offset});
-  const Ints sizes = with_last(x, w.size(w.dim() - 2));
+  const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
+  Operands ws;
+  if (!quantized_w) {
+    ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true, dx && recipe.dgrad_w,
+                  {Role::w, seeds, offset});
+  } else {
+    require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
+            "what quantize_weight returned");
+    ws.row = kept(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_w, -1,
+                  {n, k, grouped ? w.size(0) : 1, {}});
+  }
+  const Ints sizes = with_last(x, n);
   std::vector<Tensor> results{product(at, *xs.row, *ws.row, bias, out, out, sizes, groups, rows)};
   if (xs.column) results.push_back(xs.column->memory);
   if (ws.column) results.push_back(ws.column->memory);
   if (recipe.backward_draws(dx, dw)) results.push_back(snapshot(at, offset));
+  return results;
+}
+
+std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
+                                       std::optional<Tensor> seeds, std::optional<Tensor> offset) {
+  const Recipe& recipe = recipe_of(recipe_text);
+  const Place at("quantize_weight", "w", w);
+  require(w.dim() == 2 || w.dim() == 3, at.op(), "w.dim()", w.dim(), "2, [N, K], or 3, [E, N, K]");
+  const Operands made =
+      operands(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w, recipe.fprop_w.has_value(),
+               dgrad && recipe.dgrad_w, {Role::w, seeds, offset});
+  std::vector<Tensor> results;
+  if (made.row) results.push_back(made.row->memory);
+  if (made.column) results.push_back(made.column->memory);
   return results;
 }
 
@@ -395,9 +420,11 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   const int64_t batch = groups ? groups.count : 1;
   auto next = saved.begin();
   std::optional<Side> x, w;
-  if (dw) x = kept(at, recipe.wgrad_x ? *next : matrix(*next), recipe.wgrad_x, {m, k, 1, groups});
+  if (dw)
+    x = kept(at, "saved", recipe.wgrad_x ? *next : matrix(*next), recipe.wgrad_x, -2,
+             {m, k, 1, groups});
   if (dw) ++next;
-  if (dx) w = kept(at, *next++, recipe.dgrad_w, {n, k, batch, {}});
+  if (dx) w = kept(at, "saved", *next++, recipe.dgrad_w, -2, {n, k, batch, {}});
   std::optional<Tensor> seeds, offset;
   if (draws) offset = *next++, seeds = *next++;
 
@@ -418,8 +445,11 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   }
   if (db) {
     const Ints rows{0};
-    const Tensor sum = torch::stable::sum(matrix(dy), rows, false, ScalarType::Float);
-    gradients.push_back(torch::stable::to(sum, bias_dtype.value_or(dtype)));
+    const ScalarType type = bias_dtype.value_or(dtype);
+    // On a GPU PyTorch sums BF16 in FP32 anyway and rounds once; on a CPU not always.
+    const bool once = at.cuda() && type == dtype;
+    const Tensor sum = torch::stable::sum(matrix(dy), rows, false, once ? type : ScalarType::Float);
+    gradients.push_back(once ? sum : torch::stable::to(sum, type));
   }
   return gradients;
 }

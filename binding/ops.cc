@@ -176,8 +176,11 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "int axis=-1) -> Tensor");
   m.def(
       "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx=False, bool dw=False, "
-      "Tensor? seeds=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None) -> "
-      "Tensor[]");
+      "Tensor? seeds=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None, "
+      "Tensor[]? quantized_w=None) -> Tensor[]");
+  m.def(
+      "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seeds=None, Tensor? offset=None) "
+      "-> Tensor[]");
   m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
@@ -197,6 +200,7 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("relayout", TORCH_BOX(&relayout_op));
   m.impl("matmul", TORCH_BOX(&matmul_op));
   m.impl("linear", TORCH_BOX(&linear_op));
+  m.impl("quantize_weight", TORCH_BOX(&quantize_weight_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
   m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));
 }

@@ -12,15 +12,12 @@ from torch.autograd.function import once_differentiable
 from blockscale._errors import fail, fail_type
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import Rng, as_tensor, role_seeds
+from blockscale.rng import Key, Rng, layer_key
 from blockscale.tensor import stored_shapes
+from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-# The seeds of a layer's operands (`rng.role_seeds`) and the offset, where something is drawn.
-Key = tuple[torch.Tensor, torch.Tensor]
 
 
 def linear(
@@ -30,6 +27,7 @@ def linear(
     recipe: str | Recipe = "nvfp4",
     rng: Rng | None = None,
     accumulate_into: torch.Tensor | None = None,
+    quantized_weight: QuantizedWeight | None = None,
 ) -> torch.Tensor:
     """y = x·Wᵀ + bias with the operands of all three GEMMs quantized as `recipe` says.
 
@@ -50,6 +48,8 @@ def linear(
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
             none (hooks on w's gradient do not run). Not for `create_graph`, and not reset here.
+        quantized_weight: what `quantize_weight` made of w as it is now. The result and the
+            gradients are the same, w's too; w's values are not read.
 
     Returns:
         [..., N].
@@ -58,8 +58,8 @@ def linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
-    key = _key("linear", rng, x, chosen)
-    return linear_with_key(x, w, bias, chosen, key, None, accumulate_into)
+    key = layer_key("linear", rng, chosen.stochastic, x.device)
+    return linear_with_key(x, w, bias, chosen, key, None, accumulate_into, quantized_weight)
 
 
 def grouped_linear(
@@ -69,6 +69,7 @@ def grouped_linear(
     recipe: str | Recipe = "nvfp4",
     rng: Rng | None = None,
     accumulate_into: torch.Tensor | None = None,
+    quantized_weight: QuantizedWeight | None = None,
 ) -> torch.Tensor:
     """The linear layers of experts in one: each group of x's rows times its own matrix of w.
 
@@ -88,7 +89,7 @@ def grouped_linear(
         w: [E, N, K], likewise.
         offsets: [E] int32 or int64 on x's device: where each group ends, never decreasing, at most
             T. Wrong ones raise on the CPU, and on a GPU make y and the gradients NaN.
-        recipe, rng, accumulate_into: as for `linear`.
+        recipe, rng, accumulate_into, quantized_weight: as for `linear`.
 
     Returns:
         [T, N].
@@ -97,16 +98,8 @@ def grouped_linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
-    key = _key("grouped_linear", rng, x, chosen)
-    return linear_with_key(x, w, None, chosen, key, offsets, accumulate_into)
-
-
-def _key(operation: str, rng: Rng | None, x: torch.Tensor, recipe: Recipe) -> Key | None:
-    if rng is not None and not isinstance(rng, Rng):
-        fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
-    if rng is None or not recipe.stochastic:  # tensors cost launches on a GPU
-        return None
-    return role_seeds(rng.seed, x.device), as_tensor(rng.offset, x.device)
+    key = layer_key("grouped_linear", rng, chosen.stochastic, x.device)
+    return linear_with_key(x, w, None, chosen, key, offsets, accumulate_into, quantized_weight)
 
 
 def linear_with_key(
@@ -117,10 +110,13 @@ def linear_with_key(
     key: Key | None,
     offsets: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
+    quantized: QuantizedWeight | None = None,
 ) -> torch.Tensor:
     """`linear`, or with offsets `grouped_linear`, for a caller that has the seeds of the operands
     at hand."""
     if recipe.high_precision and offsets is None and into is None:
+        if quantized is not None:
+            quantized.operands_of(w, recipe, False, "linear")
         return torch.nn.functional.linear(x, w, bias)
     dx = dw = db = False
     seeds, offset = key or (None, None)
@@ -134,7 +130,8 @@ def linear_with_key(
             db = bias is not None and bias.requires_grad
         if into is not None:
             _check_into(into, w, dw, offsets)
-        rest = (recipe.text, dx, dw, seeds, offset, offsets, _autocast_dtype(x))
+        made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
+        rest = (recipe.text, dx, dw, seeds, offset, offsets, _autocast_dtype(x), made)
         if dx or dw or db:
             y: torch.Tensor = _Linear.apply(x, w, bias, recipe, rest, into)  # type: ignore[no-untyped-call]
         else:
@@ -193,16 +190,23 @@ class _Linear(torch.autograd.Function):
         into: torch.Tensor | None,
     ) -> torch.Tensor:
         made = _ops.linear.default(x, w, bias, *rest)
-        text, dx, dw, seeds, _, offsets, _ = rest
-        # The operator returns what it has made; operands in high precision are the inputs. (Tuples:
-        # PyTorch 2.11's compiler does not trace changes of a list here.)
-        saved = tuple(made[1:])
+        text, dx, dw, seeds, _, offsets, _, quantized_w = rest
+        # The operator returns y and what it has made; operands in high precision are the inputs.
+        # (Tuples: PyTorch 2.11's compiler does not trace changes of a list here.)
+        saved: tuple[torch.Tensor, ...] = ()
+        taken = 1
         if dw and recipe.wgrad_x is None:
-            saved = (x, *saved)
+            saved = (x,)
+        elif dw:
+            saved, taken = (made[1],), 2
         if dx and recipe.dgrad_w is None:
-            saved = (saved[0], w, *saved[1:]) if dw else (w, *saved)
-        if len(saved) > dx + dw:  # the offset's copy: dy will draw
-            saved = (*saved, seeds)
+            saved = (*saved, w)
+        elif dx and quantized_w is not None:
+            saved = (*saved, quantized_w[-1])
+        elif dx:
+            saved, taken = (*saved, made[taken]), taken + 1
+        if taken < len(made):  # the offset's copy: dy will draw
+            saved = (*saved, made[taken], seeds)
         ctx.save_for_backward(offsets, *saved)
         ctx.into = into
         y: torch.Tensor = made[0]
@@ -291,10 +295,12 @@ def _backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
 # --- fake kernels: shape, dtype and stride of every result, without data --------------------------
 
 
-def _fake_operand(x: torch.Tensor, s: Spec, groups: int, batch_dims: int) -> torch.Tensor:
-    """The memory of x's operand along axis -2, stored as GEMMs read it."""
+def _fake_operand(
+    x: torch.Tensor, s: Spec, groups: int, batch_dims: int, axis: int = -2
+) -> torch.Tensor:
+    """The memory of an operand of x, stored as GEMMs read it; in groups along axis -2 only."""
     layout = "mn_major" if s.scale == "fp32" else "linear"
-    shapes = stored_shapes(s, -2, x.shape, layout, batch_dims, groups)
+    shapes = stored_shapes(s, axis, x.shape, layout, batch_dims, groups)
     outer = math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
     scales = math.prod(shapes.scales) * s.scale_bytes
     return x.new_empty(math.prod(shapes.codes) + outer + scales, dtype=torch.uint8)
@@ -311,6 +317,7 @@ def _fake_linear(
     offset: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    quantized_w: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     _check(x, w, bias, recipe, dx, dw, seeds, offset, offsets)
     specs = _specs(recipe)
@@ -318,13 +325,25 @@ def _fake_linear(
     groups = 0 if offsets is None else offsets.shape[0]
     for tensor, s, needed, parts, batch in (
         (x, specs["wgrad_x"], dw, groups, 0),
-        (w, specs["dgrad_w"], dx, 0, w.dim() - 2),
+        (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
     ):
         if needed and s is not None:
             made.append(_fake_operand(tensor, s, parts, batch))
     if offset is not None and _backward_draws(specs, dx, dw):
         made.append(torch.empty_like(offset))
     return made
+
+
+def _fake_quantize_weight(
+    w: torch.Tensor,
+    recipe: str,
+    dgrad: bool,
+    seeds: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    specs = _specs(recipe)
+    wanted = ((specs["fprop_w"], -1), (specs["dgrad_w"] if dgrad else None, -2))
+    return [_fake_operand(w, s, 0, w.dim() - 2, axis) for s, axis in wanted if s is not None]
 
 
 def _fake_linear_backward(
@@ -371,5 +390,6 @@ def _fake_linear_backward_into(
 
 
 torch.library.register_fake("blockscale::linear", _fake_linear)
+torch.library.register_fake("blockscale::quantize_weight", _fake_quantize_weight)
 torch.library.register_fake("blockscale::linear_backward", _fake_linear_backward)
 torch.library.register_fake("blockscale::linear_backward_into", _fake_linear_backward_into)

@@ -98,6 +98,22 @@ def role_seeds(seed: int | torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.arange(1, 4, device=device) * _signed(_GOLDEN) + _signed(seed)
 
 
+# `role_seeds` and the offset, where something is drawn.
+Key = tuple[torch.Tensor, torch.Tensor]
+
+
+def layer_key(
+    operation: str, rng: Rng | None, stochastic: bool, device: torch.device
+) -> Key | None:
+    """What a layer with this Rng draws by; its tensors cost launches on a GPU, so none where
+    nothing is `stochastic`."""
+    if rng is not None and not isinstance(rng, Rng):
+        fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
+    if rng is None or not stochastic:
+        return None
+    return role_seeds(rng.seed, device), as_tensor(rng.offset, device)
+
+
 class RngState:
     """The offset shared by all layers of a converted model: step · 2^16 + forward.
 

@@ -59,6 +59,9 @@ def linear_samples() -> list[Any]:
             saved.append(SEEDS)
         backward = (dy, saved, recipe.text, 70, dx, dw, dw, None, None, bf16, f32)
         samples += [("linear", forward), ("linear_backward", backward)]
+        made = OPS.quantize_weight(w, recipe.text, dx)
+        samples.append(("quantize_weight", (w, recipe.text, dx)))
+        samples.append(("linear", (*forward, made)))
         if dw:
             into = (dy, saved, recipe.text, 70, dx, dx, None, torch.ones(9, 70), f32, bf16)
             samples.append(("linear_backward_into", into))
