@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -60,12 +61,12 @@ def count_pytest(report: Path) -> Count:
     return total
 
 
-def verdict(name: str, status: int, count: Count | None) -> Count:
-    """The count to believe, given the exit status of the runner."""
+def verdict(name: str, status: int, count: Count | None, shards: int = 1) -> Count:
+    """The count to believe, given the exit status of the runner; one shard of many may be empty."""
     if count is None:
         print(f"{name}: exit status {status} and no readable report", file=sys.stderr)
         return Count(failed=1)
-    if count == Count():
+    if count == Count() and shards == 1:
         print(f"{name}: ran no test", file=sys.stderr)
         return Count(failed=1)
     if status != 0 and count.failed == 0:
@@ -74,21 +75,35 @@ def verdict(name: str, status: int, count: Count | None) -> Count:
     return count
 
 
-def run_gtest(binary: Path, report: Path, extra: list[str]) -> Count:
+def run_gtest(binary: Path, folder: Path, extra: list[str], shards: int) -> Count:
+    """The binary's tests in as many processes as `shards`; what each says is printed whole."""
     print(f"C++ tests: {binary}", flush=True)
     if not binary.exists():
         return verdict("C++ tests", 127, None)
-    status = subprocess.call(
-        [binary, "--gtest_brief=1", f"--gtest_output=json:{report}", *extra], cwd=ROOT
-    )
-    return verdict("C++ tests", status, count_gtest(report) if report.exists() else None)
+    running = []
+    for shard in range(shards):
+        report, log = (folder / f"{binary.name}.{shard}.{end}" for end in ("json", "log"))
+        environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [binary, "--gtest_brief=1", f"--gtest_output=json:{report}", *extra],
+                cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        running.append((process, report, log))
+    total = Count()
+    for process, report, log in running:
+        status = process.wait()
+        print(log.read_text(errors="replace"), end="", flush=True)
+        count = count_gtest(report) if report.exists() else None
+        total += verdict("C++ tests", status, count, shards)
+    return total if total != Count() else verdict("C++ tests", 0, total)
 
 
-def run_pytest(report: Path, extra: list[str]) -> Count:
+def run_pytest(report: Path, extra: list[str], workers: int) -> Count:
+    """The Python tests, a file to a worker, since fixtures of a module are costly."""
     print("Python tests: tests/python", flush=True)
-    status = subprocess.call(
-        [sys.executable, "-m", "pytest", f"--junitxml={report}", *extra], cwd=ROOT
-    )
+    options = ["-n", str(workers), "--dist=loadfile", f"--junitxml={report}", *extra]
+    status = subprocess.call([sys.executable, "-m", "pytest", *options], cwd=ROOT)
     return verdict("Python tests", status, count_pytest(report) if report.exists() else None)
 
 
@@ -102,12 +117,13 @@ def main() -> int:
     parser.add_argument("--pytest-arg", action="append", default=[], help="passed to pytest")
     options = parser.parse_args()
 
+    cores = os.cpu_count() or 1
     total = Count()
     with tempfile.TemporaryDirectory() as folder:
         for binary in options.gtest:
-            total += run_gtest(binary, Path(folder, f"{binary.name}.json"), options.gtest_arg)
+            total += run_gtest(binary, Path(folder), options.gtest_arg, cores)
         if options.pytest:
-            total += run_pytest(Path(folder, "python.xml"), options.pytest_arg)
+            total += run_pytest(Path(folder, "python.xml"), options.pytest_arg, min(cores, 8))
     print(total, flush=True)
     return 0 if total.failed == 0 and total.passed > 0 else 1
 

@@ -17,6 +17,7 @@ struct AmaxShared {
 template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
+  after_previous();
   // The encoder plays no part; the pass says whether values are transformed.
   constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
@@ -132,6 +133,7 @@ __global__ void __launch_bounds__(kThreads)
     hadamard_kernel(const __grid_constant__ Source source, Hadamard h, int axis, int64_t lines,
                     int64_t blocks, uint16_t* y, int64_t line_stride, int64_t pos_stride,
                     int64_t batch_stride, const __grid_constant__ Plan plan) {
+  after_previous();
   constexpr int kEach = kDim / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t block = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / 32;

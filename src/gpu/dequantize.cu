@@ -155,6 +155,7 @@ BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int 
 template <Codec kCodec, Rows kRows>
 __global__ void __launch_bounds__(kDecodeThreads)
     dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
+  after_previous();
   constexpr int kPerWord = codes_per_word(kCodec), kWords = kPiece / kPerWord;
   using Codes = std::conditional_t<kWords == 1, uint32_t, uint2>;
   const uint32_t thread = blockIdx.x * kDecodeThreads + threadIdx.x;
@@ -378,6 +379,7 @@ constexpr int column_blocks(Rows rows) { return rows == Rows::aligned ? 5 : 4; }
 template <Codec kCodec, Rows kRows>
 __global__ void __launch_bounds__(kDecodeThreads, column_blocks(kRows))
     dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
+  after_previous();
   __shared__ CodeTile<kCodec> tile;
   Ahead<kCodec> ahead;
   ahead.load(p, blockIdx.x);
@@ -390,6 +392,7 @@ __global__ void __launch_bounds__(kDecodeThreads, column_blocks(kRows))
 // Rows of no group are 0; where offsets are wrong, everything is NaN.
 __global__ void __launch_bounds__(kDecodeThreads)
     clear_rows_kernel(const __grid_constant__ DequantizeParams p) {
+  after_previous();
   const float value = p.plan.head->bad ? bit_cast<float>(kNanBits) : 0.0f;
   const int first = p.plan.side[0][p.plan.count].row;
   const int64_t count = static_cast<int64_t>(p.rows - first) * p.columns;

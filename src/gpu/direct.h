@@ -132,6 +132,7 @@ inline constexpr int kRowBlocks = kPass.fp4() ? 4
 template <class Row, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAligned>))
     rows_kernel(const __grid_constant__ RowsParams p) {
+  after_previous();
   const Side& s = p.row;
   const int batch = static_cast<int>(blockIdx.y);
   const uint32_t n = blockIdx.x * kDirectThreads + threadIdx.x, at = min(n, p.all - 1);
@@ -406,6 +407,7 @@ inline constexpr int kTileBlocks = (kRow.present() && kColumn.present()) || kCol
 template <class Row, class Column, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
+  after_previous();
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   __shared__ DirectMemory memory;
   const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);

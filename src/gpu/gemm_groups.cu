@@ -20,6 +20,7 @@ BLOCKSCALE_DEVICE bool are_wrong(const Groups& groups, int64_t rows) {
 // One block of threads, each with some consecutive groups.
 __global__ void __launch_bounds__(kThreads)
     ends_kernel(Groups groups, int64_t rows, int64_t unit, int32_t* ends, int32_t* is_wrong) {
+  after_previous();
   __shared__ int64_t sums[kThreads];
   const bool wrong = are_wrong(groups, rows);
   const int thread = static_cast<int>(threadIdx.x);
@@ -68,6 +69,7 @@ BLOCKSCALE_DEVICE void fill_rows(const SettleParams& p, int64_t first, int64_t l
 }
 
 __global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant__ SettleParams p) {
+  after_previous();
   if (are_wrong(p.groups, p.group_rows)) {
     fill_rows(p, 0, p.rows, bit_cast<float>(kNanBits));
   } else if (p.clear && p.matrix_rows == 0) {

@@ -88,6 +88,7 @@ BLOCKSCALE_DEVICE void store(const PlanParams& p, const Sums& at, int64_t g, int
 
 // One block of threads, each with some consecutive groups.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
+  after_previous();
   alignas(8) __shared__ uint8_t memory[kPlanThreads * sizeof(Sums)];
   auto* sums = reinterpret_cast<Sums*>(memory);
   const int thread = static_cast<int>(threadIdx.x);
@@ -193,6 +194,7 @@ struct FillParams {
 template <class Scale>
 __global__ void __launch_bounds__(kFillThreads)
     fill_kernel(const __grid_constant__ FillParams p, Scale padding, Scale nan) {
+  after_previous();
   const bool bad = p.plan.head->bad;
   const Quantized& out = p.out.out;
   const StoredShape& s = p.out.shape;

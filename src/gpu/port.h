@@ -205,13 +205,38 @@ inline std::string device_text() {
 #if !defined(BLOCKSCALE_EMULATE)
 // Shared memory of the size that a launch asks for.
 #define BLOCKSCALE_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
-// A launch, which this is because `<<<` is no C++.
+// A launch. On CUDA its blocks may enter the device while the kernel before is in its last ones, so
+// that the start of one hides behind the end of the other: see after_previous().
 template <class... Params, class... Args>
 void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t shared_bytes,
            NativeStream stream, const Args&... args) {
+#if defined(__CUDACC__)
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args...);  // last_error() finds a failure
+#else
+  // clang-format off
   kernel<<<grid, threads, shared_bytes, stream>>>(args...);
+  // clang-format on
+#endif
 }
 #endif
+
+// What every kernel begins with: the next one may be launched, and the ones before have ended and
+// their writes are seen. Threads that have not passed it must touch no memory but parameters.
+BLOCKSCALE_DEVICE void after_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // The value of the lane whose number differs in the bits of `mask`. Masks stay below 32, so that
 // wavefronts of 64 behave like two warps.

@@ -335,6 +335,7 @@ BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
 template <bool kGrouped>
 __global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
     relayout_kernel(const __grid_constant__ RelayoutParams given) {
+  after_previous();
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int64_t i = threadIdx.x; i < given.outers; i += kBlock)
       given.to.outer[i] = given.from.outer[i];
@@ -359,6 +360,7 @@ template <class T>
 __global__ void __launch_bounds__(kBlock)
     fill_kernel(T* to, Layout layout, int64_t batch, int64_t rows, int64_t columns,
                 int64_t all_rows, int64_t all_columns, T value) {
+  after_previous();
   const int64_t below = (all_rows - rows) * all_columns;
   const int64_t right = rows * (all_columns - columns), each = below + right;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;

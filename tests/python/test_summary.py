@@ -66,8 +66,37 @@ def test_a_runner_that_contradicts_its_report_has_failed(
     assert believed.failed == failed
 
 
-def test_a_crash_of_the_gtest_binary_is_one_failure(summary: ModuleType, tmp_path: Path) -> None:
-    binary = tmp_path / "crashes"
-    binary.write_text("#!/bin/sh\nkill -SEGV $$\n")
+def gtest_binary(folder: Path, script: str) -> Path:
+    """A stand-in for a GoogleTest binary."""
+    binary = folder / "binary"
+    binary.write_text(f"#!/bin/sh\n{script}\n")
     binary.chmod(0o755)
-    assert str(summary.run_gtest(binary, tmp_path / "none.json", [])).startswith("0 passed, 1 ")
+    return binary
+
+
+def test_a_crash_of_the_gtest_binary_is_one_failure(summary: ModuleType, tmp_path: Path) -> None:
+    binary = gtest_binary(tmp_path, "kill -SEGV $$")
+    assert str(summary.run_gtest(binary, tmp_path, [], 1)).startswith("0 passed, 1 ")
+
+
+def test_shards_are_counted_together_and_one_that_crashes_is_a_failure(
+    summary: ModuleType, tmp_path: Path
+) -> None:
+    tests = {"testsuites": [{"testsuite": [{"result": "COMPLETED"}]}]}
+    (tmp_path / "passed.json").write_text(json.dumps(tests))
+    (tmp_path / "empty.json").write_text(json.dumps({"testsuites": []}))
+    script = f"""
+case $GTEST_SHARD_INDEX in
+  0 | 1) cp {tmp_path}/passed.json "${{2#--gtest_output=json:}}" ;;
+  2) cp {tmp_path}/empty.json "${{2#--gtest_output=json:}}" ;;
+  *) kill -SEGV $$ ;;
+esac"""
+    binary = gtest_binary(tmp_path, script)
+    assert str(summary.run_gtest(binary, tmp_path, [], 3)) == "2 passed, 0 failed, 0 skipped"
+    assert str(summary.run_gtest(binary, tmp_path, [], 4)) == "2 passed, 1 failed, 0 skipped"
+
+
+def test_no_test_in_any_shard_is_a_failure(summary: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text(json.dumps({"testsuites": []}))
+    binary = gtest_binary(tmp_path, f'cp {tmp_path}/empty.json "${{2#--gtest_output=json:}}"')
+    assert str(summary.run_gtest(binary, tmp_path, [], 2)).startswith("0 passed, 1 ")

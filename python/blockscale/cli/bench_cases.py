@@ -164,8 +164,18 @@ class Data:
         plausible(f"quantize {spec} along axis {axis}", part, q)
         return q
 
+    def elementwise(self) -> Case:
+        """What one pass of PyTorch's takes over the same input: the ceiling of a small shape."""
+
+        def check() -> None:
+            same("torch.neg", torch.neg(torch.neg(self.x[0])), self.x[0])
+
+        moved = 2 * self.x[0].nbytes
+        return Case("torch.neg", None, lambda i: torch.neg(self.x[i % INPUTS]), moved, check)
+
     def quantizers(self) -> Iterator[Case]:
-        """Every spec along both axes, and pairs in one pass."""
+        """Every spec along both axes, and pairs in one pass; an elementwise pass beside them."""
+        yield self.elementwise()
         for spec, goal in ROWS_AND_COLUMNS.items():
             for axis in (-1, -2):
                 yield self.quantize(spec, axis, self.goal(goal))
@@ -367,7 +377,11 @@ def launches() -> list[Row]:
     empty = time(lambda i: torch.cuda._sleep(0))  # type: ignore[no-untyped-call]
     data = Data(LAUNCH_SHAPE, "cuda")
     small = list(LAUNCH_SHAPE)
-    rows: list[Row] = [{"case": "launch, empty kernel", "shape": small, "us": empty}]
+    plain = time(data.elementwise().call)
+    rows: list[Row] = [
+        {"case": "launch, empty kernel", "shape": small, "us": empty},
+        {"case": "launch, 1024x1024, torch.neg", "shape": small, "us": plain},
+    ]
     for spec in LAUNCH_SPECS:
         case = data.quantize(spec, -1, None)
         case.check()

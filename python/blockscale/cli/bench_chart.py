@@ -15,6 +15,7 @@ OURS, PEER = COLOURS[2], "0.72"
 OTHERS = (*COLOURS[3:], *COLOURS[:2], "#7F3C00")  # shapes
 # Case names begin with these; a heading for each group, in the order they are drawn.
 GROUPS = (
+    ("elementwise, PyTorch", "torch.neg", ""),
     ("quantize, along rows", "quantize/", "/axis:-1"),
     ("quantize, down columns", "quantize/", "/axis:-2"),
     ("quantize both ways in one pass", "quantize_dual/", ""),

@@ -101,11 +101,13 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   config.blockDim = dim3(T::kThreads);
   config.dynamicSmemBytes = shared_bytes<T, kSquare>(g.grouping == Grouping::dense ? 0 : g.groups);
   config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {T::kCluster, 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {T::kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // see after_previous()
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 

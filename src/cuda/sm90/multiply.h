@@ -334,6 +334,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     barrier_init_done();
   }
+  after_previous();
   list_groups<T::kUnitRows>(p.problem, starts);
   if constexpr (T::kCluster > 1)
     cluster_sync();

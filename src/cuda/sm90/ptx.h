@@ -12,6 +12,10 @@ namespace blockscale::sm90 {
 BLOCKSCALE_INLINE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+// The next kernel may be launched; the ones before have ended, and their writes are seen.
+BLOCKSCALE_INLINE void after_previous() {
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+}
 BLOCKSCALE_INLINE bool elect_one() {
   uint32_t elected;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }"
