@@ -128,19 +128,18 @@ Ints with_last(const Tensor& x, int64_t last) {
   return sizes;
 }
 
-// What the random bits of one operand are keyed by.
-enum class Role { x, w, dy };
+// What the random bits of one operand are keyed by: the layer's seed, from which each operand
+// derives its own (docs/rng.md), and the offset.
+enum class Role : uint64_t { x = 1, w, dy };
 struct Key {
   Role role;
-  const std::optional<Tensor>&seeds, &offset;
+  const std::optional<Tensor>&seed, &offset;
 };
-// Options of an operand that draws.
 QuantizeOptions drawn(const Place& at, const Key& key) {
-  require(key.seeds && key.offset, at.op(), "rng", "none",
-          "seeds and an offset: the recipe rounds stochastically");
+  require(key.seed && key.offset, at.op(), "rng", "none",
+          "a seed and an offset: the recipe rounds stochastically");
   QuantizeOptions o;
-  set_key(at, o, key_of(at, "seeds", *key.seeds, 3) + static_cast<int>(key.role),
-          key_of(at, "offset", *key.offset, 1));
+  set_key(at, o, *key.seed, *key.offset, static_cast<uint64_t>(key.role) * 0x9E3779B97F4A7C15);
   return o;
 }
 
@@ -307,7 +306,7 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
 // The model's offset moves on in place, perhaps before the backward of this forward runs.
 Tensor snapshot(const Place& at, const std::optional<Tensor>& offset) {
   require(offset.has_value(), at.op(), "offset", "none", "the offset of dy's random bits");
-  const int64_t* from = key_of(at, "offset", *offset, 1);
+  const int64_t* from = key_of(at, "offset", *offset);
   Tensor copy =
       empty(Ints(offset->sizes().begin(), offset->sizes().end()), ScalarType::Long, at.device());
   auto* to = static_cast<int64_t*>(copy.mutable_data_ptr());
@@ -353,7 +352,7 @@ void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& 
 }  // namespace
 
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe_text,
-                              bool dx, bool dw, std::optional<Tensor> seeds,
+                              bool dx, bool dw, std::optional<Tensor> seed,
                               std::optional<Tensor> offset, std::optional<Tensor> offsets,
                               std::optional<ScalarType> dtype,
                               std::optional<std::vector<Tensor>> quantized_w) {
@@ -365,12 +364,12 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   const int64_t rows = rows_of(x);
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
   const Operands xs = operands(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, true,
-                               dw && recipe.wgrad_x, {Role::x, seeds, offset});
+                               dw && recipe.wgrad_x, {Role::x, seed, offset});
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
   Operands ws;
   if (!quantized_w) {
     ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true, dx && recipe.dgrad_w,
-                  {Role::w, seeds, offset});
+                  {Role::w, seed, offset});
   } else {
     require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
             "what quantize_weight returned");
@@ -386,13 +385,13 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
 }
 
 std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
-                                       std::optional<Tensor> seeds, std::optional<Tensor> offset) {
+                                       std::optional<Tensor> seed, std::optional<Tensor> offset) {
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at("quantize_weight", "w", w);
   require(w.dim() == 2 || w.dim() == 3, at.op(), "w.dim()", w.dim(), "2, [N, K], or 3, [E, N, K]");
   const Operands made =
       operands(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w, recipe.fprop_w.has_value(),
-               dgrad && recipe.dgrad_w, {Role::w, seeds, offset});
+               dgrad && recipe.dgrad_w, {Role::w, seed, offset});
   std::vector<Tensor> results;
   if (made.row) results.push_back(made.row->memory);
   if (made.column) results.push_back(made.column->memory);
@@ -425,12 +424,12 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
              {m, k, 1, groups});
   if (dw) ++next;
   if (dx) w = kept(at, "saved", *next++, recipe.dgrad_w, -2, {n, k, batch, {}});
-  std::optional<Tensor> seeds, offset;
-  if (draws) offset = *next++, seeds = *next++;
+  std::optional<Tensor> seed, offset;
+  if (draws) offset = *next++, seed = *next++;
 
   const ScalarType dtype = dy.scalar_type();
   const Operands dys = operands(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw,
-                                {Role::dy, seeds, offset});
+                                {Role::dy, seed, offset});
   std::vector<Tensor> gradients;
   if (dx)
     gradients.push_back(product(at, *dys.row, *w, std::nullopt, dtype, x_dtype.value_or(dtype),

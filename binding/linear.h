@@ -16,24 +16,24 @@ namespace blockscale::binding {
 // With dw the wgrad operand of x, with dx the dgrad operand of w, and, where that backward draws
 // random bits, a copy of offset. An operand is one tensor of bytes: codes, the outer scale if there
 // is one, block scales, all linear. High-precision operands are not returned: they are x and w
-// themselves. `seeds` has an int64 for x, w and dy, in this order. Without a dtype y has x's.
+// themselves. `seed` has an int64 for x, w and dy, in this order. Without a dtype y has x's.
 //
 // With offsets x is [T, K] in groups of rows and w [E, N, K] holds a matrix for each; no bias.
 // `quantized_w`: what quantize_weight has made of w, which is not read then, nor is its dgrad
 // operand returned again.
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
-                              bool dw, std::optional<Tensor> seeds, std::optional<Tensor> offset,
+                              bool dw, std::optional<Tensor> seed, std::optional<Tensor> offset,
                               std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
                               std::optional<std::vector<Tensor>> quantized_w);
 
 // The operands of w [N, K] or [E, N, K], of [fprop, dgrad] those that the recipe quantizes; that of
 // dgrad only if asked for.
 std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
-                                       std::optional<Tensor> seeds, std::optional<Tensor> offset);
+                                       std::optional<Tensor> seed, std::optional<Tensor> offset);
 
 // The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: x's
 // operand (or x) with dw, w's (or w) with dx, then, where bits are drawn, the offset's copy and
-// the seeds.
+// the seed.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,

@@ -176,10 +176,10 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "int axis=-1) -> Tensor");
   m.def(
       "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx=False, bool dw=False, "
-      "Tensor? seeds=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None, "
+      "Tensor? seed=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None, "
       "Tensor[]? quantized_w=None) -> Tensor[]");
   m.def(
-      "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seeds=None, Tensor? offset=None) "
+      "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seed=None, Tensor? offset=None) "
       "-> Tensor[]");
   m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "

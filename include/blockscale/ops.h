@@ -45,6 +45,7 @@ struct QuantizeOptions {
   // On a GPU instead of `rng`: seed and offset in device memory, read when the kernel runs.
   const int64_t* device_seed = nullptr;
   const int64_t* device_offset = nullptr;
+  uint64_t device_seed_step = 0;  // added to *device_seed
   int64_t origin_row = 0;     // of x in the unsharded tensor; whole blocks along the contraction
   int64_t origin_column = 0;  // axis (and across it for square blocks)
 };

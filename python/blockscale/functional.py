@@ -112,14 +112,13 @@ def linear_with_key(
     into: torch.Tensor | None = None,
     quantized: QuantizedWeight | None = None,
 ) -> torch.Tensor:
-    """`linear`, or with offsets `grouped_linear`, for a caller that has the seeds of the operands
-    at hand."""
+    """`linear`, or with offsets `grouped_linear`, for a caller that has the key at hand."""
     if recipe.high_precision and offsets is None and into is None:
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
         return torch.nn.functional.linear(x, w, bias)
     dx = dw = db = False
-    seeds, offset = key or (None, None)
+    seed, offset = key or (None, None)
     # In a small layer looking at the arguments costs as much as a kernel: the operator refuses what
     # it cannot take, and only then is it put into words.
     try:
@@ -131,7 +130,7 @@ def linear_with_key(
         if into is not None:
             _check_into(into, w, dw, offsets)
         made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
-        rest = (recipe.text, dx, dw, seeds, offset, offsets, _autocast_dtype(x), made)
+        rest = (recipe.text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made)
         if dx or dw or db:
             y: torch.Tensor = _Linear.apply(x, w, bias, recipe, rest, into)  # type: ignore[no-untyped-call]
         else:
@@ -139,7 +138,7 @@ def linear_with_key(
         return y
     except Exception as error:
         failure = error
-    _check(x, w, bias, recipe.text, dx, dw, seeds, offset, offsets, str(recipe))
+    _check(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
     raise failure
 
 
@@ -190,7 +189,7 @@ class _Linear(torch.autograd.Function):
         into: torch.Tensor | None,
     ) -> torch.Tensor:
         made = _ops.linear.default(x, w, bias, *rest)
-        text, dx, dw, seeds, _, offsets, _, quantized_w = rest
+        text, dx, dw, seed, _, offsets, _, quantized_w = rest
         # The operator returns y and what it has made; operands in high precision are the inputs.
         # (Tuples: PyTorch 2.11's compiler does not trace changes of a list here.)
         saved: tuple[torch.Tensor, ...] = ()
@@ -206,7 +205,7 @@ class _Linear(torch.autograd.Function):
         elif dx:
             saved, taken = (*saved, made[taken]), taken + 1
         if taken < len(made):  # the offset's copy: dy will draw
-            saved = (*saved, made[taken], seeds)
+            saved = (*saved, made[taken], seed)
         ctx.save_for_backward(offsets, *saved)
         ctx.into = into
         y: torch.Tensor = made[0]
@@ -242,7 +241,7 @@ def _check(
     recipe: str,
     dx: bool,
     dw: bool,
-    seeds: torch.Tensor | None,
+    seed: torch.Tensor | None,
     offset: torch.Tensor | None,
     offsets: torch.Tensor | None,
     label: str = "",
@@ -272,7 +271,7 @@ def _check(
         fail(op, "offsets.shape", list(offsets.shape), need)
     specs = _specs(recipe)
     draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or _backward_draws(specs, dx, dw)
-    if draws and (seeds is None or offset is None):
+    if draws and (seed is None or offset is None):
         need = f"a key for random bits: recipe {label or recipe} rounds stochastically"
         fail(op, "rng", "None", need, "pass rng=bs.Rng(seed, offset)")
 
@@ -313,13 +312,13 @@ def _fake_linear(
     recipe: str,
     dx: bool = False,
     dw: bool = False,
-    seeds: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
     offset: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     quantized_w: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    _check(x, w, bias, recipe, dx, dw, seeds, offset, offsets)
+    _check(x, w, bias, recipe, dx, dw, seed, offset, offsets)
     specs = _specs(recipe)
     made = [x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=dtype or x.dtype)]
     groups = 0 if offsets is None else offsets.shape[0]
@@ -338,7 +337,7 @@ def _fake_quantize_weight(
     w: torch.Tensor,
     recipe: str,
     dgrad: bool,
-    seeds: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
     offset: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     specs = _specs(recipe)

@@ -10,7 +10,7 @@ import torch
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import RngState, layer_seed, role_seeds
+from blockscale.rng import RngState, as_tensor, layer_seed
 
 
 class Linear(torch.nn.Linear):
@@ -31,7 +31,7 @@ class Linear(torch.nn.Linear):
     recipe: Recipe
     # Plain attributes, neither parameters nor buffers: checkpoints stay plain.
     _rng_state: RngState
-    _seeds: torch.Tensor
+    _seed: torch.Tensor
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Linear(torch.nn.Linear):
         self.recipe = recipe
         self._rng_state = state
         state.draws |= recipe.stochastic
-        self._seeds = role_seeds(layer_seed(state.seed, name), torch.device("cpu"))
+        self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
         self._move_rng()
 
     def _move_rng(self) -> None:
         device = self.weight.device
         if device.type != "meta":
             self._rng_state.move(device)
-            self._seeds = self._seeds.to(device)
+            self._seed = self._seed.to(device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Linear:
         # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
@@ -71,7 +71,7 @@ class Linear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
         recipe = self.recipe
-        key = (self._seeds, self._rng_state.offset) if recipe.stochastic else None
+        key = (self._seed, self._rng_state.offset) if recipe.stochastic else None
         return linear_with_key(input, self.weight, self.bias, recipe, key)
 
     def extra_repr(self) -> str:

@@ -90,28 +90,20 @@ def layer_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def role_seeds(seed: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The seeds that `Rng.role` gives a layer's "x", "w" and "dy": int64 [3], on the device of a
-    seed that is a tensor."""
-    if isinstance(seed, torch.Tensor):
-        return torch.arange(1, 4, device=seed.device) * _signed(_GOLDEN) + seed  # int64 wraps
-    return torch.arange(1, 4, device=device) * _signed(_GOLDEN) + _signed(seed)
-
-
-# `role_seeds` and the offset, where something is drawn.
+# A layer's seed and offset as the operators take them, which add the operands' roles.
 Key = tuple[torch.Tensor, torch.Tensor]
 
 
 def layer_key(
     operation: str, rng: Rng | None, stochastic: bool, device: torch.device
 ) -> Key | None:
-    """What a layer with this Rng draws by; its tensors cost launches on a GPU, so none where
-    nothing is `stochastic`."""
+    """What a layer with this Rng draws by; none where nothing is `stochastic`, since its tensors
+    may cost launches on a GPU."""
     if rng is not None and not isinstance(rng, Rng):
         fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
     if rng is None or not stochastic:
         return None
-    return role_seeds(rng.seed, device), as_tensor(rng.offset, device)
+    return rng.tensors(device)
 
 
 class RngState:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 OPS = torch.ops.blockscale
-SEED, SEEDS, OFFSET = torch.tensor(5), torch.tensor([5, 6, 7]), torch.tensor(6)
+SEED, OFFSET = torch.tensor(5), torch.tensor(6)
 ENDS = torch.tensor([0, 3, 4])
 
 
@@ -50,13 +50,13 @@ def linear_samples() -> list[Any]:
         (bs.recipe("fp8_blockwise"), True, True),
         (mixed, True, True),
     ):
-        key = (SEEDS, OFFSET) if recipe.stochastic else (None, None)
+        key = (SEED, OFFSET) if recipe.stochastic else (None, None)
         forward = (x, w, bias, recipe.text, dx, dw, *key, None, bf16)
         saved = OPS.linear(*forward)[1:]
         if recipe is mixed:
             saved.insert(0, x)
         if recipe.stochastic and (dx or dw):
-            saved.append(SEEDS)
+            saved.append(SEED)
         backward = (dy, saved, recipe.text, 70, dx, dw, dw, None, None, bf16, f32)
         samples += [("linear", forward), ("linear_backward", backward)]
         made = OPS.quantize_weight(w, recipe.text, dx)
@@ -83,13 +83,13 @@ def grouped_samples() -> list[Any]:
     ]
     x, w, dy = normal(5, 70), normal(3, 9, 70), normal(5, 9)
     for recipe in (bs.recipe("nvfp4"), bs.recipe("fp8_blockwise"), bs.recipe("bf16")):
-        key = (SEEDS, OFFSET) if recipe.stochastic else (None, None)
+        key = (SEED, OFFSET) if recipe.stochastic else (None, None)
         forward = (x, w, None, recipe.text, True, True, *key, ENDS)
         saved = OPS.linear(*forward)[1:]
         if recipe.high_precision:
             saved = [x, w]
         if recipe.stochastic:
-            saved.append(SEEDS)
+            saved.append(SEED)
         call = (dy, saved, recipe.text, 70)
         samples += [
             ("linear", forward),
