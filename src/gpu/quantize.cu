@@ -62,7 +62,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.amax = o.amax;
   s.seed = o.device_seed;
   s.offset = o.device_offset;
-  s.rng = o.rng.value_or(Rng{});
+  s.rng = o.device_seed ? Rng{o.device_seed_step, 0} : o.rng.value_or(Rng{});
   const bool rows = out.axis == -1;
   s.origin_line = rows ? o.origin_row : o.origin_column;
   s.origin_pos = rows ? o.origin_column : o.origin_row;

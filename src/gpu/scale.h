@@ -14,7 +14,7 @@ struct Side {
   const float* amax;  // of every matrix of the batch; for specs with an outer scale
   const int64_t* seed;
   const int64_t* offset;  // device memory, or null: then `rng`
-  Rng rng;
+  Rng rng;                // else its seed is added
   int64_t origin_line, origin_pos;
   // Those of `shape`, or of the group at hand; line_bytes and scale_columns are what layouts ask
   // for.
@@ -77,7 +77,7 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
 
 BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
   if (!s.seed) return s.rng;
-  return {static_cast<uint64_t>(*s.seed), static_cast<uint64_t>(*s.offset)};
+  return {static_cast<uint64_t>(*s.seed) + s.rng.seed, static_cast<uint64_t>(*s.offset)};
 }
 
 struct Block {
