@@ -83,8 +83,13 @@ def gemm_rows() -> list[Row]:
 
 
 def host_rows() -> list[Row]:
-    """What the host spends on tiny layers in eager mode, a layer of a stack, against nn.Linear."""
+    """What the host spends on tiny layers in eager mode: a layer of a converted stack against
+    nn.Linear, and `linear` by itself against F.linear."""
     rows: list[Row] = []
+
+    def add(what: str, took: float, peer: float) -> None:
+        rows.append({"case": f"host, {what}", "us": took, "of_bf16": peer / took})
+
     layers = 8
     bf16: Any = {"dtype": torch.bfloat16, "device": "cuda"}
     x = torch.randn(16, 16, requires_grad=True, **bf16)
@@ -105,11 +110,23 @@ def host_rows() -> list[Row]:
         return {what: eager_microseconds(call, 3) / layers for what, call in calls.items()}
 
     plain = measure()
-    for recipe in ("mxfp8", "nvfp4"):
+    for what, took in plain.items():
+        add(f"nn.Linear, {what}", took, took)
+    recipes = ("fp8_blockwise", "mxfp8", "nvfp4")
+    for recipe in recipes:
         bs.convert(model, recipe)
         for what, took in measure().items():
-            case = f"host, converted layer, {what}, {recipe}"
-            rows.append({"case": case, "us": took, "of_bf16": plain[what] / took})
+            add(f"converted layer, {what}, {recipe}", took, plain[what])
+
+    w = torch.randn(16, 16, requires_grad=True, **bf16)
+    rng = bs.Rng(*(torch.tensor(n, device="cuda") for n in (1, 2)))
+    peer = eager_microseconds(lambda: torch.nn.functional.linear(x, w), 16)
+    add("F.linear, forward", peer, peer)
+    for recipe in recipes:
+        kept = bs.quantize_weight(w, recipe)
+        for how, ahead in (("", None), (", weight ahead", kept)):
+            call = functools.partial(bs.linear, x, w, None, recipe, rng, quantized_weight=ahead)
+            add(f"linear, forward, {recipe}{how}", eager_microseconds(call, 16), peer)
     for row in rows:
         print(f"{row['case']:70} {row['us']:8.1f} us {row['of_bf16']:6.2f}x BF16", flush=True)
     return rows

@@ -2,8 +2,9 @@
 
 Products: FP8 operands quantized beforehand, the sum of the groups' operations, in TFLOP/s; even
 groups, and ragged ones of the same sum. Layers: `grouped_linear` forward, and forward and backward,
-quantization included, in µs. Random normal data; every product is compared with what its operands
-decode to before it is timed. `python bench/grouped.py --out FILE` writes one JSON.
+quantization included, in µs; "ahead" with the weight quantized once before. Random normal data;
+every product is compared with what its operands decode to before it is timed. `python
+bench/grouped.py --out FILE` writes one JSON.
 """
 
 from __future__ import annotations
@@ -91,12 +92,14 @@ def layer(groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
     dy, offsets = normal(rows, n), ends(groups, rows, False)
     rng = bs.Rng(*(torch.tensor(i, device="cuda") for i in (1, 2)))
 
-    def ours(recipe: str) -> Callable[[], torch.Tensor]:
-        return lambda: bs.grouped_linear(x, w, offsets, recipe, rng)
+    def ours(recipe: str, kept: bs.QuantizedWeight | None) -> Callable[[], torch.Tensor]:
+        return lambda: bs.grouped_linear(x, w, offsets, recipe, rng, quantized_weight=kept)
 
     row: dict[str, Any] = {}
     calls = {"bf16": lambda: torch._grouped_mm(x, w.mT, offsets)}
-    calls.update({recipe: ours(recipe) for recipe in RECIPES})
+    for recipe in RECIPES:
+        calls[recipe] = ours(recipe, None)
+        calls[f"{recipe} ahead"] = ours(recipe, bs.quantize_weight(w, recipe))
     for name, forward in calls.items():
 
         def both(forward: Callable[[], torch.Tensor] = forward) -> Any:

@@ -101,14 +101,6 @@ Tensor checked(const Place& at, const std::string& name, const Tensor& t, Scalar
   return torch::stable::contiguous(t);
 }
 
-const int64_t* key(const Place& at, const char* name, const Tensor& t) {
-  at.check(name, t);
-  if (t.scalar_type() != ScalarType::Long)
-    fail(at.op(), std::string(name) + ".dtype", dtype_text(t.scalar_type()), "int64");
-  if (t.numel() != 1) fail(at.op(), name, shape_text(t), "one element");
-  return static_cast<const int64_t*>(t.const_data_ptr());
-}
-
 // A row stride that walks all leading dimensions, if there is one. Dimensions of extent 1 have no
 // say, and so has no dimension of a tensor without elements.
 std::optional<int64_t> common_row_stride(const Tensor& x) {
@@ -266,6 +258,25 @@ Extents extents(const char* op, const std::vector<int64_t>& shape) {
   return {shape[at], shape[at + 1], at ? std::optional<int64_t>(shape[0]) : std::nullopt};
 }
 
+const int64_t* key_of(const Place& at, const char* name, const Tensor& t) {
+  at.check(name, t);
+  if (t.scalar_type() != ScalarType::Long)
+    fail(at.op(), std::string(name) + ".dtype", dtype_text(t.scalar_type()), "int64");
+  if (t.numel() != 1) fail(at.op(), name, shape_text(t), "one element");
+  return static_cast<const int64_t*>(t.const_data_ptr());
+}
+
+void set_key(const Place& at, QuantizeOptions& options, const Tensor& seed, const Tensor& offset,
+             uint64_t step) {
+  const int64_t *seed_at = key_of(at, "seed", seed), *offset_at = key_of(at, "offset", offset);
+  if (at.cuda()) {
+    options.device_seed = seed_at, options.device_offset = offset_at;
+    options.device_seed_step = step;
+  } else {
+    options.rng = Rng{static_cast<uint64_t>(*seed_at) + step, static_cast<uint64_t>(*offset_at)};
+  }
+}
+
 Options options(const Place& at, const QuantSpec& spec, const std::optional<Tensor>& amax,
                 const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
                 const std::vector<int64_t>& origin, int64_t matrices) {
@@ -290,15 +301,7 @@ Options options(const Place& at, const QuantSpec& spec, const std::optional<Tens
   }
   require(seed.has_value() == offset.has_value(), op, "seed, offset",
           seed ? "a seed without an offset" : "an offset without a seed", "both or neither");
-  if (seed) {
-    const int64_t *seed_at = key(at, "seed", *seed), *offset_at = key(at, "offset", *offset);
-    if (at.cuda()) {
-      result.options.device_seed = seed_at;
-      result.options.device_offset = offset_at;
-    } else {
-      result.options.rng = Rng{static_cast<uint64_t>(*seed_at), static_cast<uint64_t>(*offset_at)};
-    }
-  }
+  if (seed) set_key(at, result.options, *seed, *offset);
   require(!spec.stochastic() || seed, op, "rng", "none",
           "a seed and an offset: the spec rounds stochastically", "pass rng=bs.Rng(seed, offset)");
   if (!origin.empty()) {

@@ -66,8 +66,15 @@ struct Extents {
 };
 Extents extents(const char* op, const std::vector<int64_t>& shape);
 
+// One int64 on the device of the call.
+const int64_t* key_of(const Place& at, const char* name, const Tensor& t);
+// The key of random bits, `step` added to the seed. On a GPU it stays there: reading it here would
+// wait for the device.
+void set_key(const Place& at, QuantizeOptions& options, const Tensor& seed, const Tensor& offset,
+             uint64_t step = 0);
+
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`.
-// On a GPU amax, seed and offset stay there: reading them here would wait for the device.
+// On a GPU amax stays there too.
 // `matrices`: those that have an outer scale of their own.
 struct Options {
   std::optional<Tensor> amax_tensor;

@@ -19,6 +19,23 @@ using torch::headeronly::ScalarType;
 using torch::stable::Device;
 using torch::stable::Tensor;
 
+// PyTorch's current stream of a device, which is the current one while this lives. Workspaces are
+// freed before the kernels that use them have run: PyTorch's allocator hands memory on in stream
+// order.
+class TorchStream final : public Stream {
+ public:
+  explicit TorchStream(const Device& device);
+  void* handle() const override { return handle_; }
+  void* workspace(int64_t bytes) const override;
+  void release() const { workspaces_.clear(); }
+
+ private:
+  Device device_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  void* handle_ = nullptr;
+  mutable std::vector<Tensor> workspaces_;
+};
+
 // The one device of a call: that of its first tensor, which this build must have a backend for.
 class Place {
  public:
@@ -29,11 +46,17 @@ class Place {
   const char* op() const { return op_; }
   const Device& device() const { return device_; }
   bool cuda() const { return device_.type() == DeviceType::CUDA; }
+  // Of a GPU; asked for once a call.
+  const TorchStream& stream() const {
+    if (!stream_) stream_.emplace(device_);
+    return *stream_;
+  }
 
  private:
   const char* op_;
   const char* first_;
   Device device_;
+  mutable std::optional<TorchStream> stream_;
 };
 
 // A fresh tensor, contiguous or with the strides given. Straight through the C shim: a call of
@@ -61,32 +84,15 @@ class TorchExecutor final : public Executor {
   }
 };
 
-// PyTorch's current stream of a device, which is the current one while this lives. Workspaces are
-// freed with this, before the kernels that use them have run: PyTorch's allocator hands memory on
-// in stream order.
-class TorchStream final : public Stream {
- public:
-  explicit TorchStream(const Device& device);
-  void* handle() const override { return handle_; }
-  void* workspace(int64_t bytes) const override;
-
- private:
-  Device device_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-  void* handle_ = nullptr;
-  mutable std::vector<Tensor> workspaces_;
-};
-
 // The threads for work on about so many elements.
 const Executor& executor_for(int64_t elements);
 
 // call(executor) or call(stream), for operators that have an overload for each.
 template <class Call>
 void run(const Place& at, int64_t elements, const Call& call) {
-  if (at.cuda())
-    call(TorchStream(at.device()));
-  else
-    call(executor_for(elements));
+  if (!at.cuda()) return call(executor_for(elements));
+  call(at.stream());
+  at.stream().release();
 }
 
 }  // namespace blockscale::binding

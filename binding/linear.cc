@@ -96,21 +96,22 @@ struct Made {
   Quantized view;
 };
 
-// What an earlier call has made along axis -2, from its memory; without a spec, the matrix itself.
-Side kept(const Place& at, const Tensor& saved, const Spec& spec, const Extent& e) {
-  if (!spec) return {saved, -2, std::nullopt};
-  const Plan plan(*spec, -2, e);
-  at.check("saved", saved);
+// What an earlier call has made, from its memory; without a spec, the matrix itself.
+Side kept(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
+          const Extent& e) {
+  if (!spec) return {saved, axis, std::nullopt};
+  const Plan plan(*spec, axis, e);
+  at.check(name, saved);
   if (saved.scalar_type() != ScalarType::Byte || saved.numel() != plan.bytes)
-    fail(at.op(), "saved", std::to_string(saved.numel()) + " elements",
+    fail(at.op(), name, std::to_string(saved.numel()) + " elements",
          std::to_string(plan.bytes) + " bytes for " + to_string(*spec),
-         "pass what linear returned");
+         "pass what was returned for these extents");
   Tensor memory = torch::stable::contiguous(saved);
   // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
   if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
     memory = torch::stable::clone(memory);
   auto* base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
-  return {memory, -2, as_const(plan.in(base))};
+  return {memory, axis, as_const(plan.in(base))};
 }
 
 int64_t rows_of(const Tensor& x) {
@@ -127,9 +128,20 @@ Ints with_last(const Tensor& x, int64_t last) {
   return sizes;
 }
 
+// What the random bits of one operand are keyed by: the layer's seed, from which each operand
+// derives its own (docs/rng.md), and the offset.
+enum class Role : uint64_t { x = 1, w, dy };
 struct Key {
+  Role role;
   const std::optional<Tensor>&seed, &offset;
 };
+QuantizeOptions drawn(const Place& at, const Key& key) {
+  require(key.seed && key.offset, at.op(), "rng", "none",
+          "a seed and an offset: the recipe rounds stochastically");
+  QuantizeOptions o;
+  set_key(at, o, *key.seed, *key.offset, static_cast<uint64_t>(key.role) * 0x9E3779B97F4A7C15);
+  return o;
+}
 
 // The operands of x along its rows and down its columns, in one pass where both are quantized; one
 // that is not wanted is left out. x is one matrix, with `batched` [E, R, C], or in groups.
@@ -152,8 +164,7 @@ Operands operands(const Place& at, const Tensor& x, bool batched, const Groups& 
       return;
     }
     made.emplace(at, *spec, axis, extent);
-    if (spec->stochastic())
-      o = options(at, *spec, std::nullopt, key.seed, key.offset, {}, 1).options;
+    if (spec->stochastic()) o = drawn(at, key);
     side = made->side();
   };
   if (want_row) prepare(row_spec, -1, row, row_options, result.row);
@@ -224,7 +235,7 @@ Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const G
     fail(at.op(), "dtype", torch::headeronly::toString(a.scalar_type()),
          "bfloat16 where an operand is in high precision: PyTorch's grouped GEMM",
          "cast x, or quantize all operands");
-  const TorchStream stream(at.device());
+  const TorchStream& stream = at.stream();
   const size_t rank = sizes.size();
   const int64_t m = sizes[rank - 2], n = sizes[rank - 1];
   Tensor out = empty(sizes, out_dtype, at.device());
@@ -295,18 +306,35 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
 // The model's offset moves on in place, perhaps before the backward of this forward runs.
 Tensor snapshot(const Place& at, const std::optional<Tensor>& offset) {
   require(offset.has_value(), at.op(), "offset", "none", "the offset of dy's random bits");
-  at.check("offset", *offset);
-  require(offset->scalar_type() == ScalarType::Long && offset->numel() == 1, at.op(), "offset",
-          "another tensor", "one int64");
+  const int64_t* from = key_of(at, "offset", *offset);
   Tensor copy =
       empty(Ints(offset->sizes().begin(), offset->sizes().end()), ScalarType::Long, at.device());
   auto* to = static_cast<int64_t*>(copy.mutable_data_ptr());
-  const auto* from = static_cast<const int64_t*>(offset->const_data_ptr());
   if (at.cuda())
-    gpu::copy(to, from, TorchStream(at.device()));
+    gpu::copy(to, from, at.stream());
   else
     *to = *from;
   return copy;
+}
+
+// The operator refuses what it cannot take; Python says it in more words.
+void check_operands(const Place& at, const Tensor& x, const Tensor& w,
+                    const std::optional<Tensor>& bias, const std::optional<Tensor>& offsets) {
+  const bool grouped = offsets.has_value();
+  const int64_t rank = x.dim();
+  require((grouped ? rank == 2 && w.dim() == 3 : rank >= 1 && w.dim() == 2) &&
+              x.size(rank - 1) == w.size(w.dim() - 1),
+          at.op(), "x, w", "other shapes",
+          grouped ? "x [T, K] and w [E, N, K]" : "x [..., K] and w [N, K]");
+  dtype_of(at.op(), "x.dtype", x.scalar_type());
+  dtype_of(at.op(), "w.dtype", w.scalar_type());
+  at.check("w", w);
+  require(!grouped || (!bias && offsets->numel() == w.size(0)), at.op(), "offsets, bias", "others",
+          "the end of a group for each matrix of w, and no bias");
+  if (!bias) return;
+  dtype_of(at.op(), "bias.dtype", bias->scalar_type());
+  at.check("bias", *bias);
+  require(bias->dim() == 1 && bias->numel() == w.size(0), at.op(), "bias", "another shape", "[N]");
 }
 
 const char* name_of(bool grouped) { return grouped ? "grouped_linear" : "linear"; }
@@ -324,32 +352,49 @@ void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& 
 }  // namespace
 
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe_text,
-                              bool dx, bool dw, ScalarType dtype, std::optional<Tensor> seed_x,
-                              std::optional<Tensor> seed_w, std::optional<Tensor> offset,
-                              std::optional<Tensor> offsets) {
+                              bool dx, bool dw, std::optional<Tensor> seed,
+                              std::optional<Tensor> offset, std::optional<Tensor> offsets,
+                              std::optional<ScalarType> dtype,
+                              std::optional<std::vector<Tensor>> quantized_w) {
   const Recipe& recipe = recipe_of(recipe_text);
   const bool grouped = offsets.has_value();
   const Place at(name_of(grouped), "x", x);
-  at.check("w", w);
-  const int64_t rank = x.dim();
-  require((grouped ? rank == 2 && w.dim() == 3 : rank >= 1 && w.dim() == 2) &&
-              x.size(rank - 1) == w.size(w.dim() - 1),
-          at.op(), "x, w", "other shapes",
-          grouped ? "x [T, K] and w [E, N, K]" : "x [..., K] and w [N, K]");
-  require(!grouped || (!bias && offsets->numel() == w.size(0)), at.op(), "offsets, bias", "others",
-          "the end of a group for each matrix of w, and no bias");
+  check_operands(at, x, w, bias, offsets);
+  const ScalarType out = dtype.value_or(x.scalar_type());
   const int64_t rows = rows_of(x);
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
   const Operands xs = operands(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, true,
-                               dw && recipe.wgrad_x, {seed_x, offset});
-  const Operands ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true,
-                               dx && recipe.dgrad_w, {seed_w, offset});
-  const Ints sizes = with_last(x, w.size(w.dim() - 2));
-  std::vector<Tensor> results{
-      product(at, *xs.row, *ws.row, bias, dtype, dtype, sizes, groups, rows)};
+                               dw && recipe.wgrad_x, {Role::x, seed, offset});
+  const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
+  Operands ws;
+  if (!quantized_w) {
+    ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true, dx && recipe.dgrad_w,
+                  {Role::w, seed, offset});
+  } else {
+    require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
+            "what quantize_weight returned");
+    ws.row = kept(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_w, -1,
+                  {n, k, grouped ? w.size(0) : 1, {}});
+  }
+  const Ints sizes = with_last(x, n);
+  std::vector<Tensor> results{product(at, *xs.row, *ws.row, bias, out, out, sizes, groups, rows)};
   if (xs.column) results.push_back(xs.column->memory);
   if (ws.column) results.push_back(ws.column->memory);
   if (recipe.backward_draws(dx, dw)) results.push_back(snapshot(at, offset));
+  return results;
+}
+
+std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
+                                       std::optional<Tensor> seed, std::optional<Tensor> offset) {
+  const Recipe& recipe = recipe_of(recipe_text);
+  const Place at("quantize_weight", "w", w);
+  require(w.dim() == 2 || w.dim() == 3, at.op(), "w.dim()", w.dim(), "2, [N, K], or 3, [E, N, K]");
+  const Operands made =
+      operands(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w, recipe.fprop_w.has_value(),
+               dgrad && recipe.dgrad_w, {Role::w, seed, offset});
+  std::vector<Tensor> results;
+  if (made.row) results.push_back(made.row->memory);
+  if (made.column) results.push_back(made.column->memory);
   return results;
 }
 
@@ -357,10 +402,11 @@ namespace {
 
 // The gradients asked for, but dw where it is added to `into`.
 std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
-                             const Text& recipe_text, int64_t k, bool dx, bool dw, ScalarType dtype,
-                             ScalarType x_dtype, ScalarType w_dtype,
-                             const std::optional<ScalarType>& bias_dtype,
+                             const Text& recipe_text, int64_t k, bool dx, bool dw, bool db,
                              const std::optional<Tensor>& offsets,
+                             const std::optional<ScalarType>& x_dtype,
+                             const std::optional<ScalarType>& w_dtype,
+                             const std::optional<ScalarType>& bias_dtype,
                              const std::optional<Tensor>& into) {
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at(name_of(offsets.has_value()), "dy", dy);
@@ -373,30 +419,36 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   const int64_t batch = groups ? groups.count : 1;
   auto next = saved.begin();
   std::optional<Side> x, w;
-  if (dw) x = kept(at, recipe.wgrad_x ? *next : matrix(*next), recipe.wgrad_x, {m, k, 1, groups});
+  if (dw)
+    x = kept(at, "saved", recipe.wgrad_x ? *next : matrix(*next), recipe.wgrad_x, -2,
+             {m, k, 1, groups});
   if (dw) ++next;
-  if (dx) w = kept(at, *next++, recipe.dgrad_w, {n, k, batch, {}});
+  if (dx) w = kept(at, "saved", *next++, recipe.dgrad_w, -2, {n, k, batch, {}});
   std::optional<Tensor> seed, offset;
   if (draws) offset = *next++, seed = *next++;
 
-  const Operands dys =
-      operands(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw, {seed, offset});
+  const ScalarType dtype = dy.scalar_type();
+  const Operands dys = operands(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw,
+                                {Role::dy, seed, offset});
   std::vector<Tensor> gradients;
   if (dx)
-    gradients.push_back(
-        product(at, *dys.row, *w, std::nullopt, dtype, x_dtype, with_last(dy, k), groups, m));
+    gradients.push_back(product(at, *dys.row, *w, std::nullopt, dtype, x_dtype.value_or(dtype),
+                                with_last(dy, k), groups, m));
   if (dw) {
     Ints sizes{n, k};
     if (groups) sizes.insert(sizes.begin(), batch);
     check_into(at, into, sizes);
-    const Tensor made =
-        product(at, *dys.column, *x, std::nullopt, dtype, w_dtype, sizes, groups, m, into);
+    const Tensor made = product(at, *dys.column, *x, std::nullopt, dtype, w_dtype.value_or(dtype),
+                                sizes, groups, m, into);
     if (!into) gradients.push_back(made);
   }
-  if (bias_dtype) {
+  if (db) {
     const Ints rows{0};
-    const Tensor sum = torch::stable::sum(matrix(dy), rows, false, ScalarType::Float);
-    gradients.push_back(torch::stable::to(sum, *bias_dtype));
+    const ScalarType type = bias_dtype.value_or(dtype);
+    // On a GPU PyTorch sums BF16 in FP32 anyway and rounds once; on a CPU not always.
+    const bool once = at.cuda() && type == dtype;
+    const Tensor sum = torch::stable::sum(matrix(dy), rows, false, once ? type : ScalarType::Float);
+    gradients.push_back(once ? sum : torch::stable::to(sum, type));
   }
   return gradients;
 }
@@ -404,21 +456,23 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
 }  // namespace
 
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
-                                       bool dx, bool dw, ScalarType dtype, ScalarType x_dtype,
-                                       ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
-                                       std::optional<Tensor> offsets) {
-  return backward(dy, saved, recipe, k, dx, dw, dtype, x_dtype, w_dtype, bias_dtype, offsets, {});
+                                       bool dx, bool dw, bool db, std::optional<Tensor> offsets,
+                                       std::optional<ScalarType> x_dtype,
+                                       std::optional<ScalarType> w_dtype,
+                                       std::optional<ScalarType> bias_dtype) {
+  return backward(dy, saved, recipe, k, dx, dw, db, offsets, x_dtype, w_dtype, bias_dtype, {});
 }
 
 std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
-                                                   Text recipe, int64_t k, bool dx,
-                                                   ScalarType dtype, ScalarType x_dtype,
-                                                   std::optional<ScalarType> bias_dtype,
-                                                   std::optional<Tensor> offsets, Tensor into) {
-  const auto made = backward(dy, saved, recipe, k, dx, true, dtype, x_dtype, ScalarType::Float,
-                             bias_dtype, offsets, into);
-  const Tensor none = empty({0}, ScalarType::Float, dy.device());
-  return {dx ? made[0] : none, bias_dtype ? made.back() : none};
+                                                   Text recipe, int64_t k, bool dx, bool db,
+                                                   std::optional<Tensor> offsets, Tensor into,
+                                                   std::optional<ScalarType> x_dtype,
+                                                   std::optional<ScalarType> bias_dtype) {
+  const auto made = backward(dy, saved, recipe, k, dx, true, db, offsets, x_dtype,
+                             ScalarType::Float, bias_dtype, into);
+  // Each an empty tensor of its own: results of an operator may not alias.
+  const auto none = [&] { return empty({0}, ScalarType::Float, dy.device()); };
+  return {dx ? made[0] : none(), db ? made.back() : none()};
 }
 
 }  // namespace blockscale::binding

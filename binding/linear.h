@@ -12,30 +12,40 @@ namespace blockscale::binding {
 // A recipe arrives as the texts of its six specs, in the order of recipe.py's OPERANDS, with "none"
 // for high precision, one space apart.
 //
-// [y, what the backward reads]: with dw the wgrad operand of x, with dx the dgrad operand of w,
-// and, where that backward draws random bits, a copy of offset. An operand is one tensor of bytes:
-// codes, the outer scale if there is one, block scales, all linear. High-precision operands are not
-// returned: they are x and w themselves.
+// [y, what the backward reads]: with dx the gradient of x will be asked for, with dw that of w.
+// With dw the wgrad operand of x, with dx the dgrad operand of w, and, where that backward draws
+// random bits, a copy of offset. An operand is one tensor of bytes: codes, the outer scale if there
+// is one, block scales, all linear. High-precision operands are not returned: they are x and w
+// themselves. `seed` has an int64 for x, w and dy, in this order. Without a dtype y has x's.
 //
 // With offsets x is [T, K] in groups of rows and w [E, N, K] holds a matrix for each; no bias.
+// `quantized_w`: what quantize_weight has made of w, which is not read then, nor is its dgrad
+// operand returned again.
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
-                              bool dw, ScalarType dtype, std::optional<Tensor> seed_x,
-                              std::optional<Tensor> seed_w, std::optional<Tensor> offset,
-                              std::optional<Tensor> offsets);
+                              bool dw, std::optional<Tensor> seed, std::optional<Tensor> offset,
+                              std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
+                              std::optional<std::vector<Tensor>> quantized_w);
 
-// The gradients asked for, of [dx, dw, db]; db where bias_dtype is given. `saved`: x's operand (or
-// x) with dw, w's (or w) with dx, then, where bits are drawn, the offset's copy and dy's seed.
+// The operands of w [N, K] or [E, N, K], of [fprop, dgrad] those that the recipe quantizes; that of
+// dgrad only if asked for.
+std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
+                                       std::optional<Tensor> seed, std::optional<Tensor> offset);
+
+// The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: x's
+// operand (or x) with dw, w's (or w) with dx, then, where bits are drawn, the offset's copy and
+// the seed.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
-                                       bool dx, bool dw, ScalarType dtype, ScalarType x_dtype,
-                                       ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
-                                       std::optional<Tensor> offsets);
+                                       bool dx, bool dw, bool db, std::optional<Tensor> offsets,
+                                       std::optional<ScalarType> x_dtype,
+                                       std::optional<ScalarType> w_dtype,
+                                       std::optional<ScalarType> bias_dtype);
 
 // The same with dw, which is added to `into`, contiguous float32 of w's shape. [dx, db], empty
 // where not asked for: PyTorch's compiler takes no lists from operators that change an argument.
 std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
-                                                   Text recipe, int64_t k, bool dx,
-                                                   ScalarType dtype, ScalarType x_dtype,
-                                                   std::optional<ScalarType> bias_dtype,
-                                                   std::optional<Tensor> offsets, Tensor into);
+                                                   Text recipe, int64_t k, bool dx, bool db,
+                                                   std::optional<Tensor> offsets, Tensor into,
+                                                   std::optional<ScalarType> x_dtype,
+                                                   std::optional<ScalarType> bias_dtype);
 
 }  // namespace blockscale::binding

@@ -6,6 +6,9 @@
 #include <algorithm>
 
 // In PyTorch's builds for GPUs only: weak, so that one binary loads under every build.
+extern "C" __attribute__((weak, visibility("default"))) AOTITorchError aoti_torch_cuda_addmm_out(
+    AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1, AtenTensorHandle mat2,
+    double beta, double alpha);
 extern "C" __attribute__((weak, visibility("default"))) AOTITorchError aoti_torch_cuda_mm_dtype_out(
     AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2, int32_t out_dtype);
 
@@ -14,11 +17,17 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-// a·b with FP32 sums, rounded once to `dtype`. PyTorch's kernel itself, past its dispatcher: less
-// work for the host, and autocast has no say.
-void multiply(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType dtype) {
+// a·b, with FP32 sums, + bias, rounded once to `dtype`; a bias is of this dtype, as a and b are.
+// PyTorch's kernel itself, past its dispatcher: less work for the host, and autocast has no say.
+void multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+              const Tensor& out, ScalarType dtype) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
+  if (bias) {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_cuda_addmm_out(out.get(), bias->get(), a.get(), b.get(), 1, 1));
+    return;
+  }
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), to<int32_t>(from(dtype))));
 }
@@ -99,10 +108,12 @@ Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantize
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
                    const std::optional<Tensor>& into, const On& on) {
   GemmOptions options;
-  std::optional<Tensor> fp32_bias;  // keeps the memory of options.bias
+  std::optional<Tensor> row;  // keeps the memory of the bias
   if (bias) {
-    fp32_bias = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
-    options.bias = static_cast<const float*>(fp32_bias->const_data_ptr());
+    row =
+        torch::stable::contiguous(at.cuda() ? *bias : torch::stable::to(*bias, ScalarType::Float));
+    options.bias = row->const_data_ptr();
+    options.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
   }
   options.accumulate = into.has_value();
   // It writes FP32 and BF16.
@@ -116,9 +127,11 @@ Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantize
   return half ? torch::stable::to(out, out_dtype) : out;
 }
 
-// The sums of D in PyTorch's GEMM, rounded once to `dtype`; over groups that is BF16.
+// The sums of D in PyTorch's GEMM, with `bias` or without, rounded once to `dtype`; over groups
+// that is BF16.
 Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-                   const std::optional<Ends>& ends, ScalarType dtype, const Stream& stream) {
+                   const std::optional<Tensor>& bias, const std::optional<Ends>& ends,
+                   ScalarType dtype, const Stream& stream) {
   const StoredShape sa = a.shape(), sb = b.shape();
   if (sa.lines == 0 || sb.lines == 0 || sa.extent == 0) {
     Ints shape{sa.lines, sb.lines};
@@ -129,7 +142,7 @@ Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantize
   const Tensor right = decoded(at, b, true, ends && !b.groups, stream);
   if (ends) return grouped_mm(left, right, *ends);
   Tensor out = empty({sa.lines, sb.lines}, dtype, at.device());
-  multiply(left, right, out, dtype);
+  multiply(left, right, bias, out, dtype);
   return out;
 }
 
@@ -145,11 +158,11 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                      const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
                      const std::optional<Tensor>& into) {
   check_pair(at, a.spec, b.spec);
-  const TorchStream stream(at.device());
+  const TorchStream& stream = at.stream();
   if (a.spec.scale == Format::fp32)
     return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
   check_layouts(at, a, b);
-  const StoredShape sb = b.shape();
+  const StoredShape sa = a.shape(), sb = b.shape();
   std::optional<Ends> ends;
   if (a.groups)
     ends = group_ends(at, a.groups, a.rows,
@@ -158,11 +171,16 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   // whole 16 bytes.
   const bool writes = a.groups ? out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0
                                : out_dtype != ScalarType::Half;
-  const bool finished = !a.spec.outer && !b.spec.outer && !bias && !into && writes;
+  // It adds a bias of its operands' dtype before that rounding.
+  const bool adds = bias && !a.groups && out_dtype == ScalarType::BFloat16 &&
+                    bias->scalar_type() == ScalarType::BFloat16 &&
+                    sa.lines * sb.lines * sa.extent != 0;
+  const bool finished = !a.spec.outer && !b.spec.outer && (!bias || adds) && !into && writes;
   const ScalarType sum_dtype = ends       ? ScalarType::BFloat16
                                : finished ? out_dtype
                                           : ScalarType::Float;
-  const Tensor sums = sums_on_gpu(at, a, b, ends, sum_dtype, stream);
+  const Tensor sums =
+      sums_on_gpu(at, a, b, finished ? bias : std::nullopt, ends, sum_dtype, stream);
   if (finished) {
     Tensor out = with_shape(sums, sizes);
     if (ends)

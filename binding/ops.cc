@@ -175,16 +175,20 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "SymInt b_rows, SymInt k, Tensor? bias, ScalarType out_dtype, Tensor? offsets=None, "
       "int axis=-1) -> Tensor");
   m.def(
-      "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, ScalarType dtype, "
-      "Tensor? seed_x, Tensor? seed_w, Tensor? offset, Tensor? offsets=None) -> Tensor[]");
+      "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx=False, bool dw=False, "
+      "Tensor? seed=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None, "
+      "Tensor[]? quantized_w=None) -> Tensor[]");
   m.def(
-      "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
-      "ScalarType dtype, ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype, "
-      "Tensor? offsets=None) -> Tensor[]");
+      "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seed=None, Tensor? offset=None) "
+      "-> Tensor[]");
   m.def(
-      "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, "
-      "ScalarType dtype, ScalarType x_dtype, ScalarType? bias_dtype, Tensor? offsets, "
-      "Tensor(a!) into) -> (Tensor dx, Tensor db)");
+      "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
+      "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
+      "ScalarType? bias_dtype=None) -> Tensor[]");
+  m.def(
+      "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool db, "
+      "Tensor? offsets, Tensor(a!) into, ScalarType? x_dtype=None, ScalarType? bias_dtype=None) -> "
+      "(Tensor dx, Tensor db)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
@@ -196,6 +200,7 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("relayout", TORCH_BOX(&relayout_op));
   m.impl("matmul", TORCH_BOX(&matmul_op));
   m.impl("linear", TORCH_BOX(&linear_op));
+  m.impl("quantize_weight", TORCH_BOX(&quantize_weight_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
   m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));
 }

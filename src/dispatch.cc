@@ -319,6 +319,8 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Executor& executor) {
   check_gemm(a, b, d, options, Memory::host);
   if (options.device_alpha) fail("gemm", "device_alpha", "given", "none: a is in host memory");
+  if (options.bias && options.bias_dtype != DType::f32)
+    fail("gemm", "bias_dtype", "16 bits", "float32 in host memory");
   cpu::gemm(a, b, d, options, StrictExecutor(executor));
 }
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,

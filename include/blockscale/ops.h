@@ -45,6 +45,7 @@ struct QuantizeOptions {
   // On a GPU instead of `rng`: seed and offset in device memory, read when the kernel runs.
   const int64_t* device_seed = nullptr;
   const int64_t* device_offset = nullptr;
+  uint64_t device_seed_step = 0;  // added to *device_seed
   int64_t origin_row = 0;     // of x in the unsharded tensor; whole blocks along the contraction
   int64_t origin_column = 0;  // axis (and across it for square blocks)
 };
@@ -105,7 +106,8 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 struct GemmOptions {
   float alpha = 1.0f;
   const float* device_alpha = nullptr;  // on a GPU: one more factor, read when the kernel runs
-  const float* bias = nullptr;          // N values, added to every row; with groups N for each
+  const void* bias = nullptr;           // N values, added to every row; with groups N for each
+  DType bias_dtype = DType::f32;        // FP32 in host memory
   bool accumulate = false;              // add to D (FP32 only) instead of overwriting it
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,

@@ -47,6 +47,42 @@ BLOCKSCALE_HD constexpr PhiloxBlock random_block(Rng rng, int plane, uint32_t li
                     static_cast<uint32_t>(rng.seed), static_cast<uint32_t>(rng.seed >> 32));
 }
 
+// random_block() for one pos_div_16 and many lines. A line is one word of the counter, which has
+// met all four only after three rounds: what does not depend on it is found once.
+class RandomLines {
+ public:
+  RandomLines() = default;
+  BLOCKSCALE_HD constexpr RandomLines(Rng rng, int plane, uint32_t pos_div_16) {
+    const auto k0 = static_cast<uint32_t>(rng.seed), k1 = static_cast<uint32_t>(rng.seed >> 32);
+    const uint32_t w3 =
+        (static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF) | static_cast<uint32_t>(plane) << 31;
+    const uint64_t a = uint64_t{kPhiloxM0} * pos_div_16;
+    const uint64_t b = uint64_t{kPhiloxM1} * static_cast<uint32_t>(rng.offset);
+    const uint64_t c = uint64_t{kPhiloxM1} * (high(a) ^ w3 ^ k1);
+    const uint64_t d = uint64_t{kPhiloxM0} * (high(c) ^ low(b) ^ (k0 + kPhiloxW0));
+    first_ = high(b) ^ k0;
+    second_ = low(a) ^ (k1 + kPhiloxW1);
+    third_[0] = low(c) ^ (k0 + 2 * kPhiloxW0);
+    third_[1] = high(d) ^ (k1 + 2 * kPhiloxW1);
+    fourth_ = low(d);
+    k0_ = k0 + 3 * kPhiloxW0;
+    k1_ = k1 + 3 * kPhiloxW1;
+  }
+  BLOCKSCALE_HD constexpr PhiloxBlock block(uint32_t line) const {
+    const uint64_t p = uint64_t{kPhiloxM0} * (line ^ first_);
+    const uint64_t q = uint64_t{kPhiloxM1} * (high(p) ^ second_);
+    return philox4x32<kPhiloxRounds - 3>({high(q) ^ third_[0], low(q), low(p) ^ third_[1], fourth_},
+                                         k0_, k1_);
+  }
+
+ private:
+  BLOCKSCALE_HD static constexpr uint32_t low(uint64_t p) { return static_cast<uint32_t>(p); }
+  BLOCKSCALE_HD static constexpr uint32_t high(uint64_t p) {
+    return static_cast<uint32_t>(p >> 32);
+  }
+  uint32_t first_, second_, third_[2], fourth_, k0_, k1_;
+};
+
 // The 8 bits of one element: byte i%4 (little end first) of word i/4, i = pos % 16.
 BLOCKSCALE_HD constexpr uint32_t random_byte(const PhiloxBlock& block, uint32_t i) {
   return block.word[i / 4] >> (8 * (i % 4)) & 0xFF;

@@ -19,12 +19,14 @@ from blockscale.ops import (
 from blockscale.recipe import Recipe, Spec, recipe, recipe_names, spec, spec_names
 from blockscale.rng import Rng
 from blockscale.tensor import QuantizedTensor
+from blockscale.weight import QuantizedWeight, quantize_weight
 
 __version__: str = facts()["version"]
 del facts
 
 __all__ = [
     "QuantizedTensor",
+    "QuantizedWeight",
     "Recipe",
     "Report",
     "Rng",
@@ -43,6 +45,7 @@ __all__ = [
     "nn",
     "quantize",
     "quantize_dual",
+    "quantize_weight",
     "recipe",
     "recipe_names",
     "relayout",

@@ -232,7 +232,7 @@ def _restore(module: torch.nn.Module) -> bool:
     if type(module) is not Linear:
         return False
     drop_root(module)
-    for name in ("recipe", "_rng_state", "_seeds"):
+    for name in ("recipe", "_rng_state", "_seed"):
         del module.__dict__[name]
     module.__class__ = torch.nn.Linear  # type: ignore[assignment]
     return True

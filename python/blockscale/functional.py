@@ -4,7 +4,7 @@ recipe."""
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -12,29 +12,12 @@ from torch.autograd.function import once_differentiable
 from blockscale._errors import fail, fail_type
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import Rng, as_tensor
+from blockscale.rng import Key, Rng, layer_key
 from blockscale.tensor import stored_shapes
+from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Keys(NamedTuple):
-    """Seeds of the three tensors of a linear layer, and their offset: int64 tensors of one
-    element. None where nothing is drawn."""
-
-    x: torch.Tensor | None
-    w: torch.Tensor | None
-    dy: torch.Tensor | None
-    offset: torch.Tensor | None
-
-    @staticmethod
-    def of(rng: Rng, device: torch.device) -> Keys:
-        x, w, dy = (as_tensor(rng.role(role).seed, device) for role in ("x", "w", "dy"))
-        return Keys(x, w, dy, as_tensor(rng.offset, device))
-
-
-_NO_KEYS = Keys(None, None, None, None)
 
 
 def linear(
@@ -44,6 +27,7 @@ def linear(
     recipe: str | Recipe = "nvfp4",
     rng: Rng | None = None,
     accumulate_into: torch.Tensor | None = None,
+    quantized_weight: QuantizedWeight | None = None,
 ) -> torch.Tensor:
     """y = x·Wᵀ + bias with the operands of all three GEMMs quantized as `recipe` says.
 
@@ -64,6 +48,8 @@ def linear(
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
             none (hooks on w's gradient do not run). Not for `create_graph`, and not reset here.
+        quantized_weight: what `quantize_weight` made of w as it is now. The result and the
+            gradients are the same, w's too; w's values are not read.
 
     Returns:
         [..., N].
@@ -72,8 +58,8 @@ def linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
-    keys = _keys("linear", rng, x, chosen)
-    return linear_with_keys(x, w, bias, chosen, keys, None, accumulate_into)
+    key = layer_key("linear", rng, chosen.stochastic, x.device)
+    return linear_with_key(x, w, bias, chosen, key, None, accumulate_into, quantized_weight)
 
 
 def grouped_linear(
@@ -83,6 +69,7 @@ def grouped_linear(
     recipe: str | Recipe = "nvfp4",
     rng: Rng | None = None,
     accumulate_into: torch.Tensor | None = None,
+    quantized_weight: QuantizedWeight | None = None,
 ) -> torch.Tensor:
     """The linear layers of experts in one: each group of x's rows times its own matrix of w.
 
@@ -102,7 +89,7 @@ def grouped_linear(
         w: [E, N, K], likewise.
         offsets: [E] int32 or int64 on x's device: where each group ends, never decreasing, at most
             T. Wrong ones raise on the CPU, and on a GPU make y and the gradients NaN.
-        recipe, rng, accumulate_into: as for `linear`.
+        recipe, rng, accumulate_into, quantized_weight: as for `linear`.
 
     Returns:
         [T, N].
@@ -111,93 +98,166 @@ def grouped_linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
-    keys = _keys("grouped_linear", rng, x, chosen)
-    return linear_with_keys(x, w, None, chosen, keys, offsets, accumulate_into)
+    key = layer_key("grouped_linear", rng, chosen.stochastic, x.device)
+    return linear_with_key(x, w, None, chosen, key, offsets, accumulate_into, quantized_weight)
 
 
-def _keys(operation: str, rng: Rng | None, x: torch.Tensor, recipe: Recipe) -> Keys | None:
-    if rng is not None and not isinstance(rng, Rng):
-        fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
-    # Tensors of keys cost launches on a GPU: none for what draws nothing.
-    return Keys.of(rng, x.device) if rng is not None and recipe.stochastic else None
-
-
-def linear_with_keys(
+def linear_with_key(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     recipe: Recipe,
-    keys: Keys | None,
+    key: Key | None,
     offsets: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
+    quantized: QuantizedWeight | None = None,
 ) -> torch.Tensor:
-    """`linear`, or with offsets `grouped_linear`, for a caller that has the seeds of the operands
-    at hand."""
+    """`linear`, or with offsets `grouped_linear`, for a caller that has the key at hand."""
     if recipe.high_precision and offsets is None and into is None:
+        if quantized is not None:
+            quantized.operands_of(w, recipe, False, "linear")
         return torch.nn.functional.linear(x, w, bias)
-    op = "linear" if offsets is None else "grouped_linear"
-    _check(op, x, w, bias, offsets, into)
-    if recipe.cuda_needs and x.is_cuda:
-        remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
-        fail(op, "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
-    grad = torch.is_grad_enabled()
-    needs = _Needs(
-        dx=grad and x.requires_grad,
-        dw=grad and w.requires_grad,
-        db=grad and bias is not None and bias.requires_grad,
-    )
-    if into is not None and grad and not needs.dw:
-        fail(op, "accumulate_into", "given", "none: w needs no gradient", "leave it out")
-    if keys is None and recipe.stochastic and _draws(recipe, needs):
-        fail(
-            op,
-            "rng",
-            "None",
-            f"a key for random bits: recipe {recipe} rounds stochastically",
-            "pass rng=bs.Rng(seed, offset)",
+    dx = dw = db = False
+    seed, offset = key or (None, None)
+    # In a small layer looking at the arguments costs as much as a kernel: the operator refuses what
+    # it cannot take, and only then is it put into words.
+    try:
+        if recipe.cuda_needs and x.is_cuda:
+            _refuse_cuda(recipe, offsets)
+        if torch.is_grad_enabled():
+            dx, dw = x.requires_grad, w.requires_grad
+            db = bias is not None and bias.requires_grad
+        if into is not None:
+            _check_into(into, w, dw, offsets)
+        made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
+        rest = (recipe.text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made)
+        if dx or dw or db:
+            y: torch.Tensor = _Linear.apply(x, w, bias, recipe, rest, into)  # type: ignore[no-untyped-call]
+        else:
+            y = _ops.linear.default(x, w, bias, *rest)[0]
+        return y
+    except Exception as error:
+        failure = error
+    _check(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
+    raise failure
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast wants of x's device, where it is enabled."""
+    kind = "cuda" if x.is_cuda else "cpu"
+    on = torch.is_autocast_enabled(kind) and not x.is_meta
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def _name(offsets: torch.Tensor | None) -> str:
+    return "linear" if offsets is None else "grouped_linear"
+
+
+def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
+    remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
+    fail(_name(offsets), "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
+
+
+def _check_into(
+    into: torch.Tensor, w: torch.Tensor, dw: bool, offsets: torch.Tensor | None
+) -> None:
+    op, name = _name(offsets), "accumulate_into"
+    if not isinstance(into, torch.Tensor):
+        fail_type(op, name, into, "a tensor")
+    if (into.shape, into.dtype, into.device) != (w.shape, torch.float32, w.device) or (
+        not into.is_contiguous()
+    ):
+        got = f"{into.dtype}{list(into.shape)} on {into.device}"
+        need = f"contiguous torch.float32{list(w.shape)} on {w.device}, as w is"
+        fail(op, name, got, need)
+    if torch.is_grad_enabled() and not dw:
+        fail(op, name, "given", "none: w needs no gradient", "leave it out")
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `rest`:
+    what the operator takes after them, in one tuple because each argument costs time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        recipe: Recipe,
+        rest: tuple[Any, ...],
+        into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        made = _ops.linear.default(x, w, bias, *rest)
+        text, dx, dw, seed, _, offsets, _, quantized_w = rest
+        # The operator returns y and what it has made; operands in high precision are the inputs.
+        # (Tuples: PyTorch 2.11's compiler does not trace changes of a list here.)
+        saved: tuple[torch.Tensor, ...] = ()
+        taken = 1
+        if dw and recipe.wgrad_x is None:
+            saved = (x,)
+        elif dw:
+            saved, taken = (made[1],), 2
+        if dx and recipe.dgrad_w is None:
+            saved = (*saved, w)
+        elif dx and quantized_w is not None:
+            saved = (*saved, quantized_w[-1])
+        elif dx:
+            saved, taken = (*saved, made[taken]), taken + 1
+        if taken < len(made):  # the offset's copy: dy will draw
+            saved = (*saved, made[taken], seed)
+        ctx.save_for_backward(offsets, *saved)
+        ctx.into = into
+        y: torch.Tensor = made[0]
+        out = y.dtype  # gradients have the dtypes of what they belong to; none: that of dy
+        ctx.dtypes = (
+            None if x.dtype == out else x.dtype,
+            None if w.dtype == out else w.dtype,
+            None if bias is None or bias.dtype == out else bias.dtype,
         )
-    dtype, device = x.dtype, x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # torch refuses to ask for meta
-        dtype = torch.get_autocast_dtype(device)
-    seeds = keys or _NO_KEYS
-    if not any(needs):  # nothing to differentiate: the operator alone
-        call = (x, w, bias, recipe.text, False, False, dtype, seeds.x, seeds.w, seeds.offset)
-        result: list[torch.Tensor] = _ops.linear.default(*call, offsets)
-        return result[0]
-    y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, w, bias, recipe, needs, dtype, offsets, into, *seeds
-    )
-    return y
+        ctx.call = (text, w.shape[-1], dx, dw, ctx.needs_input_grad[2])
+        return y
 
-
-class _Needs(NamedTuple):
-    """Which gradients will be asked for."""
-
-    dx: bool
-    dw: bool
-    db: bool
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        offsets, *saved = ctx.saved_tensors
+        text, k, dx, dw, db = ctx.call
+        if ctx.into is None:
+            made = iter(_ops.linear_backward.default(dy, saved, *ctx.call, offsets, *ctx.dtypes))
+            gradients = [next(made) if needed else None for needed in (dx, dw, db)]
+        else:
+            x_dtype, _, bias_dtype = ctx.dtypes
+            call = (text, k, dx, db, offsets, ctx.into, x_dtype, bias_dtype)
+            grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
+            gradients = [grad_x if dx else None, None, grad_b if db else None]
+        return (*gradients, None, None, None)
 
 
 def _check(
-    op: str,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
+    recipe: str,
+    dx: bool,
+    dw: bool,
+    seed: torch.Tensor | None,
+    offset: torch.Tensor | None,
     offsets: torch.Tensor | None,
-    into: torch.Tensor | None,
+    label: str = "",
 ) -> None:
-    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
-        if tensor is None and name == "bias":
+    """Say what is wrong with the arguments of the operator, if something is. `label` names the
+    recipe."""
+    op = _name(offsets)
+    for name, tensor in (("x", x), ("w", w), ("bias", bias), ("offsets", offsets)):
+        if tensor is None and name in ("bias", "offsets"):
             continue
         if not isinstance(tensor, torch.Tensor):
             fail_type(op, name, tensor, "a tensor")
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _DTYPES and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, "float32, bfloat16 or float16")
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
-    for name, tensor in (("offsets", offsets), ("accumulate_into", into)):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            fail_type(op, name, tensor, "a tensor")
     grouped = offsets is not None
     if w.dim() != 2 + grouped:
         fail(op, "w.shape", list(w.shape), "rank 3, [E, N, K]" if grouped else "rank 2, [N, K]")
@@ -209,85 +269,11 @@ def _check(
     if offsets is not None and tuple(offsets.shape) != (w.shape[0],):
         need = f"[{w.shape[0]}], the end of a group for each matrix of w {list(w.shape)}"
         fail(op, "offsets.shape", list(offsets.shape), need)
-    if into is None:
-        return
-    if (into.shape, into.dtype, into.device) != (w.shape, torch.float32, w.device) or (
-        not into.is_contiguous()
-    ):
-        got = f"{into.dtype}{list(into.shape)} on {into.device}"
-        need = f"contiguous torch.float32{list(w.shape)} on {w.device}, as w is"
-        fail(op, "accumulate_into", got, need)
-
-
-def _stochastic(*specs: Spec | None) -> bool:
-    return any(s is not None and s.stochastic for s in specs)
-
-
-def _draws(recipe: Recipe, needs: _Needs) -> bool:
-    """Whether any operand that will be made rounds stochastically."""
-    return (
-        _stochastic(recipe.fprop_x, recipe.fprop_w)
-        or (needs.dx and _stochastic(recipe.dgrad_w, recipe.dgrad_dy))
-        or (needs.dw and _stochastic(recipe.wgrad_x, recipe.wgrad_dy))
-    )
-
-
-class _Linear(torch.autograd.Function):
-    """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        recipe: Recipe,
-        needs: _Needs,
-        dtype: torch.dtype,
-        offsets: torch.Tensor | None,
-        into: torch.Tensor | None,
-        seed_x: torch.Tensor | None,
-        seed_w: torch.Tensor | None,
-        seed_dy: torch.Tensor | None,
-        offset: torch.Tensor | None,
-    ) -> torch.Tensor:
-        made = _ops.linear.default(
-            x, w, bias, recipe.text, needs.dx, needs.dw, dtype, seed_x, seed_w, offset, offsets
-        )
-        # The operator returns what it has made; operands in high precision are the inputs. (Tuples:
-        # PyTorch 2.11's compiler does not trace changes of a list here.)
-        saved = tuple(made[1:])
-        if needs.dw and recipe.wgrad_x is None:
-            saved = (x, *saved)
-        if needs.dx and recipe.dgrad_w is None:
-            saved = (saved[0], w, *saved[1:]) if needs.dw else (w, *saved)
-        if len(saved) > needs.dx + needs.dw:  # the offset's copy: dy will draw
-            saved = (*saved, seed_dy)
-        ctx.save_for_backward(offsets, *saved)
-        ctx.needs = needs
-        ctx.into = into
-        ctx.call = (recipe.text, w.shape[-1], needs.dx, needs.dw, dtype, x.dtype,
-                    w.dtype if into is None else torch.float32,
-                    bias.dtype if bias is not None and needs.db else None)  # fmt: skip
-        return made[0]  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        offsets, *saved = ctx.saved_tensors
-        into, needs = ctx.into, ctx.needs
-        if into is None or not needs.dw:
-            made = iter(_ops.linear_backward.default(dy, saved, *ctx.call, offsets))
-            gradients = [next(made) if needed else None for needed in needs]
-        else:
-            text, k, dx, _, dtype, x_dtype, _, bias_dtype = ctx.call
-            call = (text, k, dx, dtype, x_dtype, bias_dtype, offsets, into)
-            grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
-            gradients = [grad_x if needs.dx else None, None, grad_b if needs.db else None]
-        return (*gradients, *(None,) * 9)
-
-
-# --- fake kernels: shape, dtype and stride of every result, without data --------------------------
+    specs = _specs(recipe)
+    draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or _backward_draws(specs, dx, dw)
+    if draws and (seed is None or offset is None):
+        need = f"a key for random bits: recipe {label or recipe} rounds stochastically"
+        fail(op, "rng", "None", need, "pass rng=bs.Rng(seed, offset)")
 
 
 def _specs(recipe: str) -> dict[str, Spec | None]:
@@ -296,10 +282,24 @@ def _specs(recipe: str) -> dict[str, Spec | None]:
     return dict(zip(OPERANDS, specs, strict=True))
 
 
-def _fake_operand(x: torch.Tensor, s: Spec, groups: int, batch_dims: int) -> torch.Tensor:
-    """The memory of x's operand along axis -2, stored as GEMMs read it."""
+def _stochastic(*specs: Spec | None) -> bool:
+    return any(s is not None and s.stochastic for s in specs)
+
+
+def _backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
+    """Whether dy's operands round stochastically, of those that will be made."""
+    return (dx and _stochastic(specs["dgrad_dy"])) or (dw and _stochastic(specs["wgrad_dy"]))
+
+
+# --- fake kernels: shape, dtype and stride of every result, without data --------------------------
+
+
+def _fake_operand(
+    x: torch.Tensor, s: Spec, groups: int, batch_dims: int, axis: int = -2
+) -> torch.Tensor:
+    """The memory of an operand of x, stored as GEMMs read it; in groups along axis -2 only."""
     layout = "mn_major" if s.scale == "fp32" else "linear"
-    shapes = stored_shapes(s, -2, x.shape, layout, batch_dims, groups)
+    shapes = stored_shapes(s, axis, x.shape, layout, batch_dims, groups)
     outer = math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
     scales = math.prod(shapes.scales) * s.scale_bytes
     return x.new_empty(math.prod(shapes.codes) + outer + scales, dtype=torch.uint8)
@@ -310,27 +310,39 @@ def _fake_linear(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     recipe: str,
-    dx: bool,
-    dw: bool,
-    dtype: torch.dtype,
-    seed_x: torch.Tensor | None,
-    seed_w: torch.Tensor | None,
-    offset: torch.Tensor | None,
+    dx: bool = False,
+    dw: bool = False,
+    seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    quantized_w: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
+    _check(x, w, bias, recipe, dx, dw, seed, offset, offsets)
     specs = _specs(recipe)
-    made = [x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=dtype)]
+    made = [x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=dtype or x.dtype)]
     groups = 0 if offsets is None else offsets.shape[0]
     for tensor, s, needed, parts, batch in (
         (x, specs["wgrad_x"], dw, groups, 0),
-        (w, specs["dgrad_w"], dx, 0, w.dim() - 2),
+        (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
     ):
         if needed and s is not None:
             made.append(_fake_operand(tensor, s, parts, batch))
-    draws = (needed and _stochastic(specs[o]) for needed, o in ((dx, "dgrad_dy"), (dw, "wgrad_dy")))
-    if offset is not None and any(draws):
+    if offset is not None and _backward_draws(specs, dx, dw):
         made.append(torch.empty_like(offset))
     return made
+
+
+def _fake_quantize_weight(
+    w: torch.Tensor,
+    recipe: str,
+    dgrad: bool,
+    seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    specs = _specs(recipe)
+    wanted = ((specs["fprop_w"], -1), (specs["dgrad_w"] if dgrad else None, -2))
+    return [_fake_operand(w, s, 0, w.dim() - 2, axis) for s, axis in wanted if s is not None]
 
 
 def _fake_linear_backward(
@@ -340,21 +352,21 @@ def _fake_linear_backward(
     k: int,
     dx: bool,
     dw: bool,
-    dtype: torch.dtype,
-    x_dtype: torch.dtype,
-    w_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
+    db: bool,
     offsets: torch.Tensor | None = None,
+    x_dtype: torch.dtype | None = None,
+    w_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     n = dy.shape[-1]
     gradients = []
     if dx:
-        gradients.append(dy.new_empty((*dy.shape[:-1], k), dtype=x_dtype))
+        gradients.append(dy.new_empty((*dy.shape[:-1], k), dtype=x_dtype or dy.dtype))
     if dw:
         batch = () if offsets is None else offsets.shape
-        gradients.append(dy.new_empty((*batch, n, k), dtype=w_dtype))
-    if bias_dtype is not None:
-        gradients.append(dy.new_empty((n,), dtype=bias_dtype))
+        gradients.append(dy.new_empty((*batch, n, k), dtype=w_dtype or dy.dtype))
+    if db:
+        gradients.append(dy.new_empty((n,), dtype=bias_dtype or dy.dtype))
     return gradients
 
 
@@ -364,19 +376,19 @@ def _fake_linear_backward_into(
     recipe: str,
     k: int,
     dx: bool,
-    dtype: torch.dtype,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
+    db: bool,
     offsets: torch.Tensor | None,
     into: torch.Tensor,
+    x_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    f32, none = torch.float32, dy.new_empty(0, dtype=torch.float32)
-    made = _fake_linear_backward(
-        dy, saved, recipe, k, dx, False, dtype, x_dtype, f32, bias_dtype, offsets
-    )
-    return made[0] if dx else none, made[-1] if bias_dtype is not None else none
+    call = (dx, False, db, offsets, x_dtype, None, bias_dtype)
+    made = _fake_linear_backward(dy, saved, recipe, k, *call)
+    none = dy.new_empty(0, dtype=torch.float32)
+    return made[0] if dx else none, made[-1] if db else none.clone()
 
 
 torch.library.register_fake("blockscale::linear", _fake_linear)
+torch.library.register_fake("blockscale::quantize_weight", _fake_quantize_weight)
 torch.library.register_fake("blockscale::linear_backward", _fake_linear_backward)
 torch.library.register_fake("blockscale::linear_backward_into", _fake_linear_backward_into)

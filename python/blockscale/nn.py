@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from blockscale.functional import Keys, linear_with_keys
+from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import RngState, role_seeds
+from blockscale.rng import RngState, as_tensor, layer_seed
 
 
 class Linear(torch.nn.Linear):
@@ -31,7 +31,7 @@ class Linear(torch.nn.Linear):
     recipe: Recipe
     # Plain attributes, neither parameters nor buffers: checkpoints stay plain.
     _rng_state: RngState
-    _seeds: dict[str, torch.Tensor]
+    _seed: torch.Tensor
 
     def __init__(
         self,
@@ -52,14 +52,15 @@ class Linear(torch.nn.Linear):
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
         self.recipe = recipe
         self._rng_state = state
-        self._seeds = role_seeds(state.seed, name)
+        state.draws |= recipe.stochastic
+        self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
         self._move_rng()
 
     def _move_rng(self) -> None:
         device = self.weight.device
         if device.type != "meta":
             self._rng_state.move(device)
-            self._seeds = {role: seed.to(device) for role, seed in self._seeds.items()}
+            self._seed = self._seed.to(device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Linear:
         # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
@@ -69,11 +70,9 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
-        keys = None
-        if self.recipe.stochastic:
-            seeds = self._seeds
-            keys = Keys(seeds["x"], seeds["w"], seeds["dy"], self._rng_state.offset)
-        return linear_with_keys(input, self.weight, self.bias, self.recipe, keys)
+        recipe = self.recipe
+        key = (self._seed, self._rng_state.offset) if recipe.stochastic else None
+        return linear_with_key(input, self.weight, self.bias, recipe, key)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"

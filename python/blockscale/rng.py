@@ -90,11 +90,20 @@ def layer_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def role_seeds(seed: int, name: str) -> dict[str, torch.Tensor]:
-    """The int64 seed tensors of a layer's operands, on the CPU."""
-    layer = Rng(layer_seed(seed, name))
-    cpu = torch.device("cpu")
-    return {role: layer.role(role).tensors(cpu)[0] for role in _ROLES}
+# A layer's seed and offset as the operators take them, which add the operands' roles.
+Key = tuple[torch.Tensor, torch.Tensor]
+
+
+def layer_key(
+    operation: str, rng: Rng | None, stochastic: bool, device: torch.device
+) -> Key | None:
+    """What a layer with this Rng draws by; none where nothing is `stochastic`, since its tensors
+    may cost launches on a GPU."""
+    if rng is not None and not isinstance(rng, Rng):
+        fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
+    if rng is None or not stochastic:
+        return None
+    return rng.tensors(device)
 
 
 class RngState:
@@ -107,6 +116,7 @@ class RngState:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.draws = False  # whether any layer does: forwards count only then
         # The device is named: under `with torch.device("meta")` the default is no real memory.
         self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
         self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -131,7 +141,7 @@ class RngState:
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Forward pre-hook of the root: a forward that will be differentiated begins."""
-        if _is_new_forward():
+        if self.draws and _is_new_forward():
             self.offset.copy_(self.upcoming)
             self.upcoming.add_(1)
 
@@ -143,7 +153,7 @@ class RngState:
         run, so a hook on it is where the offset is put back. Compiled code needs no such help: it
         recomputes from what its own forward read.
         """
-        if torch.compiler.is_compiling() or not _is_new_forward():
+        if not self.draws or torch.compiler.is_compiling() or not _is_new_forward():
             return
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -107,6 +107,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   g.alpha = options.alpha;
   g.device_alpha = options.device_alpha;
   g.bias = options.bias;
+  g.bias_dtype = options.bias_dtype;
   if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess)
     fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
          "see `blockscale doctor`");

@@ -226,6 +226,7 @@ void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Group
                      stream);
   QuantizeParams p{};
   p.row.out.spec = spec;
+  for (int i = 0; i < kRun; ++i) p.row.transform_signs[i] = spec.hadamard.negates(i) ? -1.0f : 1.0f;
   ConstMatrix y = x;
   if (wide) {
     const StoredShape s = operand.shape();

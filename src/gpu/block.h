@@ -39,25 +39,30 @@ BLOCKSCALE_DEVICE int table_index(const Side& s, int line, int pos) {
                              : pos / block * kTile + line;
 }
 
+// Whether elements of a block of this amax have to be saturated before stochastic rounding.
 template <Pass kPass>
-BLOCKSCALE_DEVICE bool needs_limit(float inv, uint32_t amax) {
-  return kPass.encoder == Encoder::fp4_nearest &&
-         __fmul_rn(bit_cast<float>(amax), inv) > kNearestSafe;
+BLOCKSCALE_DEVICE bool is_far(float inv, uint32_t amax) {
+  return kPass.encoder == Encoder::fp4_stochastic &&
+         __fmul_rn(bit_cast<float>(amax), inv) > kStochasticSafe;
 }
 
-// The codes of one run of a block whose amax is `largest`. `line` and `pos` are global coordinates;
-// v is used up, and below the limit of rounding to nearest. `signs` are those of v, at the top of
-// nibbles; only FP4 looks at them.
+// The random bits of the runs at `pos`, a global coordinate, of all lines.
 template <Pass kPass>
-BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, const uint2& signs, float inv,
-                                   float largest, const Rng& rng, int plane, uint32_t line,
-                                   int64_t pos) {
+BLOCKSCALE_DEVICE RandomLines random_lines(const Side& s, const Rng& rng, int plane, int64_t pos) {
+  if (kPass.encoder == Encoder::fp4_stochastic || (kPass.any() && s.out.spec.stochastic()))
+    return RandomLines(rng, plane, static_cast<uint32_t>(pos / kElementsPerPhilox));
+  return {};
+}
+
+// The codes of one run of `line`, counted globally; v times inv is below the limit of the encoder.
+// `signs` are those of v; only FP4 looks at them.
+template <Pass kPass>
+BLOCKSCALE_DEVICE Codes encode_run(const Side& s, const float* v, const RunSigns& signs, float inv,
+                                   const RandomLines& lines, uint32_t line) {
   constexpr bool kStochastic = kPass.encoder == Encoder::fp4_stochastic;
   PhiloxBlock random{};
-  if (kStochastic || (kPass.any() && s.out.spec.stochastic()))
-    random = random_block(rng, plane, line, static_cast<uint32_t>(pos / kElementsPerPhilox));
+  if (kStochastic || (kPass.any() && s.out.spec.stochastic())) random = lines.block(line);
   Codes out{};
-  const bool finite = inv != 0.0f;
   if constexpr (kPass.any()) {
     out = encode_any(s.element, s.out.spec.stochastic(), v, inv, random.word);
   } else if constexpr (!kPass.fp4()) {
@@ -69,16 +74,14 @@ BLOCKSCALE_DEVICE Codes encode_run(const Side& s, float* v, const uint2& signs, 
       out.word[i] = to_fp8x4<kE5m2>(y[0], y[1], y[2], y[3]);
     }
   } else {
-    if (kStochastic && __fmul_rn(largest, inv) > kStochasticSafe) saturate(v, inv);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t signs_of_8 = i == 0 ? signs.x : signs.y;
       out.word[i] = kStochastic
-                        ? fp4_stochastic_of_8(v + 8 * i, inv, signs_of_8, random.word + 2 * i)
-                        : fp4_nearest_of_8(v + 8 * i, inv, signs_of_8);
+                        ? fp4_stochastic_of_8(v + 8 * i, inv, signs.of_8[i], random.word + 2 * i)
+                        : fp4_nearest_of_8(v + 8 * i, inv, signs.of_8[i]);
     }
   }
-  if (!finite) out = {};
+  if (!kPass.fp4() && inv == 0.0f) out = {};  // not finite
   return out;
 }
 

@@ -69,7 +69,7 @@ BLOCKSCALE_DEVICE bool shares_blocks(const Side& s) {
 template <Pass kPass, class Tile>
 struct ColumnValues {
   typename Tile::Columns plain;
-  PairRun transformed[2];
+  Transformed transformed[2];
   uint32_t amax[2];
 
   BLOCKSCALE_DEVICE void take(const typename Tile::Columns& columns, const Side& s) {
@@ -78,30 +78,44 @@ struct ColumnValues {
       plain.amax_bits(amax);
       return;
     }
-    plain.flip(static_cast<uint32_t>(s.out.spec.hadamard.mask_lo));
     float v[kRun];
     plain.template unpack<0>(v);
-    transformed[0] = hadamard16<Tile::kExactQuarter>(v);
+    butterflies(s.transform_signs, v);
+    amax[0] = transformed[0].template take<Tile::kExactQuarter>(v);
     plain.template unpack<1>(v);
-    transformed[1] = hadamard16<Tile::kExactQuarter>(v);
-    amax[0] = transformed[0].amax_bits();
-    amax[1] = transformed[1].amax_bits();
+    butterflies(s.transform_signs, v);
+    amax[1] = transformed[1].template take<Tile::kExactQuarter>(v);
   }
-  // The values of one, cut to what the encoder takes in a block of this amax.
+  // What block_of() asks for of one of them, as for a run of a row.
   template <int kWhich>
-  BLOCKSCALE_DEVICE void unpack(const Side& s, float inv, uint32_t block_amax, float* v) {
-    if (transforms<kPass>(s)) {
-      if (needs_limit<kPass>(inv, block_amax)) transformed[kWhich].limit(nearest_limit(inv));
-      transformed[kWhich].unpack(v);
-    } else {
-      if constexpr (kPass.encoder == Encoder::fp4_nearest)
-        if (needs_limit<kPass>(inv, block_amax)) plain.template limit<kWhich>(nearest_limit(inv));
-      plain.template unpack<kWhich>(v);
+  BLOCKSCALE_DEVICE void cut(float inv) {
+    if constexpr (kPass.fp4()) {
+      constexpr bool kLimits = kPass.encoder == Encoder::fp4_nearest;
+      if constexpr (kPass.hadamard) {
+        transformed[kWhich].settle();
+        if (kLimits) transformed[kWhich].run.limit(nearest_limit(inv));
+        transformed[kWhich].run.keep_if(inv != 0.0f);
+      } else {
+        if (kLimits) plain.template limit<kWhich>(nearest_limit(inv));
+        plain.template keep_if<kWhich>(inv != 0.0f);
+      }
     }
   }
+  // The values of one, and `inv` for them.
   template <int kWhich>
-  BLOCKSCALE_DEVICE uint2 signs(const Side& s) const {
-    return transforms<kPass>(s) ? transformed[kWhich].signs() : plain.template signs<kWhich>();
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float& inv, uint32_t block_amax, float* v) const {
+    const bool far = is_far<kPass>(inv, block_amax);
+    if (transforms<kPass>(s)) {
+      inv = __fmul_rn(inv, transformed[kWhich].factor);
+      transformed[kWhich].run.unpack(v);
+    } else {
+      plain.template unpack<kWhich>(v);
+    }
+    if (far) saturate(v, inv);
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
+    return transforms<kPass>(s) ? transformed[kWhich].run.signs() : plain.template signs<kWhich>();
   }
 };
 
@@ -223,17 +237,18 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
     __syncthreads();
     tables->clear(turn.three == 0 ? 2 : turn.three - 1);
   }
+  const RandomLines random = random_lines<kPass>(s, rng, 1, s.origin_pos + at.row + g * kRun);
   auto column = [&](auto which) {
     constexpr int kWhich = decltype(which)::value;
     const int line = first + kWhich;
     const uint32_t a =
         shared_blocks ? table[table_index<kPass>(s, line, g * kRun)] : values.amax[kWhich];
-    const Block b = block_of<kPass>(s, m.outer, a);
-    float v[kRun];
-    values.template unpack<kWhich>(s, b.inv, a, v);
-    const Codes codes =
-        encode_run<kPass>(s, v, values.template signs<kWhich>(s), b.inv, bit_cast<float>(a), rng, 1,
-                          m.line + at.column + line, s.origin_pos + at.row + g * kRun);
+    const Block b =
+        block_of<kPass>(s, m.outer, a, [&](float factor) { values.template cut<kWhich>(factor); });
+    float v[kRun], inv = b.inv;
+    values.template unpack<kWhich>(s, inv, a, v);
+    const Codes codes = encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, random,
+                                          m.line + at.column + line);
     stage_codes<kPass, 2>(s, stage, codes, line, g);
     if (g * kRun % block == 0) stage_scale<kPass>(s, stage, b.stored, line, g);
   };

@@ -66,15 +66,16 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
   if constexpr (kPass.fp4()) {
     typename Reader::Run even = reader.next();
     const MatrixAt m = loaded();
-    const Rng rng = rng_of(s);
+    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     RowTarget<kPass> to(s, m, line, pos);
     auto quantize = [&](const typename Reader::Run& run, int i) {
       Values values;
       values.take(run.pairs(), s);
       const uint32_t amax = row_block_amax<kPass>(s, values.amax);
-      if (i < lines)
-        store_row_run<kPass>(s, m, rng, values, amax, block_of<kPass>(s, m.outer, amax), line + i,
-                             pos, to);
+      if (i < lines) {
+        const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values.cut(inv); });
+        store_row_run<kPass>(s, m, random, values, amax, b, line + i, pos, to);
+      }
       to.advance(s);
     };
 #pragma unroll 1
@@ -89,7 +90,7 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) runs[i] = reader.next();
     const MatrixAt m = loaded();
-    const Rng rng = rng_of(s);
+    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     RowTarget<kPass> to(s, m, line, pos);
     Values values[kDirectLines];
     uint32_t amax[kDirectLines];
@@ -111,14 +112,14 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
       for (int i = 0; i < kDirectLines; ++i, to.advance(s)) {
         const float inv = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(b.inv), mine ^ i));
         if (i < lines)
-          store_row_codes<kPass>(s, m, rng, values[i], amax[i], inv, line + i, pos, to);
+          store_row_codes<kPass>(s, m, random, values[i], amax[i], inv, line + i, pos, to);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
         if (i < lines)
-          store_row_run<kPass>(s, m, rng, values[i], amax[i], block_of<kPass>(s, m.outer, amax[i]),
-                               line + i, pos, to);
+          store_row_run<kPass>(s, m, random, values[i], amax[i],
+                               block_of<kPass>(s, m.outer, amax[i]), line + i, pos, to);
     }
   }
 }
@@ -214,12 +215,15 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
       for (int i = 0; i < kWarps; ++i)
         amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
     }
-    const Rng rng = rng_of(s);
-    const Block b = block_of<kPass>(s, m.outer, amax);
+    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) {
+#pragma unroll
+      for (auto& run : values) run.cut(inv);
+    });
     RowTarget<kPass> to(s, m, line, pos);
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i, to.advance(s))
-      if (i < lines) store_row_run<kPass>(s, m, rng, values[i], amax, b, line + i, pos, to);
+      if (i < lines) store_row_run<kPass>(s, m, random, values[i], amax, b, line + i, pos, to);
   }
 }
 
@@ -319,16 +323,18 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
   part.template load<kAligned>(x, at, in);
   loaded();
   const MatrixAt m = direct_matrix<kPass>(s, at, memory.outer[1]);
-  const Rng rng = rng_of(s);
+  RandomLines random[Part::kRuns];
+#pragma unroll
+  for (int i = 0; i < Part::kRuns; ++i)
+    random[i] = random_lines<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
   auto encode = [&](Values& values, auto which, float inv, uint32_t amax, int line, int g) {
     constexpr int kWhich = decltype(which)::value;
     float v[kRun];
     values.template unpack<kWhich>(s, inv, amax, v);
-    stage_codes<kPass, kWide>(
-        s, stage,
-        encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, bit_cast<float>(amax), rng,
-                          1, m.line + at.column + line, s.origin_pos + at.row + g * kRun),
-        line, g);
+    stage_codes<kPass, kWide>(s, stage,
+                              encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv,
+                                                random[g - part.run], m.line + at.column + line),
+                              line, g);
   };
   if constexpr (kBlock == kRun && !kPass.square) {
     // A run is a block. What takes much code is kept once.
@@ -336,7 +342,9 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
         kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
     auto column = [&](Values& values, auto which, int line) {
       const uint32_t amax = values.amax[decltype(which)::value];
-      const Block b = block_of<kPass>(s, m.outer, amax);
+      const Block b = block_of<kPass>(s, m.outer, amax, [&](float factor) {
+        values.template cut<decltype(which)::value>(factor);
+      });
       stage_scale<kPass>(s, stage, b.stored, line, part.run);
       encode(values, which, b.inv, amax, line, part.run);
     };
@@ -375,7 +383,15 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
       Block b{};
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
-        if (i == 0 || !kPass.square) b = block_of<kPass>(s, m.outer, amax[i]);
+        if (i == 0 || !kPass.square)
+          b = block_of<kPass>(s, m.outer, amax[i], [&](float factor) {
+            if constexpr (kPass.square) {
+              for (Values& two : values) two.template cut<0>(factor), two.template cut<1>(factor);
+            } else {
+              for (Values& two : values)
+                i == 0 ? two.template cut<0>(factor) : two.template cut<1>(factor);
+            }
+          });
         stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
         inv[i] = b.inv;
       }

@@ -46,13 +46,10 @@ struct Codes {
   uint32_t word[4];  // 16 bytes, or 8 for FP4
 };
 
-// Signs of eight elements stand at the top of their nibbles, as in packed codes.
-inline constexpr uint32_t kSignBits = 0x88888888;
-
 // The two encoders of E2M1 below do not saturate. Up to these magnitudes they give the code of 6
 // for everything above 6. Scales rounded to nearest leave |y| below 6.4 and scales rounded up below
 // 6.00001, but where they underflow.
-inline constexpr float kNearestSafe = 6.9f, kStochasticSafe = 6.003f;
+inline constexpr float kNearestSafe = 0x1.bffffep+2f, kStochasticSafe = 6.003f;
 // Beyond, elements are cut first: for rounding to nearest to a BF16 within 2^-8 of 6 / inv, which
 // is encoded as 6 like all above it ...
 BLOCKSCALE_DEVICE uint32_t nearest_limit(float inv) {
@@ -66,41 +63,40 @@ BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
   inv = 1.0f;
 }
 
-// E2M1, nearest even, of magnitudes. Added to M = P (2^22 + k), with P = 2^k = 1, 2 or 4 the power
-// of two at or below max(y, 1), y is rounded by the FP32 addition itself: the last place of M is
-// P/2, the spacing of E2M1 there, and its low bits already count the 2k codes below P. y = 2.75: M
-// = 2 (2^22 + 1), the sum's low bits are 2 + 3 = 5, the code of 3. M comes from two steps, 0 or 1,
-// of saturating fused operations: y has no value between 2 and 2 + 2^-22. All of it runs on the
-// floating-point unit; the integer unit, which packs, has half its rate.
+// E2M1, nearest even, of magnitudes below 7. Added to M = P (2^22 + k), with P = 2^k = 1, 2 or 4
+// the power of two at or below max(y, 1), y is rounded by the FP32 addition itself: the last place
+// of M is P/2, the spacing of E2M1 there, and its low bits already count the 2k codes below P. y
+// = 2.75: M = 2 (2^22 + 1), the sum's low bits are 2 + 3 = 5, the code of 3. The bits of the three
+// M are 2^23 + 2 apart. k comes from another addition: to 2^25 - 4, where places are 2 wide,
+// rounded towards zero; the sum goes up by a place at 2, at 4 and, as they are 4 wide from then on,
+// at 8.
 BLOCKSCALE_DEVICE uint32_t fp4_nearest(float v, float inv) {
+  constexpr float kEdge = 33554428.0f;  // 2^25 - 4
+  constexpr uint32_t kStep = 0x00800002, kFirst = 0x4A800000 - 0x4BFFFFFE * kStep;
   const float y = __fmul_rn(fabsf(v), inv);
-  constexpr float kSteep = 16777216.0f;  // 2^24
-  const float above_2 = fma_saturated(y, kSteep, -2 * kSteep);
-  const float above_4 = fma_saturated(y, kSteep, -4 * kSteep);
-  float m = __fmaf_rn(above_2, 4194306.0f, 4194304.0f);
-  m = __fmaf_rn(above_4, 8388614.0f, m);
-  return bit_cast<uint32_t>(__fadd_rn(y, m));
+  const uint32_t m = bit_cast<uint32_t>(add_to_zero(y, kEdge)) * kStep + kFirst;
+  return bit_cast<uint32_t>(__fadd_rn(y, bit_cast<float>(m)));
 }
 // The low nibbles of w[0..3] in the low half of a word; bits 4 to 11 of each w are 0.
 BLOCKSCALE_DEVICE uint32_t join_nibbles(const uint32_t* w) {
   return ((w[3] * 16 + w[2]) * 16 + w[1]) * 16 + w[0];
 }
-BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, uint32_t signs) {
+BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, const Signs& signs) {
   uint32_t w[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) w[i] = fp4_nearest(v[i], inv);
-  return permute_bytes(join_nibbles(w), join_nibbles(w + 4), 0x5410) | (signs & kSignBits);
+  return signs.with(permute_bytes(join_nibbles(w), join_nibbles(w + 4), 0x5410));
 }
 
 // E2M1, stochastic: numerics section 6 in its integer form, moved up by 2 bits so that the byte of
 // random bits is a byte of the word: under it 0x80 (half of its last place), above it 4, which
-// takes the 252 off. The code is in the low three bits of the top byte.
+// takes the 252 off. The code is the top byte.
 BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float inv, uint32_t random, int byte) {
   const float y = __fmul_rn(fabsf(v), inv);
   const float z = fmaxf(y, __fmaf_rn(y, 0.5f, 0.5f));
   return bit_cast<uint32_t>(z) * 4 + permute_bytes(random, 0x0480, 0x5046 + 256 * byte);
 }
-BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, uint32_t signs,
+BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const Signs& signs,
                                                const uint32_t* random) {
   uint32_t even[2], odd[2];  // two of each
 #pragma unroll
@@ -111,9 +107,8 @@ BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, uint32
     even[i] = permute_bytes(t[0], t[2], 0x0073);
     odd[i] = permute_bytes(t[1], t[3], 0x0073);
   }
-  const uint32_t word = (permute_bytes(even[0], even[1], 0x5410) & 0x07070707) |
-                        (permute_bytes(odd[0], odd[1], 0x5410) << 4 & 0x70707070);
-  return word | (signs & kSignBits);
+  return signs.with(permute_bytes(odd[0], odd[1], 0x5410) * 16 +
+                    permute_bytes(even[0], even[1], 0x5410));
 }
 
 // What is known of an element format before the kernel starts.
@@ -146,13 +141,19 @@ BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const
   return out;
 }
 
-// H_16 diag(+-1) x / 4 after the signs have been flipped, rounded to BF16 (numerics section 8).
-// Multiplying by 1/4 is exact for every sum of BF16 or FP16 values, so that one fused operation
-// equals multiply, then + 0.0; FP32 inputs (`kExact` false) may underflow and take both.
-template <bool kExact>
-BLOCKSCALE_DEVICE PairRun hadamard16(float* v) {
+// ---- the Hadamard transform of a run (numerics section 8) ----
+
+// H_16 diag(+-1) x. The signs and + 0.0 cost eight operations: where no first element of a pair is
+// -0, no result is, as a sum is -0 only if its first operand is.
+BLOCKSCALE_DEVICE void butterflies(const float* signs, float* v) {
 #pragma unroll
-  for (int step = 1; step < kRun; step *= 2) {
+  for (int i = 0; i < kRun; i += 2) {
+    const float a = __fmaf_rn(v[i], signs[i], 0.0f), b = v[i + 1];
+    v[i] = __fmaf_rn(b, signs[i + 1], a);
+    v[i + 1] = __fmaf_rn(-b, signs[i + 1], a);
+  }
+#pragma unroll
+  for (int step = 2; step < kRun; step *= 2) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       if (i & step) continue;
@@ -161,16 +162,48 @@ BLOCKSCALE_DEVICE PairRun hadamard16(float* v) {
       v[i + step] = __fsub_rn(a, b);
     }
   }
-  PairRun out;
-#pragma unroll
-  for (int i = 0; i < kRun / 2; ++i) {
-    float y[2];
-    for (int j = 0; j < 2; ++j)
-      y[j] = kExact ? __fmaf_rn(v[2 * i + j], 0.25f, 0.0f)
-                    : __fadd_rn(__fmul_rn(v[2 * i + j], 0.25f), 0.0f);
-    out.pair[i] = to_bf16x2(y[0], y[1]);
-  }
-  return out;
 }
+
+// A run after the transform: `pair` times `factor`, a power of two. BF16 sums are kept, and not
+// quarters of them, where that is the same: rounding to BF16 commutes with the quarter while the
+// sums do not overflow, subnormal results included (what the first rounding takes off is beyond
+// the second's halves).
+struct Transformed {
+  PairRun run;
+  float factor;
+
+  // v after the butterflies; returns the amax. `kExact`: sums of BF16 values, whose quarters are
+  // exact and no -0 from underflow.
+  template <bool kExact>
+  BLOCKSCALE_DEVICE uint32_t take(const float* v) {
+    constexpr uint32_t kLow = (127 - 60) << 23, kHigh = (127 + 100) << 23;
+    if (kExact) {
+#pragma unroll
+      for (int i = 0; i < kRun / 2; ++i) run.pair[i] = to_bf16x2(v[2 * i], v[2 * i + 1]);
+      const uint32_t amax = run.amax_bits();
+      factor = 0.25f;
+      if (amax - kLow < kHigh - kLow) return amax - (2 << 23);
+    }
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) {
+      float y[2];
+      for (int j = 0; j < 2; ++j)
+        y[j] = kExact ? __fmaf_rn(v[2 * i + j], 0.25f, 0.0f)
+                      : __fadd_rn(__fmul_rn(v[2 * i + j], 0.25f), 0.0f);
+      run.pair[i] = to_bf16x2(y[0], y[1]);
+    }
+    factor = 1.0f;
+    return run.amax_bits();
+  }
+  // Takes the factor into the values: they may be so small against 1 / scale that this matters.
+  BLOCKSCALE_DEVICE void settle() {
+    float v[kRun];
+    run.unpack(v);
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i)
+      run.pair[i] = to_bf16x2(__fmul_rn(v[2 * i], factor), __fmul_rn(v[2 * i + 1], factor));
+    factor = 1.0f;
+  }
+};
 
 }  // namespace blockscale::gpu

@@ -63,16 +63,9 @@ struct RunAligned {
   }
 };
 BLOCKSCALE_DEVICE RunAligned load_aligned(const uint16_t* p, int count) {
-  RunAligned run;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int first = 8 * i;
-    if (first + 8 <= count)
-      run.chunk[i] = load_once(reinterpret_cast<const uint4*>(p + first));
-    else
-      run.chunk[i] = load_some(p + first, 0, count - first);
-  }
-  return run;
+  const auto* chunk = reinterpret_cast<const uint4*>(p);
+  if (count >= kRun) return {load_once(chunk), load_once(chunk + 1)};
+  return {load_some(p, 0, count), load_some(p + 8, 0, count - 8)};
 }
 
 }  // namespace blockscale::gpu

@@ -278,14 +278,7 @@ BLOCKSCALE_DEVICE uint32_t warp_max(uint32_t value) {
 #endif
 }
 
-// (high : low) << n and >> n: the high and the low word of the result. 0 < n < 32.
-BLOCKSCALE_DEVICE uint32_t shift_left_in(uint32_t high, uint32_t low, int n) {
-#if defined(__HIPCC__)
-  return high << n | low >> (32 - n);
-#else
-  return __funnelshift_l(low, high, static_cast<uint32_t>(n));
-#endif
-}
+// (high : low) >> n: the low word of the result. 0 < n < 32.
 BLOCKSCALE_DEVICE uint32_t shift_right_in(uint32_t high, uint32_t low, int n) {
 #if defined(__HIPCC__)
   return high << (32 - n) | low >> n;
@@ -314,6 +307,14 @@ BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
   asm("" : "+l"(p));
 #endif
   in_global_memory(p);
+}
+
+// Keeps what is found from `value` from here on where it is: out of loops, the compiler would find
+// it for branches that are not taken.
+BLOCKSCALE_DEVICE void keep_here([[maybe_unused]] int& value) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+r"(value));
+#endif
 }
 
 // The upper word of a product.
@@ -351,14 +352,14 @@ BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
 #endif
 }
 
-// a * b + c with one rounding, then cut to [0, 1].
-BLOCKSCALE_DEVICE float fma_saturated(float a, float b, float c) {
+// a + b, neither negative, rounded towards zero.
+BLOCKSCALE_DEVICE float add_to_zero(float a, float b) {
 #if !defined(__CUDACC__)
-  return fminf(fmaxf(__fmaf_rn(a, b, c), 0.0f), 1.0f);
+  // Nearest, and one back where that is above; what it went up by is exact.
+  const float low = min(a, b), high = max(a, b), sum = a + b;
+  return sum - high > low ? bit_cast<float>(bit_cast<uint32_t>(sum) - 1) : sum;
 #else
-  float d;
-  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
-  return d;
+  return __fadd_rz(a, b);
 #endif
 }
 

@@ -115,9 +115,6 @@ inline float __frcp_rn(float x) { return 1.0f / x; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
 }
-inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t n) {
-  return static_cast<uint32_t>(((static_cast<uint64_t>(high) << 32 | low) << (n & 31)) >> 32);
-}
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t n) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (n & 31));
 }

@@ -62,7 +62,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.amax = o.amax;
   s.seed = o.device_seed;
   s.offset = o.device_offset;
-  s.rng = o.rng.value_or(Rng{});
+  s.rng = o.device_seed ? Rng{o.device_seed_step, 0} : o.rng.value_or(Rng{});
   const bool rows = out.axis == -1;
   s.origin_line = rows ? o.origin_row : o.origin_column;
   s.origin_pos = rows ? o.origin_column : o.origin_row;
@@ -74,6 +74,8 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.scales_up = out.spec.scale_rounding == ScaleRounding::up;
   s.linear_codes = out.layout.codes == Layout::linear;
   s.linear_scales = out.layout.scales == Layout::linear;
+  s.plain = s.linear_codes && s.linear_scales;
+  for (int i = 0; i < kRun; ++i) s.transform_signs[i] = out.spec.hadamard.negates(i) ? -1.0f : 1.0f;
   // Of every matrix; where groups lie is told on the device.
   const auto aligned = [](const uint8_t* p, int64_t size, int64_t to) {
     return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(size)) % to == 0;

@@ -9,7 +9,7 @@ namespace blockscale::gpu {
 template <Pass kPass, class Tile>
 struct RowValues {
   typename Tile::Run plain;
-  PairRun transformed;
+  Transformed transformed;
   uint32_t amax;
 
   BLOCKSCALE_DEVICE void take(const typename Tile::Run& run, const Side& s) {
@@ -18,25 +18,33 @@ struct RowValues {
       amax = plain.amax_bits();
       return;
     }
-    plain.flip(static_cast<uint32_t>(s.out.spec.hadamard.mask_lo));
     float v[kRun];
     plain.unpack(v);
-    transformed = hadamard16<Tile::kExactQuarter>(v);
-    amax = transformed.amax_bits();
+    butterflies(s.transform_signs, v);
+    amax = transformed.template take<Tile::kExactQuarter>(v);
   }
-  // The values, cut to what the encoder takes in a block of this amax.
-  BLOCKSCALE_DEVICE void unpack(const Side& s, float inv, uint32_t block_amax, float* v) {
-    if (transforms<kPass>(s)) {
-      if (needs_limit<kPass>(inv, block_amax)) transformed.limit(nearest_limit(inv));
-      transformed.unpack(v);
-    } else {
-      if constexpr (kPass.encoder == Encoder::fp4_nearest)
-        if (needs_limit<kPass>(inv, block_amax)) plain.limit(nearest_limit(inv));
-      plain.unpack(v);
+  // What block_of() asks for. Rounding to nearest takes pairs, the other way floats: unpack().
+  BLOCKSCALE_DEVICE void cut(float inv) {
+    if constexpr (kPass.fp4()) {
+      if (kPass.hadamard) transformed.settle();
+      PairRun& run = kPass.hadamard ? transformed.run : plain;
+      if (kPass.encoder == Encoder::fp4_nearest) run.limit(nearest_limit(inv));
+      run.keep_if(inv != 0.0f);
     }
   }
-  BLOCKSCALE_DEVICE uint2 signs(const Side& s) const {
-    return transforms<kPass>(s) ? transformed.signs() : plain.signs();
+  // The values, and `inv` for them.
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float& inv, uint32_t block_amax, float* v) const {
+    const bool far = is_far<kPass>(inv, block_amax);
+    if (transforms<kPass>(s)) {
+      inv = __fmul_rn(inv, transformed.factor);
+      transformed.run.unpack(v);
+    } else {
+      plain.unpack(v);
+    }
+    if (far) saturate(v, inv);
+  }
+  BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
+    return transforms<kPass>(s) ? transformed.run.signs() : plain.signs();
   }
 };
 
@@ -79,44 +87,46 @@ BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& code
     *reinterpret_cast<uint4*>(to) = {codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
 }
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
-                                       Values& values, uint32_t amax, float inv, int line,
-                                       int pos) {
+BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const RandomLines& random,
+                                       Values& values, uint32_t amax, float inv, int line) {
   float v[kRun];
   values.unpack(s, inv, amax, v);
-  return encode_run<kPass>(s, v, values.signs(s), inv, bit_cast<float>(amax), rng, 0, m.line + line,
-                           s.origin_pos + pos);
+  return encode_run<kPass>(s, v, values.signs(s), inv, random, m.line + line);
 }
 // Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomLines& random,
                                      Values& values, uint32_t amax, const Block& b, int line,
                                      int pos) {
   const int block = block_length<kPass>(s);
   if (pos % block == 0) store_scale<kPass>(s, m, line, pos / block, b.stored);
   store_codes<kPass>(codes_at<kPass>(s, m, line, pos), s,
-                     encode_row_run<kPass>(s, m, rng, values, amax, b.inv, line, pos));
+                     encode_row_run<kPass>(s, m, random, values, amax, b.inv, line));
 }
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const Rng& rng,
+BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomLines& random,
                                        Values& values, uint32_t amax, float inv, int line, int pos,
                                        const RowTarget<kPass>& to) {
   store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
-                     encode_row_run<kPass>(s, m, rng, values, amax, inv, line, pos));
+                     encode_row_run<kPass>(s, m, random, values, amax, inv, line));
 }
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Rng& rng,
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomLines& random,
                                      Values& values, uint32_t amax, const Block& b, int line,
                                      int pos, const RowTarget<kPass>& to) {
-  if (pos % kPass.block() == 0) {
-    if (!s.linear_scales || kPass.square)
-      store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
-    else if (kPass.scale == Format::fp32)
+  const Codes codes = encode_row_run<kPass>(s, m, random, values, amax, b.inv, line);
+  const bool first = pos % kPass.block() == 0;
+  if (s.plain && !kPass.square) {
+    if (first && kPass.scale == Format::fp32)
       *reinterpret_cast<uint32_t*>(to.scale) = b.stored;
-    else
+    else if (first)
       *to.scale = static_cast<uint8_t>(b.stored);
+    store_codes<kPass>(to.codes, s, codes);
+  } else {
+    keep_here(pos);
+    if (first) store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
+    store_codes<kPass>(s.plain ? to.codes : codes_at<kPass>(s, m, line, pos), s, codes);
   }
-  store_row_codes<kPass>(s, m, rng, values, amax, b.inv, line, pos, to);
 }
 
 // Runs of a thread: two of a tile, kRowStep rows apart.
@@ -152,13 +162,16 @@ BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile
     tables->clear(turn.three == 0 ? 2 : turn.three - 1);
   }
   const int c = at.column + pos;
+  const RandomLines random = random_lines<kPass>(s, rng, 0, s.origin_pos + c);
 #pragma unroll
   for (int i = 0; i < kRowRuns; ++i) {
     const int line = first + i * kRowStep, r = at.row + line;
     const uint32_t amax =
         square ? table[table_index<kPass>(s, line, pos)] : row_block_amax<kPass>(s, values[i].amax);
-    if (r < s.lines && c < s.padded)
-      store_row_run<kPass>(s, m, rng, values[i], amax, block_of<kPass>(s, m.outer, amax), r, c);
+    if (r < s.lines && c < s.padded) {
+      const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values[i].cut(inv); });
+      store_row_run<kPass>(s, m, random, values[i], amax, b, r, c);
+    }
   }
 }
 

@@ -14,15 +14,16 @@ struct Side {
   const float* amax;  // of every matrix of the batch; for specs with an outer scale
   const int64_t* seed;
   const int64_t* offset;  // device memory, or null: then `rng`
-  Rng rng;
+  Rng rng;                // else its seed is added
   int64_t origin_line, origin_pos;
   // Those of `shape`, or of the group at hand; line_bytes and scale_columns are what layouts ask
   // for.
   int lines, padded, blocks, line_bytes, scale_columns;
   // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
-  int scales_up, linear_codes, linear_scales;
+  int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
   // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
   int code_pairs, scale_words;
+  float transform_signs[kRun];
 };
 
 // The outer scale of one matrix, in the form its blocks need.
@@ -36,7 +37,7 @@ BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / 6.0f, 1, kInfBits, true}; }
 BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
   if (!s.out.spec.outer) return no_outer();
   const float a = s.amax[batch];
-  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, true};
+  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, false};
   const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
                                                             : outer_scale(Format::ue5m3, a);
   const bool ordinary = outer.dec > exp2i(-90) && outer.dec < exp2i(90);
@@ -76,7 +77,7 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
 
 BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
   if (!s.seed) return s.rng;
-  return {static_cast<uint64_t>(*s.seed), static_cast<uint64_t>(*s.offset)};
+  return {static_cast<uint64_t>(*s.seed) + s.rng.seed, static_cast<uint64_t>(*s.offset)};
 }
 
 struct Block {
@@ -86,9 +87,9 @@ struct Block {
 
 // As two_level_scale(). Rounds to the scale format by an addition: with P the power of two at or
 // below the value, or the smallest normal, v + P 2^(23-m) has the format's spacing as its last
-// place.
+// place. 1 / scale is that of the usual scale, and not always right.
 template <Format kScale>
-BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer) {
+BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer, float& decoded) {
   constexpr FormatTraits t = traits(kScale);
   constexpr float kLargest = max_value(kScale), kNormal = exp2i(t.min_exponent());
   constexpr float kUnit = exp2i(23 - t.mantissa_bits);
@@ -100,9 +101,11 @@ BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer)
   const uint32_t stored = bit_cast<uint32_t>(w) +
                           (bit_cast<uint32_t>(p) >> (23 - t.mantissa_bits)) -
                           ((127 + t.min_exponent()) << t.mantissa_bits);
-  const float decoded = __fmul_rn(value, outer.dec);
-  const float inv = outer.ordinary ? reciprocal_of_normal(decoded) : __frcp_rn(decoded);
-  return {fminf(inv, kFloatMax), stored};
+  decoded = __fmul_rn(value, outer.dec);
+  return {fminf(reciprocal_of_normal(decoded), kFloatMax), stored};
+}
+BLOCKSCALE_DEVICE float inverse_scale(float decoded) {
+  return fminf(__frcp_rn(decoded), kFloatMax);
 }
 
 BLOCKSCALE_DEVICE Block e8m0_block(ScaleRule rule, const ElementFacts& e, float amax) {
@@ -111,40 +114,56 @@ BLOCKSCALE_DEVICE Block e8m0_block(ScaleRule rule, const ElementFacts& e, float 
   return {bit_cast<float>((254 - byte) << 23), byte};
 }
 
-template <Format kScale>
-BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t amax_bits) {
+// The block of this amax; `cut` takes 1 / scale where elements are beyond `safe`, or not finite:
+// then it is 0. No finite block has that.
+template <Format kScale, class Cut>
+BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t amax_bits,
+                                   float safe, const Cut& cut) {
   const QuantSpec& spec = s.out.spec;
   const float amax = bit_cast<float>(amax_bits);
   Block b;
-  uint32_t nan = kNanBits;
   if constexpr (kScale == Format::fp32) {
     const FloatScale f = spec.rule == ScaleRule::pow2 ? pow2_scale(amax, s.element.largest)
                                                       : amax_scale(amax, s.element.largest);
     b = {f.inv, bit_cast<uint32_t>(f.scale)};
+    return amax_bits < outer.limit ? b : Block{0.0f, kNanBits};
   } else {
-    nan = traits(kScale).nan_code();
+    // The usual block is told by one comparison, which a NaN does not pass.
+    float decoded = 0;
     if constexpr (kScale == Format::e8m0)
       b = e8m0_block(spec.rule, s.element, amax);
     else
-      b = two_level_block<kScale>(s.scales_up, amax, outer);
+      b = two_level_block<kScale>(s.scales_up, amax, outer, decoded);
+    if (!(outer.ordinary && __fmul_rn(amax, b.inv) <= safe)) {
+      if (kScale != Format::e8m0) b.inv = inverse_scale(decoded);
+      if (amax_bits >= outer.limit) b = {0.0f, traits(kScale).nan_code()};
+      cut(b.inv);
+    }
+    return b;
   }
-  // inv = 0 stands for a block that is not finite: its codes are 0. No finite block has it.
-  return amax_bits < outer.limit ? b : Block{0.0f, nan};
 }
 
-template <Pass kPass>
-BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t amax_bits) {
-  if constexpr (!kPass.any()) return block_with<kPass.scale>(s, outer, amax_bits);
+template <Pass kPass, class Cut>
+BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t amax_bits,
+                                 const Cut& cut) {
+  constexpr float kSafe = kPass.encoder == Encoder::fp4_nearest      ? kNearestSafe
+                          : kPass.encoder == Encoder::fp4_stochastic ? kStochasticSafe
+                                                                     : -1.0f;
+  if constexpr (!kPass.any()) return block_with<kPass.scale>(s, outer, amax_bits, kSafe, cut);
   switch (s.out.spec.scale) {
     case Format::e8m0:
-      return block_with<Format::e8m0>(s, outer, amax_bits);
+      return block_with<Format::e8m0>(s, outer, amax_bits, kSafe, cut);
     case Format::e4m3:
-      return block_with<Format::e4m3>(s, outer, amax_bits);
+      return block_with<Format::e4m3>(s, outer, amax_bits, kSafe, cut);
     case Format::ue5m3:
-      return block_with<Format::ue5m3>(s, outer, amax_bits);
+      return block_with<Format::ue5m3>(s, outer, amax_bits, kSafe, cut);
     default:
-      return block_with<Format::fp32>(s, outer, amax_bits);
+      return block_with<Format::fp32>(s, outer, amax_bits, kSafe, cut);
   }
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t amax_bits) {
+  return block_of<kPass>(s, outer, amax_bits, [](float) {});
 }
 
 template <Pass kPass>

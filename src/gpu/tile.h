@@ -30,10 +30,18 @@ struct TileAt {
 
 // ---- BF16 tiles ----
 
-// Signs from the tops of the bytes of four even and four odd elements, to the tops of nibbles.
-BLOCKSCALE_DEVICE uint32_t spread_signs(uint32_t even, uint32_t odd) {
-  return (even >> 4 & 0x08080808) | (odd & 0x80808080);
-}
+// Signs of eight elements at the tops of the bytes of four even and four odd ones.
+struct Signs {
+  uint32_t even, odd;
+
+  // Packed codes of FP4 with them.
+  BLOCKSCALE_DEVICE uint32_t with(uint32_t codes) const {
+    return codes | (even >> 4 & 0x08080808) | (odd & 0x80808080);
+  }
+};
+struct RunSigns {
+  Signs of_8[2];
+};
 
 // A run as BF16 pairs, element 2i in the low half of pair[i].
 struct PairRun {
@@ -45,29 +53,26 @@ struct PairRun {
     for (int i = 2; i < kRun / 2; ++i) m = max_magnitude_bf16x2(m, pair[i]);
     return max(m << 16 & 0x7FFF0000, m & 0x7FFF0000);
   }
-  // Those of elements 0..7 and 8..15, at the top of nibbles; other bits hold other things.
-  BLOCKSCALE_DEVICE uint2 signs() const {
-    uint32_t of_8[2];
+  BLOCKSCALE_DEVICE RunSigns signs() const {
+    RunSigns signs;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t* p = pair + 4 * i;
       // Top bytes of elements 0 2 1 3 and 4 6 5 7.
       const uint32_t low = permute_bytes(p[0], p[1], 0x7351);
       const uint32_t high = permute_bytes(p[2], p[3], 0x7351);
-      of_8[i] = spread_signs(permute_bytes(low, high, 0x5410), permute_bytes(low, high, 0x7632));
+      signs.of_8[i] = {permute_bytes(low, high, 0x5410), permute_bytes(low, high, 0x7632)};
     }
-    return {of_8[0], of_8[1]};
-  }
-  // Flips the signs that are set in `mask`, bit i for element i.
-  BLOCKSCALE_DEVICE void flip(uint32_t mask) {
-#pragma unroll
-    for (int i = 0; i < kRun / 2; ++i)
-      pair[i] ^= (mask << (15 - 2 * i) & 0x8000) | (mask << (30 - 2 * i) & 0x80000000);
+    return signs;
   }
   // Cuts magnitudes to those of the pair `largest`.
   BLOCKSCALE_DEVICE void limit(uint32_t largest) {
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) pair[i] = min_magnitude_bf16x2(pair[i], largest);
+  }
+  BLOCKSCALE_DEVICE void keep_if(bool condition) {
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) pair[i] &= condition ? ~0u : 0;
   }
   BLOCKSCALE_DEVICE void unpack(float* v) const {
 #pragma unroll
@@ -89,10 +94,6 @@ struct PairColumns {
     largest[0] = m << 16 & 0x7FFF0000;
     largest[1] = m & 0x7FFF0000;
   }
-  BLOCKSCALE_DEVICE void flip(uint32_t mask) {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) pair[i] ^= (mask >> i & 1) * 0x80008000u;
-  }
   // Cuts magnitudes of one of the two to those of `largest`.
   template <int kWhich>
   BLOCKSCALE_DEVICE void limit(uint32_t largest) {
@@ -101,8 +102,13 @@ struct PairColumns {
     for (int i = 0; i < kRun; ++i) pair[i] = min_magnitude_bf16x2(pair[i], both);
   }
   template <int kWhich>
-  BLOCKSCALE_DEVICE uint2 signs() const {
-    uint32_t of_8[2];
+  BLOCKSCALE_DEVICE void keep_if(bool condition) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) pair[i] &= condition ? ~0u : kWhich == 0 ? 0xFFFF0000 : 0xFFFF;
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE RunSigns signs() const {
+    RunSigns signs;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t* p = pair + 8 * i;
@@ -112,10 +118,10 @@ struct PairColumns {
       const uint32_t odd[2] = {permute_bytes(p[1], p[3], 0x7351),
                                permute_bytes(p[5], p[7], 0x7351)};
       constexpr uint32_t kHalf = kWhich == 0 ? 0x5410 : 0x7632;
-      of_8[i] = spread_signs(permute_bytes(even[0], even[1], kHalf),
-                             permute_bytes(odd[0], odd[1], kHalf));
+      signs.of_8[i] = {permute_bytes(even[0], even[1], kHalf),
+                       permute_bytes(odd[0], odd[1], kHalf)};
     }
-    return {of_8[0], of_8[1]};
+    return signs;
   }
   template <int kWhich>
   BLOCKSCALE_DEVICE void unpack(float* v) const {
@@ -255,20 +261,7 @@ struct FloatRun {
     for (int i = 0; i < kRun; ++i) largest = max(largest, bit_cast<uint32_t>(value[i]) & kAbsMask);
     return largest;
   }
-  BLOCKSCALE_DEVICE uint2 signs() const {
-    uint2 of_8{};
-#pragma unroll
-    for (int i = kRun / 2 - 1; i >= 0; --i) {
-      of_8.x = shift_left_in(of_8.x, bit_cast<uint32_t>(value[i]), 4);
-      of_8.y = shift_left_in(of_8.y, bit_cast<uint32_t>(value[i + kRun / 2]), 4);
-    }
-    return of_8;
-  }
-  BLOCKSCALE_DEVICE void flip(uint32_t mask) {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      value[i] = bit_cast<float>(bit_cast<uint32_t>(value[i]) ^ (mask << (31 - i) & 0x80000000));
-  }
+  BLOCKSCALE_DEVICE RunSigns signs() const { return {}; }  // the encoder of any format has its own
   BLOCKSCALE_DEVICE void unpack(float* v) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) v[i] = value[i];
@@ -281,9 +274,8 @@ struct FloatColumns {
     largest[0] = run[0].amax_bits();
     largest[1] = run[1].amax_bits();
   }
-  BLOCKSCALE_DEVICE void flip(uint32_t mask) { run[0].flip(mask), run[1].flip(mask); }
   template <int kWhich>
-  BLOCKSCALE_DEVICE uint2 signs() const {
+  BLOCKSCALE_DEVICE RunSigns signs() const {
     return run[kWhich].signs();
   }
   template <int kWhich>

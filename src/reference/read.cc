@@ -84,7 +84,8 @@ void multiply(const Product& p, const GemmOptions& options) {
 
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options) {
-  for (const Product& p : products_of(a, b, d, options.bias)) multiply(p, options);
+  for (const Product& p : products_of(a, b, d, static_cast<const float*>(options.bias)))
+    multiply(p, options);
   if (a.groups && !b.groups && !options.accumulate) clear_rows(d, rows_in(a.groups, d.rows));
 }
 

@@ -53,6 +53,7 @@ struct Case {
   std::vector<int64_t> groups;  // sizes along M or K, instead of m or k
   bool square = true, a_e5m2 = false, b_e5m2 = false;
   bool f32 = true, accumulate = false, alpha = false, bias = false, wide = false;
+  DType bias_dtype = DType::f32;
   bool exact = true;
   int tile = -1;
   int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
@@ -83,10 +84,15 @@ class Product {
     a_scales_ = scales(round_up(c_.m, 4) * blocks_);
     b_scales_ = scales(batch_ * round_up(b_lines_, 4) * blocks_);
     bias_ = scales(std::max(batch_, outs_) * c.n);
+    for (float& b : bias_) {  // the same value in every dtype
+      b = from_bf16(to_bf16(b));
+      bias_bf16_.push_back(to_bf16(b)), bias_fp16_.push_back(to_fp16(b));
+    }
   }
 
   void run() {
-    const Device a(a_), b(b_), as(a_scales_), bs(b_scales_), bias(bias_);
+    const Device a(a_), b(b_), as(a_scales_), bs(b_scales_);
+    const Device bias(bias_), bias_bf16(bias_bf16_), bias_fp16(bias_fp16_);
     const Device alpha(std::vector<float>{0.5f});
     const Device wide(ends_), narrow(std::vector<int32_t>(ends_.begin(), ends_.end()));
     const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad;
@@ -108,7 +114,12 @@ class Product {
       g.d = d.as<uint8_t>() + (kGuard + c_.pad) * size;
       g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
       if (c_.alpha) g.alpha = 4, g.device_alpha = alpha.as<float>();
-      if (c_.bias) g.bias = bias.as<float>();
+      if (c_.bias)
+        g.bias = (c_.bias_dtype == DType::f32    ? bias
+                  : c_.bias_dtype == DType::bf16 ? bias_bf16
+                                                 : bias_fp16)
+                     .as<void>();
+      g.bias_dtype = c_.bias_dtype;
       g.grouping = c_.grouping, g.groups = static_cast<int>(std::max<size_t>(ends_.size(), 1));
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
       g.tile = c_.tile;
@@ -220,6 +231,7 @@ class Product {
   std::vector<int64_t> ends_;
   std::vector<uint8_t> a_, b_;
   std::vector<float> a_values_, b_values_, a_scales_, b_scales_, bias_;
+  std::vector<uint16_t> bias_bf16_, bias_fp16_;
   int64_t batch_ = 1, outs_ = 1, padded_ = 0, blocks_ = 0, b_lines_ = 0;
 };
 
@@ -253,6 +265,7 @@ Case drawn(Random& random, int tile) {
   c.f32 = random.one_in(2);
   c.accumulate = c.f32 && random.one_in(2);
   c.alpha = random.one_in(2), c.bias = random.one_in(2), c.wide = random.one_in(2);
+  c.bias_dtype = static_cast<DType>(random.below(3));
   c.exact = !random.one_in(3);
   c.pad = random.one_in(2) ? 0 : random.one_in(2) ? 8 : 1;
   return c;

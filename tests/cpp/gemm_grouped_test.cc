@@ -98,7 +98,7 @@ struct Problem {
         to.data = static_cast<uint8_t*>(to.data) + g * to.batch_stride * dtype_bytes(to.dtype);
       }
       GemmOptions mine = o;
-      if (mine.bias) mine.bias += g * columns();
+      if (mine.bias) mine.bias = static_cast<const float*>(mine.bias) + g * columns();
       multiply(as_const(left->view), as_const(right->view), to, mine);
       at = next_group(at, a.view.spec, a.view.layout, axis, height, a.view.columns);
     }

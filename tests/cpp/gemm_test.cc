@@ -78,7 +78,8 @@ void expect_within_bound(const Operand& a, const Operand& b, const Result& d,
         sum += product;
         magnitude += std::fabs(product);
       }
-      const long double exact = factor * sum + (options.bias ? options.bias[n] : 0.0f) +
+      const long double exact = factor * sum +
+                                (options.bias ? static_cast<const float*>(options.bias)[n] : 0.0f) +
                                 (options.accumulate ? initial : 0.0f);
       const float got = d.frame.at(0, m, n);
       if (std::isnan(exact)) {

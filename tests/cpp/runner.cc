@@ -159,7 +159,8 @@ class DeviceOptions {
       : amax_(host.amax, host.amax ? batch * 4 : 0), options(host) {
     if (host.amax) options.amax = reinterpret_cast<const float*>(amax_.at());
     if (!host.rng || variant % 2 == 0) return;
-    const uint64_t key[] = {host.rng->seed, host.rng->offset};
+    options.device_seed_step = variant * 0x9E3779B97F4A7C15;
+    const uint64_t key[] = {host.rng->seed - options.device_seed_step, host.rng->offset};
     to_device(key_.at(), key, sizeof(key));
     options.rng.reset();
     options.device_seed = reinterpret_cast<const int64_t*>(key_.at());

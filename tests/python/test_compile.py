@@ -50,17 +50,20 @@ def linear_samples() -> list[Any]:
         (bs.recipe("fp8_blockwise"), True, True),
         (mixed, True, True),
     ):
-        keys = (SEED, SEED, OFFSET) if recipe.stochastic else (None, None, None)
-        forward = (x, w, bias, recipe.text, dx, dw, bf16, *keys)
+        key = (SEED, OFFSET) if recipe.stochastic else (None, None)
+        forward = (x, w, bias, recipe.text, dx, dw, *key, None, bf16)
         saved = OPS.linear(*forward)[1:]
         if recipe is mixed:
             saved.insert(0, x)
         if recipe.stochastic and (dx or dw):
             saved.append(SEED)
-        backward = (dy, saved, recipe.text, 70, dx, dw, bf16, f32, bf16, f32 if dw else None)
+        backward = (dy, saved, recipe.text, 70, dx, dw, dw, None, None, bf16, f32)
         samples += [("linear", forward), ("linear_backward", backward)]
+        made = OPS.quantize_weight(w, recipe.text, dx)
+        samples.append(("quantize_weight", (w, recipe.text, dx)))
+        samples.append(("linear", (*forward, made)))
         if dw:
-            into = (dy, saved, recipe.text, 70, dx, bf16, f32, f32, None, torch.ones(9, 70))
+            into = (dy, saved, recipe.text, 70, dx, dx, None, torch.ones(9, 70), f32, bf16)
             samples.append(("linear_backward_into", into))
     return samples
 
@@ -80,8 +83,8 @@ def grouped_samples() -> list[Any]:
     ]
     x, w, dy = normal(5, 70), normal(3, 9, 70), normal(5, 9)
     for recipe in (bs.recipe("nvfp4"), bs.recipe("fp8_blockwise"), bs.recipe("bf16")):
-        keys = (SEED, SEED, OFFSET) if recipe.stochastic else (None, None, None)
-        forward = (x, w, None, recipe.text, True, True, f32, *keys, ENDS)
+        key = (SEED, OFFSET) if recipe.stochastic else (None, None)
+        forward = (x, w, None, recipe.text, True, True, *key, ENDS)
         saved = OPS.linear(*forward)[1:]
         if recipe.high_precision:
             saved = [x, w]
@@ -90,9 +93,8 @@ def grouped_samples() -> list[Any]:
         call = (dy, saved, recipe.text, 70)
         samples += [
             ("linear", forward),
-            ("linear_backward", (*call, True, True, f32, f32, f32, None, ENDS)),
-            ("linear_backward_into",
-             (*call, True, f32, f32, None, ENDS, torch.ones(3, 9, 70))),
+            ("linear_backward", (*call, True, True, False, ENDS)),
+            ("linear_backward_into", (*call, True, False, ENDS, torch.ones(3, 9, 70))),
         ]  # fmt: skip
     return samples
 

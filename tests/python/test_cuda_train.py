@@ -176,7 +176,7 @@ def test_a_converted_model_moves(cuda: torch.device) -> None:
     model, twin = model_on(cuda), model_on(cpu)
     layer = model[0].up
     assert isinstance(layer, bs.nn.Linear)
-    tensors = (*layer._seeds.values(), layer._rng_state.offset, layer._rng_state.upcoming)
+    tensors = (layer._seed, layer._rng_state.offset, layer._rng_state.upcoming)
     assert {t.device for t in tensors} == {cuda}
     for got, want in zip(gradients(model, cuda), gradients(twin, cpu), strict=True):
         # Sums in another order move a few codes of the next layer's operands.

@@ -210,7 +210,7 @@ def test_saves_the_quantized_operands_and_nothing_else() -> None:
     case = make(lead=(m,), n=n, k=k, bias=False)
     x = k * m // 2 + k * (m // 16) + 4  # codes, scales, outer of x's wgrad operand
     w = k * n // 2 + (k // 16) * (n // 16) + 4  # of w's dgrad operand, square blocks
-    assert size(saved_tensors(case, "nvfp4")) == x + w + 16  # and dy's seed and offset
+    assert size(saved_tensors(case, "nvfp4")) == x + w + 16  # and seed and offset
     frozen = Case(case.x, case.w.detach(), None, case.dy)
     assert size(saved_tensors(frozen, "nvfp4")) == w + 16
     first = Case(case.x.detach(), case.w, None, case.dy)

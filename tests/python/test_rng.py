@@ -8,7 +8,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from blockscale.rng import layer_seed, role_seeds
+from blockscale.rng import layer_seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,12 +44,9 @@ def test_layer_seeds_are_the_documented_hash() -> None:
     digest = hashlib.sha256(b"42:model.layers.0.q_proj").digest()
     base = int.from_bytes(digest[:8], "little")
     assert layer_seed(42, "model.layers.0.q_proj") == base
-    seeds = role_seeds(42, "model.layers.0.q_proj")
-    assert {role: int(t) % 2**64 for role, t in seeds.items()} == {
-        "x": (base + GOLDEN) % 2**64,
-        "w": (base + 2 * GOLDEN) % 2**64,
-        "dy": (base + 3 * GOLDEN) % 2**64,
-    }
+    layer = bs.nn.Linear(4, 4, seed=42)
+    layer.configure(layer.recipe, layer._rng_state, "model.layers.0.q_proj")
+    assert int(layer._seed) % 2**64 == base
 
 
 @pytest.mark.parametrize("spec", STOCHASTIC)

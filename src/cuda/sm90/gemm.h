@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "blockscale/tensor.h"
+
 namespace blockscale::sm90 {
 
 inline constexpr int kBlock = 128;  // contraction length of one scale and of one pipeline stage
@@ -36,7 +38,8 @@ struct Fp8Gemm {
   bool accumulate = false;  // FP32 only
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor, in device memory
-  const float* bias = nullptr;          // n values, for each group
+  const void* bias = nullptr;           // n values, for each group
+  DType bias_dtype = DType::f32;
   Grouping grouping = Grouping::dense;
   int groups = 1;
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory

@@ -82,6 +82,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   out.alpha = g.alpha;
   out.device_alpha = g.device_alpha;
   out.bias = g.bias;
+  out.bias_dtype = g.bias_dtype;
   out.f32 = g.d_f32;
   out.add = g.accumulate;
   const auto address = reinterpret_cast<uintptr_t>(g.d);

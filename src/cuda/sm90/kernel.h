@@ -19,7 +19,8 @@ struct Output {
   int64_t row_stride = 0, group_stride = 0;  // in elements
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor
-  const float* bias = nullptr;
+  const void* bias = nullptr;
+  DType bias_dtype = DType::f32;
   bool f32 = false;
   bool add = false;    // to what D holds; FP32 only
   bool boxes = false;  // the copy engine can write D

@@ -1,6 +1,8 @@
 // The math warpgroups of the kernel: multiply, promote, and write a tile of output.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "cuda/sm90/kernel.h"
 
 namespace blockscale::sm90 {
@@ -45,6 +47,13 @@ struct ColumnScales {
   }
 };
 
+BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
+  if (out.bias_dtype == DType::f32) return __ldg(static_cast<const float*>(out.bias) + at);
+  const uint16_t bits = __ldg(static_cast<const uint16_t*>(out.bias) + at);
+  return out.bias_dtype == DType::bf16 ? __uint_as_float(uint32_t{bits} << 16)
+                                       : __half2float(__ushort_as_half(bits));
+}
+
 // alpha and bias.
 template <class T>
 BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
@@ -58,12 +67,12 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
   }
   if (p.out.bias && with_bias) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const float* bias = p.out.bias + int64_t{1} * group * p.problem.n;
+    const int64_t first = int64_t{1} * group * p.problem.n;
 #pragma unroll
     for (int g = 0; g < T::kN / 8; ++g) {
       const int c = column + g * 8 + lane % 4 * 2;
-      const float x = c < p.problem.n ? __ldg(bias + c) : 0.0f;
-      const float y = c + 1 < p.problem.n ? __ldg(bias + c + 1) : 0.0f;
+      const float x = c < p.problem.n ? bias_at(p.out, first + c) : 0.0f;
+      const float y = c + 1 < p.problem.n ? bias_at(p.out, first + c + 1) : 0.0f;
 #pragma unroll
       for (int w = 0; w < T::kWaves; ++w) {
         sum[w][4 * g] += x;

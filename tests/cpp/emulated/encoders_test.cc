@@ -58,16 +58,25 @@ void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
   ColumnValues<kPass, Bf16Tile> both;
   both.take(columns, side);
   const uint32_t amax = row.amax;
-  auto encode = [&](float* values, const uint2& signs) {
-    return encode_run<kPass>(side, values, signs, inv, float_of(amax), rng, 1, 7, 16 * position);
+  constexpr float kSafe = kStochastic ? kStochasticSafe : kNearestSafe;
+  if (float_of(amax) * inv > kSafe) {
+    row.cut(inv);
+    both.template cut<0>(inv);
+    both.template cut<1>(inv);
+  }
+  const RandomLines random_of = random_lines<kPass>(side, rng, 1, 16 * position);
+  auto encode = [&](const auto& unpack, const RunSigns& signs) {
+    float values[kRun], multiplier = inv;
+    unpack(multiplier, values);
+    return encode_run<kPass>(side, values, signs, multiplier, random_of, 7);
   };
-  float values[kRun];
-  row.unpack(side, inv, amax, values);
-  const Codes along = encode(values, row.signs(side));
-  both.template unpack<0>(side, inv, amax, values);
-  const Codes down = encode(values, both.template signs<0>(side));
-  both.template unpack<1>(side, inv, amax, values);
-  const Codes up = encode(values, both.template signs<1>(side));
+  const Codes along =
+      encode([&](float& m, float* to) { row.unpack(side, m, amax, to); }, row.signs(side));
+  const Codes down =
+      encode([&](float& m, float* to) { both.template unpack<0>(side, m, amax, to); },
+             both.template signs<0>(side));
+  const Codes up = encode([&](float& m, float* to) { both.template unpack<1>(side, m, amax, to); },
+                          both.template signs<1>(side));
   const PhiloxBlock random = random_block(rng, 1, 7, position);
   for (int i = 0; i < kRun; ++i) {
     const auto want = [&](float x) {
@@ -125,11 +134,95 @@ TEST(Emulated, Fp4StochasticIsTheDefinitionForEveryRandomByte) {
     for (uint32_t byte = 0; byte < 256; ++byte) {
       const float v[8] = {y, y, y, y, y, y, y, y};
       const uint32_t random[2] = {byte * 0x01010101, (byte ^ 0x55) * 0x01010101};
-      const uint32_t got = fp4_stochastic_of_8(v, 1.0f, 0x77777777, random);
+      const uint32_t got = fp4_stochastic_of_8(v, 1.0f, {0x7F7F7F7F, 0x7F7F7F7F}, random);
       const uint32_t low = encode_magnitude_stochastic(t, 6.0f, y, byte),
                      high = encode_magnitude_stochastic(t, 6.0f, y, byte ^ 0x55);
       ASSERT_EQ(got, low * 0x1111 | high * 0x11110000) << y << " random " << byte;
     }
+  }
+}
+
+// Random bits by line are those of the coordinates.
+TEST(Emulated, RandomBitsOfManyLinesAreThoseOfEach) {
+  Random random(5);
+  for (int n = 0; n < 1000; ++n) {
+    const Rng rng{random.next(), random.next()};
+    const auto pos = static_cast<uint32_t>(random.next()),
+               line = static_cast<uint32_t>(random.next());
+    const PhiloxBlock got = RandomLines(rng, n % 2, pos).block(line),
+                      want = random_block(rng, n % 2, line, pos);
+    for (int i = 0; i < 4; ++i) ASSERT_EQ(got.word[i], want.word[i]);
+  }
+}
+
+// ---- the transform ----
+
+// Runs of every kind of magnitude: what is kept of the sums, times its factor, is the definition's,
+// and so are the codes where the factor is not 1.
+template <Encoder kEncoder>
+void expect_transform(const float* x, const Hadamard& h, float inv) {
+  constexpr Pass kPass{kEncoder, Format::e4m3, false, true};
+  constexpr FormatTraits t = traits(Format::e2m1);
+  Side side{};
+  side.out.spec.hadamard = h;
+  for (int i = 0; i < kRun; ++i) side.transform_signs[i] = h.negates(i) ? -1.0f : 1.0f;
+  float want[kRun], largest = 0;
+  PairRun run{};
+  for (int i = 0; i < kRun; ++i) {
+    want[i] = x[i];
+    run.pair[i / 2] |= bits_of(x[i]) >> 16 << (16 * (i % 2));
+  }
+  hadamard_block(h, want);
+  bool finite = true;
+  for (const float y : want) {
+    largest = std::fmax(largest, std::fabs(y));
+    finite = finite && std::fabs(y) <= kFloatMax;
+  }
+  RowValues<kPass, Bf16Tile> row;
+  row.take(run, side);
+  if (!finite) {
+    EXPECT_GE(row.amax, kInfBits);
+    return;
+  }
+  ASSERT_EQ(row.amax, bits_of(largest));
+  if (largest * inv > (kEncoder == Encoder::fp4_nearest ? kNearestSafe : kStochasticSafe))
+    row.cut(inv);
+  float values[kRun], multiplier = inv;
+  row.unpack(side, multiplier, row.amax, values);
+  const RandomLines lines({1, 2}, 0, 3);
+  const Codes got = encode_run<kPass>(side, values, row.signs(side), multiplier, lines, 4);
+  const PhiloxBlock random = random_block({1, 2}, 0, 4, 3);
+  for (int i = 0; i < kRun; ++i) {
+    const float y = std::fmin(std::fabs(want[i]) * inv, 6.0f);
+    const uint32_t code =
+        kEncoder == Encoder::fp4_stochastic
+            ? encode_magnitude_stochastic(t, 6.0f, y, random_byte(random, static_cast<uint32_t>(i)))
+            : encode_magnitude(t, y, Direction::nearest_even);
+    ASSERT_EQ(got.word[i / 8] >> (4 * (i % 8)) & 15, with_sign(t, code, want[i]))
+        << want[i] << " * " << inv << " largest " << largest;
+  }
+}
+TEST(Emulated, TransformedRunsAreTheDefinitions) {
+  Random random(17);
+  const int count = kSweepStep > 1 ? 2000 : 200000;
+  for (int n = 0; n < count; ++n) {
+    const int exponent = static_cast<int>(random.below(262)) - 134,
+              spread = 1 + static_cast<int>(random.below(n % 3 == 0 ? 60 : 4));
+    float x[kRun];
+    for (float& v : x) {
+      const int e = std::min(127, exponent - static_cast<int>(random.below(spread)));
+      const double m = n % 5 == 0 ? static_cast<double>(random.below(3)) / 2 : random.uniform();
+      v = from_bf16(to_bf16(static_cast<float>(std::ldexp(1.98 * m, e))));
+      if (random.below(2) != 0) v = -v;
+      if (n % 97 == 0) v = std::copysign(0.0f, v);
+    }
+    const Hadamard h{16, n % 2 == 0 ? kDefaultSigns16 : random.next() & 0xFFFF, 0};
+    const int e =
+        n % 7 == 0 ? 127 : std::clamp(static_cast<int>(random.below(6)) - exponent, -120, 127);
+    const auto inv = static_cast<float>(std::ldexp(1 + .9 * random.uniform(), e));
+    expect_transform<Encoder::fp4_nearest>(x, h, inv);
+    expect_transform<Encoder::fp4_stochastic>(x, h, inv);
+    if (HasFatalFailure()) return;
   }
 }
 
@@ -154,9 +247,10 @@ void expect_two_level() {
         s.out.spec.outer ? outer_scale(kScale, amax) : OuterScale{1.0f, 1.0f};
     ASSERT_EQ(bits_of(outer.dec), bits_of(want_outer.dec));
     for (const bool up : {false, true}) {
+      s.scales_up = up;
       for (uint32_t b = 0; b < kBf16End; ++b) {
         const float a = from_bf16(static_cast<uint16_t>(b));
-        const Block got = two_level_block<kScale>(up, a, outer);
+        const Block got = block_with<kScale>(s, outer, bits_of(a), kNearestSafe, [](float) {});
         const BlockScale want =
             two_level_scale(kScale, up ? ScaleRounding::up : ScaleRounding::nearest, a, want_outer);
         ASSERT_EQ(got.stored & 0xFF, want.code) << a << " up " << up << " tensor " << amax;
@@ -201,11 +295,9 @@ TEST(Emulated, SignsOfARunAreGatheredInOrder) {
       want[1][i / 8] |= (columns.pair[i] >> 15 & 1) << at;
       want[2][i / 8] |= columns.pair[i] >> 31 << at;
     }
-    const uint2 got[] = {run.signs(), columns.signs<0>(), columns.signs<1>()};
-    for (int which = 0; which < 3; ++which) {
-      ASSERT_EQ(got[which].x & kSignBits, want[which][0]);
-      ASSERT_EQ(got[which].y & kSignBits, want[which][1]);
-    }
+    const RunSigns got[] = {run.signs(), columns.signs<0>(), columns.signs<1>()};
+    for (int which = 0; which < 3; ++which)
+      for (int i = 0; i < 2; ++i) ASSERT_EQ(got[which].of_8[i].with(0), want[which][i]);
   }
 }
 

@@ -1,0 +1,78 @@
+"""`quantize_weight`: the operands of a weight, made once for many calls of `linear`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from blockscale._errors import fail, fail_type
+from blockscale.recipe import Recipe
+from blockscale.recipe import recipe as recipe_named
+from blockscale.rng import Rng, layer_key
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight as the GEMMs of `linear` and `grouped_linear` read it. Made by `quantize_weight`.
+
+    Attributes:
+        recipe: whose operands these are.
+        shape: of the weight.
+        backward: whether the operand of x's gradient is there.
+        operands: the memory of fprop's and of dgrad's, of those that the recipe quantizes.
+    """
+
+    recipe: Recipe
+    shape: torch.Size
+    backward: bool
+    operands: list[torch.Tensor] = dataclasses.field(repr=False)
+
+    def operands_of(
+        self, w: torch.Tensor, recipe: Recipe, dx: bool, operation: str
+    ) -> list[torch.Tensor]:
+        """The operands, for a call with this w and recipe that may ask for x's gradient."""
+        name = "quantized_weight"
+        if self.recipe is not recipe and self.recipe != recipe:
+            fail(operation, name, f"of recipe {self.recipe}", f"recipe {recipe}, as in this call")
+        if self.shape != w.shape:
+            got = f"of a weight {list(self.shape)}"
+            fail(operation, name, got, f"that of w {list(w.shape)}")
+        if dx and not self.backward:
+            need = "the operand of x's gradient"
+            fail(operation, name, "without backward", need, "make it with backward=True")
+        return self.operands
+
+
+def quantize_weight(
+    w: torch.Tensor,
+    recipe: str | Recipe = "nvfp4",
+    rng: Rng | None = None,
+    backward: bool = True,
+) -> QuantizedWeight:
+    """Quantize a weight ahead of the calls of `linear` or `grouped_linear` that it serves.
+
+    A weight changes once a step of the optimizer, and each of these calls would quantize it again:
+    every micro-batch, every recomputation, every batch of an inference. Passed as
+    `quantized_weight=`, this gives the same bits, and gradients flow to w as before. It is a copy:
+    make a new one when w has changed.
+
+    Args:
+        w: [N, K], or [E, N, K] for `grouped_linear`, float32, bfloat16 or float16.
+        recipe: a Recipe or the name of one.
+        rng: the layer's key, where the recipe rounds w stochastically.
+        backward: also make what x's gradient reads.
+
+    Raises:
+        TypeError, ValueError: with the argument, what it got and what it needs.
+    """
+    if not isinstance(w, torch.Tensor):
+        fail_type("quantize_weight", "w", w, "a tensor")
+    chosen = recipe_named(recipe)
+    specs = (chosen.fprop_w, chosen.dgrad_w)
+    stochastic = any(s is not None and s.stochastic for s in specs)
+    key = layer_key("quantize_weight", rng, stochastic, w.device)
+    operands = torch.ops.blockscale.quantize_weight.default(
+        w.detach(), chosen.text, backward, *(key or ())
+    )
+    return QuantizedWeight(chosen, w.shape, backward, operands)

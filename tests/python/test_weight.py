@@ -1,0 +1,150 @@
+"""`bs.quantize_weight`: calls that are given a quantized weight do what they do without, bit for
+bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import blockscale as bs
+import pytest
+import torch
+
+RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
+RECIPES = {
+    **{name: bs.recipe(name) for name in bs.recipe_names()},
+    "stochastic weight": bs.recipe("nvfp4").replace(
+        fprop_w="nvfp4[block=16x16,rounding=stochastic]",
+        dgrad_w="nvfp4[block=16x16,rounding=stochastic]",
+    ),
+    "dgrad in high precision": bs.recipe("mxfp8").replace(dgrad_dy=None, dgrad_w=None),
+    "fprop in high precision": bs.recipe("mxfp8").replace(fprop_x=None, fprop_w=None),
+}
+
+
+class Case(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    dy: torch.Tensor
+    call: Callable[..., torch.Tensor]  # (x, w, recipe, **more)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def make(grouped: bool, device: torch.device | str = "cpu") -> Case:
+    """Extents that no block divides, and an empty group."""
+    x = normal(53, 70).to(device).requires_grad_()
+    dy = normal(53, 37, seed=1).to(device)
+    if not grouped:
+        w = normal(37, 70, seed=2).to(device).requires_grad_()
+        bias = normal(37, seed=3).to(device)
+        return Case(x, w, dy, lambda x, w, r, **more: bs.linear(x, w, bias, r, RNG, **more))
+    w = normal(3, 37, 70, seed=2).to(device).requires_grad_()
+    ends = torch.tensor([20, 20, 50], device=device)
+    return Case(x, w, dy, lambda x, w, r, **more: bs.grouped_linear(x, w, ends, r, RNG, **more))
+
+
+def run(case: Case, recipe: bs.Recipe, **more: Any) -> list[torch.Tensor]:
+    """[y, dx, dw]."""
+    y = case.call(case.x, case.w, recipe, **more)
+    return [y, *torch.autograd.grad(y, (case.x, case.w), case.dy)]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert len(got) == len(want) > 0
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_same_bits(name: str, grouped: bool, device: torch.device) -> None:
+    recipe, case = RECIPES[name], make(grouped, device)
+    want = run(case, recipe)
+    kept = bs.quantize_weight(case.w, recipe, RNG)
+    made = sum(s is not None for s in (recipe.fprop_w, recipe.dgrad_w))
+    assert len(kept.operands) == made
+    for _ in range(2):
+        assert_same(run(case, recipe, quantized_weight=kept), want)
+    with torch.no_grad():
+        forward = bs.quantize_weight(case.w, recipe, RNG, backward=False)
+        assert torch.equal(case.call(case.x, case.w, recipe, quantized_weight=forward), want[0])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "nvfp4"])
+def test_the_weight_itself_is_not_read(recipe: str, grouped: bool) -> None:
+    case = make(grouped)
+    want = run(case, bs.recipe(recipe))
+    kept = bs.quantize_weight(case.w, recipe, RNG)
+    with torch.no_grad():
+        case.w.fill_(float("nan"))
+    assert_same(run(case, bs.recipe(recipe), quantized_weight=kept), want)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8", "nvfp4"])
+def test_micro_batches_accumulate(recipe: str, grouped: bool) -> None:
+    """Into `.grad`, and into a buffer."""
+    case = make(grouped)
+    gradients: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
+    for ahead in (False, True):
+        w = case.w.detach().requires_grad_()
+        more = {"quantized_weight": bs.quantize_weight(w, recipe, RNG)} if ahead else {}
+        main_grad = torch.zeros(w.shape)
+        for scale in (1, 2):
+            x = case.x * scale
+            y = case.call(x, w, recipe, **more)
+            into = case.call(x, w, recipe, accumulate_into=main_grad, **more)
+            torch.autograd.backward((y, into), (case.dy, case.dy))
+        assert w.grad is not None
+        gradients.append(w.grad)
+        buffers.append(main_grad)
+    assert_same(gradients[:1], gradients[1:])
+    assert_same(buffers[:1], buffers[1:])
+    assert buffers[0].any()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "nvfp4"])
+def test_compiled(recipe: str, grouped: bool) -> None:
+    torch._dynamo.reset()
+    case = make(grouped)
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = bs.quantize_weight(w, recipe, RNG)
+        halves = (x * scale for scale in (1, 2))
+        first, second = (case.call(half, w, recipe, quantized_weight=kept) for half in halves)
+        return first + second
+
+    ys = [f(case.x, case.w), torch.compile(f, fullgraph=True, backend="aot_eager")(case.x, case.w)]
+    grads = [torch.autograd.grad(y, (case.x, case.w), case.dy) for y in ys]
+    assert_same([ys[0], *grads[0]], [ys[1], *grads[1]])
+
+
+def test_what_does_not_belong() -> None:
+    case = make(False)
+    kept = bs.quantize_weight(case.w, "mxfp8")
+
+    def refused(text: str, w: torch.Tensor, recipe: str, kept: bs.QuantizedWeight) -> None:
+        with pytest.raises(ValueError, match=text):
+            bs.linear(case.x, w, None, recipe, RNG, quantized_weight=kept)
+
+    name = "linear: quantized_weight = "
+    refused(f"{name}of recipe mxfp8; need recipe nvfp4", case.w, "nvfp4", kept)
+    refused(f"{name}of recipe mxfp8; need recipe bf16", case.w, "bf16", kept)
+    refused(rf"{name}of a weight \[37, 70\]; need that of w \[36, 70\]", case.w[1:], "mxfp8", kept)
+    forward = bs.quantize_weight(case.w, "mxfp8", backward=False)
+    refused(f"{name}without backward", case.w, "mxfp8", forward)
+    refused("linear: quantized_w.device = ", case.w, "mxfp8", bs.quantize_weight(
+        case.w.to("meta"), "mxfp8"))  # fmt: skip
+    with pytest.raises(ValueError, match="quantize_weight: rng = none"):
+        bs.quantize_weight(case.w, RECIPES["stochastic weight"])
+    with pytest.raises(TypeError, match="quantize_weight: w = a list; need a tensor"):
+        bs.quantize_weight([1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"quantize_weight: w.dim\(\) = 1; need 2"):
+        bs.quantize_weight(case.w[0], "mxfp8")
+    with pytest.raises(ValueError, match=r"quantize_weight: x.dtype = float64"):
+        bs.quantize_weight(case.w.double(), "mxfp8")
