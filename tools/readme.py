@@ -84,17 +84,17 @@ def train(folder: str = "docs/train") -> str:
     """The tables of a committed run."""
     report = (ROOT / folder / "report.md").read_text()
     lines = [line for line in report.splitlines() if line.startswith("|")]
-    return "\n".join(lines)
+    return "\n".join(lines).replace("\n| setting", "\n\n| setting")  # two tables
 
 
 def train_gpu() -> str:
     """The results of the committed run on a GPU, without its settings."""
-    return train("docs/train_gpu").partition("\n| setting")[0]
+    return train("docs/train_gpu").partition("\n\n| setting")[0]
 
 
 def train_gpt() -> str:
     """The same of a larger model in FP8."""
-    return train("docs/train_gpt").partition("\n| setting")[0]
+    return train("docs/train_gpt").partition("\n\n| setting")[0]
 
 
 def number(value: float | None, form: str) -> str:
