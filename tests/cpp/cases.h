@@ -9,6 +9,12 @@
 #include "buffers.h"
 #include "specs.h"
 
+// Of the library's own copy of Highway: which instruction sets there are, and a way to pretend.
+namespace blockscale_hwy {
+int64_t SupportedTargets();
+void SetSupportedTargetsForTest(int64_t targets);
+}  // namespace blockscale_hwy
+
 namespace blockscale::testing {
 
 inline std::vector<uint64_t> test_seeds() {

@@ -6,12 +6,6 @@
 
 #include "cases.h"
 
-// Of the library's own copy of Highway.
-namespace blockscale_hwy {
-int64_t SupportedTargets();
-void SetSupportedTargetsForTest(int64_t targets);
-}  // namespace blockscale_hwy
-
 namespace blockscale::testing {
 namespace {
 

@@ -12,12 +12,6 @@
 #include <xmmintrin.h>
 #endif
 
-// Of the library's own copy of Highway: which instruction sets there are, and a way to pretend.
-namespace blockscale_hwy {
-int64_t SupportedTargets();
-void SetSupportedTargetsForTest(int64_t targets);
-}  // namespace blockscale_hwy
-
 namespace blockscale::testing {
 namespace {
 
