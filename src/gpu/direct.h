@@ -16,7 +16,7 @@ namespace blockscale::gpu {
 
 inline constexpr int kDirectThreads = 256;
 inline constexpr int kDirectLines = 4;  // of a thread in a tile, and of FP8 at once
-inline constexpr int kSideways = 4;     // tiles that lie beside each other are this many in a row
+inline constexpr int kSideways = 8;     // tiles that lie beside each other are this many in a row
 
 struct RowsParams {
   Source x;
@@ -66,7 +66,7 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
   if constexpr (kPass.fp4()) {
     typename Reader::Run even = reader.next();
     const MatrixAt m = loaded();
-    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     RowTarget<kPass> to(s, m, line, pos);
     auto quantize = [&](const typename Reader::Run& run, int i) {
       Values values;
@@ -90,7 +90,7 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) runs[i] = reader.next();
     const MatrixAt m = loaded();
-    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     RowTarget<kPass> to(s, m, line, pos);
     Values values[kDirectLines];
     uint32_t amax[kDirectLines];
@@ -215,7 +215,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
       for (int i = 0; i < kWarps; ++i)
         amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
     }
-    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) {
 #pragma unroll
       for (auto& run : values) run.cut(inv);
@@ -323,10 +323,10 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
   part.template load<kAligned>(x, at, in);
   loaded();
   const MatrixAt m = direct_matrix<kPass>(s, at, memory.outer[1]);
-  RandomLines random[Part::kRuns];
+  RandomRuns random[Part::kRuns];
 #pragma unroll
   for (int i = 0; i < Part::kRuns; ++i)
-    random[i] = random_lines<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
+    random[i] = random_runs<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
   auto encode = [&](Values& values, auto which, float inv, uint32_t amax, int line, int g) {
     constexpr int kWhich = decltype(which)::value;
     float v[kRun];
@@ -413,10 +413,11 @@ BLOCKSCALE_DEVICE TileAt direct_tile(uint32_t x, uint32_t y, uint32_t z) {
   return {static_cast<int>(z), static_cast<int>(x / kSideways) * kTile,
           static_cast<int>(y * kSideways + x % kSideways) * kTile};
 }
-// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling.
+// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
+// for FP8 in both directions, which waits for memory more than it computes.
 template <Pass kRow, Pass kColumn>
-inline constexpr int kTileBlocks = (kRow.present() && kColumn.present()) || kColumn.hadamard
-                                           || kColumn.encoder == Encoder::fp4_stochastic
+inline constexpr int kTileBlocks = kColumn.hadamard || kColumn.encoder == Encoder::fp4_stochastic ||
+                                           (kRow.present() && kColumn.present() && !kColumn.fp4())
                                        ? 3
                                        : 4;
 
@@ -437,7 +438,8 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
     if (kRowOuter || kColumnOuter) __syncthreads();
   };
   if constexpr (kColumn.present()) {
-    __shared__ Stage<kColumn> stage;
+    __shared__ Stage<kColumn> space;
+    Stage<kColumn>& stage = in_place(space);
     columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory, stage, loaded);
     auto store_columns = [&] {
       __syncthreads();
