@@ -57,22 +57,28 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       ahead.advance(p);
     }
     if constexpr (kGrouped) cut(tile[turn.stage], now.rows_left());
+    // A tile is given back as soon as it is in registers.
     if constexpr (kAxis == -1) {
+      typename Loader::Tile::Run runs[kRowRuns];
 #pragma unroll
-      for (int i = 0; i < kRowRuns; ++i) {
+      for (int i = 0; i < kRowRuns; ++i)
+        runs[i] = tile[turn.stage].row(thread / kRunsPerLine + i * kRowStep,
+                                       thread % kRunsPerLine * kRun);
+      loader.release(turn.stage);
+#pragma unroll
+      for (const auto& run : runs) {
         RowValues<kPass, typename Loader::Tile> values;
-        values.take(tile[turn.stage].row(thread / kRunsPerLine + i * kRowStep,
-                                         thread % kRunsPerLine * kRun),
-                    side);
+        values.take(run, side);
         largest = max(largest, values.amax);
         if constexpr (kBoth) plain = max(plain, values.plain.amax_bits());
       }
     } else {
-      ColumnValues<kPass, typename Loader::Tile> values;
       const int warp = thread / 32;
-      values.take(tile[turn.stage].columns(warp % kRunsPerLine * kRun,
-                                           warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2),
-                  side);
+      const auto columns = tile[turn.stage].columns(
+          warp % kRunsPerLine * kRun, warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2);
+      loader.release(turn.stage);
+      ColumnValues<kPass, typename Loader::Tile> values;
+      values.take(columns, side);
       largest = max(largest, max(values.amax[0], values.amax[1]));
       if constexpr (kBoth) {
         uint32_t two[2];
@@ -80,7 +86,6 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
         plain = max(plain, max(two[0], two[1]));
       }
     }
-    loader.release(turn.stage);
     if (left == 1 || walk.at().batch != matrix) {
       add(largest, out + matrix);
       if constexpr (kBoth) add(plain, before + matrix);
