@@ -35,6 +35,12 @@ BLOCKSCALE_DEVICE int stage_offset(int line, int g) {
               : line * kTile + run * 16;
 }
 
+// Where codes of run `g` of a line of FP4 lie.
+template <Pass kPass, int kWide>
+BLOCKSCALE_DEVICE uint8_t* codes_in(Stage<kPass>& stage, int line, int g) {
+  static_assert(kPass.fp4());
+  return reinterpret_cast<uint8_t*>(stage.codes) + stage_offset<true, kWide>(line, g);
+}
 // Codes of run `g` of a line into the stage.
 template <Pass kPass, int kWide>
 BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Codes& codes, int line,

@@ -4,7 +4,7 @@
 //
 // Along rows a thread takes one run of each of up to eight lines. Down columns, with square blocks,
 // and for both directions at once, a block of threads takes a tile of 128 x 128; the second
-// direction finds the tile in the L1 cache.
+// direction finds the tile in shared memory, as the L1 cache would have lost most of it.
 #pragma once
 
 #include "gpu/columns.h"
@@ -26,43 +26,14 @@ struct RowsParams {
   int each;      // lines of a thread: fewer where there is little to do
 };
 
-// The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
-// there. What stands for the others is some run that is.
-template <bool kAligned>
-struct LineReader {
-  using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
-  const uint16_t* at;
-  int64_t stride;
-  int before, count, left;
-
-  BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
-      : at(static_cast<const uint16_t*>(x.data) + batch * x.batch_stride +
-           (lines > 0 ? line : 0) * x.row_stride + pos),
-        stride(x.row_stride),
-        before(pos),
-        count(x.columns - pos),
-        left(lines) {
-    keep(at);
-  }
-  BLOCKSCALE_DEVICE Run next() {
-    Run run;
-    if constexpr (kAligned)
-      run = load_aligned(at, count);
-    else
-      run = load_around(at, before, count);
-    if (--left > 0) at += stride;
-    return run;
-  }
-};
-// Quantizes them, `each` at most. FP4 has work enough to hide the loads of one line behind the
-// line before, and code enough to be kept for two lines; FP8 loads all before it begins. `loaded`
-// gives the matrix, after the first loads are on their way.
-template <Pass kPass, bool kAligned, class Loaded>
-BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch, int line, int pos,
-                                      int lines, int each, const Loaded& loaded) {
+// Quantizes the runs at `pos` of `lines` lines from `line` on, `each` at most. FP4 has work enough
+// to hide the loads of one line behind the line before, and code enough to be kept for two lines;
+// FP8 loads all before it begins. `loaded` gives the matrix, after the first loads are on their
+// way.
+template <Pass kPass, class Reader, class Loaded>
+BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos, int lines,
+                                      int each, const Loaded& loaded) {
   using Values = RowValues<kPass, Bf16Tile>;
-  using Reader = LineReader<kAligned>;
-  Reader reader(x, batch, line, pos, lines);
   if constexpr (kPass.fp4()) {
     typename Reader::Run even = reader.next();
     const MatrixAt m = loaded();
@@ -141,7 +112,8 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAlign
   const int line = static_cast<int>(group) * p.each;
   const int pos = static_cast<int>(at - group * p.runs.value) * kRun;
   const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
-  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, p.each, [&] {
+  const LineReader<kAligned> reader(p.x, batch, line, pos, lines);
+  quantize_lines<Row::kPass>(reader, s, line, pos, lines, p.each, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;
@@ -175,22 +147,23 @@ BLOCKSCALE_DEVICE MatrixAt direct_matrix(const Side& s, const TileAt& at, const 
   return matrix_at(s, at.batch, outer);
 }
 
-// The rows of a tile: a warp has 16 lines of 8 runs.
-template <Pass kPass, bool kAligned, class Loaded>
-BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt& at,
+// The rows of a tile: a warp has 16 lines of 8 runs. `reader_of` the lines of a thread: its first
+// row and run of the tile, and how many lines there are.
+template <Pass kPass, class ReaderOf, class Loaded>
+BLOCKSCALE_DEVICE void rows_of_tile(const ReaderOf& reader_of, const Side& s, const TileAt& at,
                                     DirectMemory& memory, const Loaded& loaded) {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int line = at.row + warp * kRun + lane / kRunsPerLine * kDirectLines;
-  const int pos = at.column + lane % kRunsPerLine * kRun;
+  const int row = warp * kRun + lane / kRunsPerLine * kDirectLines, run = lane % kRunsPerLine;
+  const int line = at.row + row, pos = at.column + run * kRun;
   const int lines = pos < s.padded ? s.lines - line : 0;
+  auto reader = reader_of(row, run, lines);
   if constexpr (!kPass.square) {
-    quantize_lines<kPass, kAligned>(x, s, at.batch, line, pos, lines, kDirectLines, [&] {
+    quantize_lines<kPass>(reader, s, line, pos, lines, kDirectLines, [&] {
       loaded();
       return direct_matrix<kPass>(s, at, memory.outer[0]);
     });
   } else {
-    LineReader<kAligned> reader(x, at.batch, line, pos, lines);
-    typename LineReader<kAligned>::Run in[kDirectLines];
+    typename decltype(reader)::Run in[kDirectLines];
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
     loaded();
@@ -208,7 +181,6 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
     // A warp has 16 lines.
     constexpr int kWarps = kPass.block() / kRun;
     if constexpr (kWarps > 1) {
-      const int run = lane % kRunsPerLine;
       memory.row_amax[warp * kRunsPerLine + run] = amax;
       __syncthreads();
 #pragma unroll
@@ -288,6 +260,16 @@ struct ColumnPart {
     else
       load_rows(false);
   }
+  BLOCKSCALE_DEVICE void keep(const PairColumns* in, KeptTile& tile) const {
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i) {
+      uint16_t* to = tile.at(run * kRun + i, first);
+      if constexpr (kWide == 4)
+        *reinterpret_cast<uint2*>(to) = {in[0].pair[i], in[1].pair[i]};
+      else
+        *reinterpret_cast<uint32_t*>(to) = in[i / kRun].pair[i % kRun];
+    }
+  }
 };
 
 // 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
@@ -313,7 +295,7 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
 // The columns of a tile, into the stage.
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const TileAt& at,
-                                       DirectMemory& memory, Stage<kPass>& stage,
+                                       DirectMemory& memory, Stage<kPass>& stage, KeptTile* kept,
                                        const Loaded& loaded) {
   using Part = ColumnPart<kPass>;
   using Values = ColumnValues<kPass, Bf16Tile>;
@@ -322,39 +304,47 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
   PairColumns in[2];
   part.template load<kAligned>(x, at, in);
   loaded();
+  if (kept) part.keep(in, *kept);
   const MatrixAt m = direct_matrix<kPass>(s, at, memory.outer[1]);
   RandomRuns random[Part::kRuns];
 #pragma unroll
   for (int i = 0; i < Part::kRuns; ++i)
     random[i] = random_runs<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
-  auto encode = [&](Values& values, auto which, float inv, uint32_t amax, int line, int g) {
+  auto encode = [&](const Values& values, auto which, float inv, uint32_t amax,
+                    const RandomRuns& runs, uint32_t line) {
     constexpr int kWhich = decltype(which)::value;
     float v[kRun];
     values.template unpack<kWhich>(s, inv, amax, v);
-    stage_codes<kPass, kWide>(s, stage,
-                              encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv,
-                                                random[g - part.run], m.line + at.column + line),
-                              line, g);
+    return encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, runs, line);
   };
   if constexpr (kBlock == kRun && !kPass.square) {
     // A run is a block. What takes much code is kept once.
     [[maybe_unused]] constexpr int kTimes =
         kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
-    auto column = [&](Values& values, auto which, int line) {
-      const uint32_t amax = values.amax[decltype(which)::value];
-      const Block b = block_of<kPass>(s, m.outer, amax, [&](float factor) {
-        values.template cut<decltype(which)::value>(factor);
-      });
-      stage_scale<kPass>(s, stage, b.stored, line, part.run);
-      encode(values, which, b.inv, amax, line, part.run);
+    // Where results go: from two columns to the next by addition.
+    uint32_t line = in_register(m.line + at.column + part.first);
+    uint8_t* to[] = {in_place(codes_in<kPass, kWide>(stage, part.first, part.run)),
+                     in_place(codes_in<kPass, kWide>(stage, part.first + 1, part.run))};
+    uint8_t* scale = in_place(&stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
+    auto column = [&](Values& values, auto which) {
+      constexpr int kWhich = decltype(which)::value;
+      const uint32_t amax = values.amax[kWhich];
+      const Block b = block_of<kPass>(s, m.outer, amax,
+                                      [&](float factor) { values.template cut<kWhich>(factor); });
+      scale[kWhich * kRunsPerLine] = static_cast<uint8_t>(b.stored);
+      const Codes codes = encode(values, which, b.inv, amax, random[0], line + kWhich);
+      *reinterpret_cast<uint2*>(to[kWhich]) = {codes.word[0], codes.word[1]};
     };
 #pragma unroll kTimes
     for (int i = 0; i < kWide; i += 2) {
       Values values;
       values.take(in[0], s);
       in[0] = in[1];
-      column(values, Constant<0>{}, part.first + i);
-      column(values, Constant<1>{}, part.first + i + 1);
+      column(values, Constant<0>{});
+      column(values, Constant<1>{});
+      line += 2;
+      scale += 2 * kRunsPerLine;
+      for (auto& p : to) p += 2 * kTile / 2;
     }
   } else {
     Values values[2];
@@ -398,8 +388,11 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
     }
     auto column = [&](auto i) {
       constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
-      encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn], amax[kColumn],
-             part.first + kColumn, part.run + kIndex / kWide);
+      const int line = part.first + kColumn, run = kIndex / kWide;
+      stage_codes<kPass, kWide>(s, stage,
+                                encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn],
+                                       amax[kColumn], random[run], m.line + at.column + line),
+                                line, part.run + run);
     };
     column(Constant<0>{});
     column(Constant<1>{});
@@ -439,20 +432,30 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
   };
   if constexpr (kColumn.present()) {
     __shared__ Stage<kColumn> space;
-    Stage<kColumn>& stage = in_place(space);
-    columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory, stage, loaded);
+    Stage<kColumn>& stage = *in_place(&space);
     auto store_columns = [&] {
-      __syncthreads();
       store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
           p.column, matrix_at(p.column, at.batch, memory.outer[1]), at.column, at.row, stage);
     };
+    KeptTile* kept = nullptr;
+    if constexpr (kRow.present()) {
+      BLOCKSCALE_DYNAMIC_SHARED(tile);
+      kept = reinterpret_cast<KeptTile*>(tile);
+    }
+    columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory, stage, kept, loaded);
+    __syncthreads();
     // The columns leave while the first loads of the rows are on their way.
     if constexpr (kRow.present())
-      rows_of_tile<kRow, kAligned>(p.x, p.row, at, memory, store_columns);
+      rows_of_tile<kRow>([&](int row, int run, int) { return TileReader(*kept, row, run); }, p.row,
+                         at, memory, store_columns);
     else
       store_columns();
   } else {
-    rows_of_tile<kRow, kAligned>(p.x, p.row, at, memory, loaded);
+    rows_of_tile<kRow>(
+        [&](int row, int run, int lines) {
+          return LineReader<kAligned>(p.x, at.batch, at.row + row, at.column + run * kRun, lines);
+        },
+        p.row, at, memory, loaded);
   }
 }
 

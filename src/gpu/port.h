@@ -328,11 +328,11 @@ BLOCKSCALE_DEVICE uint32_t in_register(uint32_t constant) {
   return constant;
 #endif
 }
-// The same for where something lies in shared memory.
+// The same for a pointer into shared memory.
 template <class T>
-BLOCKSCALE_DEVICE T& in_place(T& shared) {
+BLOCKSCALE_DEVICE T* in_place(T* shared) {
 #if defined(__CUDACC__)
-  return *static_cast<T*>(__cvta_shared_to_generic(in_register(shared_address(&shared))));
+  return static_cast<T*>(__cvta_shared_to_generic(in_register(shared_address(shared))));
 #else
   return shared;
 #endif
