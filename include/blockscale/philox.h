@@ -17,14 +17,32 @@ inline constexpr uint32_t kPhiloxW0 = 0x9E3779B9, kPhiloxW1 = 0xBB67AE85;
 inline constexpr int kPhiloxRounds = 7;
 inline constexpr int kElementsPerPhilox = 16;  // one byte each
 
+// Both halves of a product. On a GPU in one instruction: of C++'s the compiler makes another, which
+// adds zero to the upper half.
+struct PhiloxProduct {
+  uint32_t low, high;
+};
+BLOCKSCALE_HD constexpr PhiloxProduct philox_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  if (!__builtin_is_constant_evaluated()) {
+    PhiloxProduct p{};
+    asm("{ .reg .b64 p; mul.wide.u32 p, %2, %3; mov.b64 {%0, %1}, p; }"
+        : "=r"(p.low), "=r"(p.high)
+        : "r"(a), "r"(b));
+    return p;
+  }
+#endif
+  const uint64_t p = uint64_t{a} * b;
+  return {static_cast<uint32_t>(p), static_cast<uint32_t>(p >> 32)};
+}
+
 template <int kRounds = kPhiloxRounds>
 BLOCKSCALE_HD constexpr PhiloxBlock philox4x32(PhiloxBlock counter, uint32_t k0, uint32_t k1) {
   PhiloxBlock c = counter;
   for (int round = 0; round < kRounds; ++round) {
-    const uint64_t p0 = uint64_t{kPhiloxM0} * c.word[0];
-    const uint64_t p1 = uint64_t{kPhiloxM1} * c.word[2];
-    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ k0, static_cast<uint32_t>(p1),
-          static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ k1, static_cast<uint32_t>(p0)}};
+    const PhiloxProduct p0 = philox_product(kPhiloxM0, c.word[0]);
+    const PhiloxProduct p1 = philox_product(kPhiloxM1, c.word[2]);
+    c = {{p1.high ^ c.word[1] ^ k0, p1.low, p0.high ^ c.word[3] ^ k1, p0.low}};
     k0 += kPhiloxW0;
     k1 += kPhiloxW1;
   }
@@ -56,30 +74,26 @@ class RandomLines {
     const auto k0 = static_cast<uint32_t>(rng.seed), k1 = static_cast<uint32_t>(rng.seed >> 32);
     const uint32_t w3 =
         (static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF) | static_cast<uint32_t>(plane) << 31;
-    const uint64_t a = uint64_t{kPhiloxM0} * pos_div_16;
-    const uint64_t b = uint64_t{kPhiloxM1} * static_cast<uint32_t>(rng.offset);
-    const uint64_t c = uint64_t{kPhiloxM1} * (high(a) ^ w3 ^ k1);
-    const uint64_t d = uint64_t{kPhiloxM0} * (high(c) ^ low(b) ^ (k0 + kPhiloxW0));
-    first_ = high(b) ^ k0;
-    second_ = low(a) ^ (k1 + kPhiloxW1);
-    third_[0] = low(c) ^ (k0 + 2 * kPhiloxW0);
-    third_[1] = high(d) ^ (k1 + 2 * kPhiloxW1);
-    fourth_ = low(d);
+    const PhiloxProduct a = philox_product(kPhiloxM0, pos_div_16);
+    const PhiloxProduct b = philox_product(kPhiloxM1, static_cast<uint32_t>(rng.offset));
+    const PhiloxProduct c = philox_product(kPhiloxM1, a.high ^ w3 ^ k1);
+    const PhiloxProduct d = philox_product(kPhiloxM0, c.high ^ b.low ^ (k0 + kPhiloxW0));
+    first_ = b.high ^ k0;
+    second_ = a.low ^ (k1 + kPhiloxW1);
+    third_[0] = c.low ^ (k0 + 2 * kPhiloxW0);
+    third_[1] = d.high ^ (k1 + 2 * kPhiloxW1);
+    fourth_ = d.low;
     k0_ = k0 + 3 * kPhiloxW0;
     k1_ = k1 + 3 * kPhiloxW1;
   }
   BLOCKSCALE_HD constexpr PhiloxBlock block(uint32_t line) const {
-    const uint64_t p = uint64_t{kPhiloxM0} * (line ^ first_);
-    const uint64_t q = uint64_t{kPhiloxM1} * (high(p) ^ second_);
-    return philox4x32<kPhiloxRounds - 3>({high(q) ^ third_[0], low(q), low(p) ^ third_[1], fourth_},
+    const PhiloxProduct p = philox_product(kPhiloxM0, line ^ first_);
+    const PhiloxProduct q = philox_product(kPhiloxM1, p.high ^ second_);
+    return philox4x32<kPhiloxRounds - 3>({q.high ^ third_[0], q.low, p.low ^ third_[1], fourth_},
                                          k0_, k1_);
   }
 
  private:
-  BLOCKSCALE_HD static constexpr uint32_t low(uint64_t p) { return static_cast<uint32_t>(p); }
-  BLOCKSCALE_HD static constexpr uint32_t high(uint64_t p) {
-    return static_cast<uint32_t>(p >> 32);
-  }
   uint32_t first_, second_, third_[2], fourth_, k0_, k1_;
 };
 

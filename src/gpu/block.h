@@ -47,10 +47,14 @@ BLOCKSCALE_DEVICE bool is_far(float inv, uint32_t amax) {
 }
 
 // The random bits of the runs at `pos`, a global coordinate, of all lines.
+struct RandomRuns : RandomLines {
+  uint32_t beside;  // kBesideRandom
+};
 template <Pass kPass>
-BLOCKSCALE_DEVICE RandomLines random_lines(const Side& s, const Rng& rng, int plane, int64_t pos) {
+BLOCKSCALE_DEVICE RandomRuns random_runs(const Side& s, const Rng& rng, int plane, int64_t pos) {
   if (kPass.encoder == Encoder::fp4_stochastic || (kPass.any() && s.out.spec.stochastic()))
-    return RandomLines(rng, plane, static_cast<uint32_t>(pos / kElementsPerPhilox));
+    return {RandomLines(rng, plane, static_cast<uint32_t>(pos / kElementsPerPhilox)),
+            in_register(kBesideRandom)};
   return {};
 }
 
@@ -58,10 +62,10 @@ BLOCKSCALE_DEVICE RandomLines random_lines(const Side& s, const Rng& rng, int pl
 // `signs` are those of v; only FP4 looks at them.
 template <Pass kPass>
 BLOCKSCALE_DEVICE Codes encode_run(const Side& s, const float* v, const RunSigns& signs, float inv,
-                                   const RandomLines& lines, uint32_t line) {
+                                   const RandomRuns& runs, uint32_t line) {
   constexpr bool kStochastic = kPass.encoder == Encoder::fp4_stochastic;
   PhiloxBlock random{};
-  if (kStochastic || (kPass.any() && s.out.spec.stochastic())) random = lines.block(line);
+  if (kStochastic || (kPass.any() && s.out.spec.stochastic())) random = runs.block(line);
   Codes out{};
   if constexpr (kPass.any()) {
     out = encode_any(s.element, s.out.spec.stochastic(), v, inv, random.word);
@@ -76,9 +80,9 @@ BLOCKSCALE_DEVICE Codes encode_run(const Side& s, const float* v, const RunSigns
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      out.word[i] = kStochastic
-                        ? fp4_stochastic_of_8(v + 8 * i, inv, signs.of_8[i], random.word + 2 * i)
-                        : fp4_nearest_of_8(v + 8 * i, inv, signs.of_8[i]);
+      out.word[i] = kStochastic ? fp4_stochastic_of_8(v + 8 * i, inv, signs.of_8[i],
+                                                      random.word + 2 * i, runs.beside)
+                                : fp4_nearest_of_8(v + 8 * i, inv, signs.of_8[i]);
     }
   }
   if (!kPass.fp4() && inv == 0.0f) out = {};  // not finite

@@ -237,7 +237,7 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
     __syncthreads();
     tables->clear(turn.three == 0 ? 2 : turn.three - 1);
   }
-  const RandomLines random = random_lines<kPass>(s, rng, 1, s.origin_pos + at.row + g * kRun);
+  const RandomRuns random = random_runs<kPass>(s, rng, 1, s.origin_pos + at.row + g * kRun);
   auto column = [&](auto which) {
     constexpr int kWhich = decltype(which)::value;
     const int line = first + kWhich;

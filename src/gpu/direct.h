@@ -3,12 +3,13 @@
 // pieces, on odd and small shapes too.
 //
 // Along rows a thread takes one run of each of up to eight lines. Down columns, with square blocks,
-// and for both directions at once, a block of threads takes a tile of 128 x 128; the second
-// direction finds the tile in the L1 cache.
+// and for both directions at once, a block of threads takes a tile of 128 x 128; the columns
+// leave it in shared memory for the rows.
 #pragma once
 
 #include "gpu/columns.h"
 #include "gpu/divisor.h"
+#include "gpu/kept.h"
 #include "gpu/load.h"
 #include "gpu/rows.h"
 
@@ -16,7 +17,7 @@ namespace blockscale::gpu {
 
 inline constexpr int kDirectThreads = 256;
 inline constexpr int kDirectLines = 4;  // of a thread in a tile, and of FP8 at once
-inline constexpr int kSideways = 4;     // tiles that lie beside each other are this many in a row
+inline constexpr int kSideways = 8;     // tiles that lie beside each other are this many in a row
 
 struct RowsParams {
   Source x;
@@ -54,19 +55,17 @@ struct LineReader {
     return run;
   }
 };
-// Quantizes them, `each` at most. FP4 has work enough to hide the loads of one line behind the
-// line before, and code enough to be kept for two lines; FP8 loads all before it begins. `loaded`
-// gives the matrix, after the first loads are on their way.
-template <Pass kPass, bool kAligned, class Loaded>
-BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch, int line, int pos,
-                                      int lines, int each, const Loaded& loaded) {
+// Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
+// behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
+// `loaded` gives the matrix, after the first loads are on their way.
+template <Pass kPass, class Reader, class Loaded>
+BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos, int lines,
+                                      int each, const Loaded& loaded) {
   using Values = RowValues<kPass, Bf16Tile>;
-  using Reader = LineReader<kAligned>;
-  Reader reader(x, batch, line, pos, lines);
   if constexpr (kPass.fp4()) {
     typename Reader::Run even = reader.next();
     const MatrixAt m = loaded();
-    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     RowTarget<kPass> to(s, m, line, pos);
     auto quantize = [&](const typename Reader::Run& run, int i) {
       Values values;
@@ -90,7 +89,7 @@ BLOCKSCALE_DEVICE void quantize_lines(const Source& x, const Side& s, int batch,
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) runs[i] = reader.next();
     const MatrixAt m = loaded();
-    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     RowTarget<kPass> to(s, m, line, pos);
     Values values[kDirectLines];
     uint32_t amax[kDirectLines];
@@ -141,7 +140,8 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAlign
   const int line = static_cast<int>(group) * p.each;
   const int pos = static_cast<int>(at - group * p.runs.value) * kRun;
   const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
-  quantize_lines<Row::kPass, kAligned>(p.x, s, batch, line, pos, lines, p.each, [&] {
+  const LineReader<kAligned> reader(p.x, batch, line, pos, lines);
+  quantize_lines<Row::kPass>(reader, s, line, pos, lines, p.each, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;
@@ -158,6 +158,7 @@ struct TilesParams {
 
 inline constexpr int kDirectWarps = kDirectThreads / 32;
 static_assert(kDirectWarps * kRun == kTile && 32 * kDirectLines == kTile);
+static_assert(kKeptLines == kDirectLines);
 
 // What the threads of a tile tell each other.
 struct DirectMemory {
@@ -175,22 +176,23 @@ BLOCKSCALE_DEVICE MatrixAt direct_matrix(const Side& s, const TileAt& at, const 
   return matrix_at(s, at.batch, outer);
 }
 
-// The rows of a tile: a warp has 16 lines of 8 runs.
-template <Pass kPass, bool kAligned, class Loaded>
-BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt& at,
-                                    DirectMemory& memory, const Loaded& loaded) {
+// The rows of a tile: a warp has 16 lines of 8 runs. reader_at(line and run of the tile, lines that
+// are there) is what reads them.
+template <Pass kPass, class ReaderAt, class Loaded>
+BLOCKSCALE_DEVICE void rows_of_tile(const Side& s, const TileAt& at, DirectMemory& memory,
+                                    const ReaderAt& reader_at, const Loaded& loaded) {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int line = at.row + warp * kRun + lane / kRunsPerLine * kDirectLines;
-  const int pos = at.column + lane % kRunsPerLine * kRun;
+  const int tile_line = warp * kRun + lane / kRunsPerLine * kDirectLines;
+  const int line = at.row + tile_line, pos = at.column + lane % kRunsPerLine * kRun;
   const int lines = pos < s.padded ? s.lines - line : 0;
+  auto reader = reader_at(tile_line, lane % kRunsPerLine, lines);
   if constexpr (!kPass.square) {
-    quantize_lines<kPass, kAligned>(x, s, at.batch, line, pos, lines, kDirectLines, [&] {
+    quantize_lines<kPass>(reader, s, line, pos, lines, kDirectLines, [&] {
       loaded();
       return direct_matrix<kPass>(s, at, memory.outer[0]);
     });
   } else {
-    LineReader<kAligned> reader(x, at.batch, line, pos, lines);
-    typename LineReader<kAligned>::Run in[kDirectLines];
+    typename decltype(reader)::Run in[kDirectLines];
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
     loaded();
@@ -215,7 +217,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Source& x, const Side& s, const TileAt
       for (int i = 0; i < kWarps; ++i)
         amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
     }
-    const RandomLines random = random_lines<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
     const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) {
 #pragma unroll
       for (auto& run : values) run.cut(inv);
@@ -288,6 +290,17 @@ struct ColumnPart {
     else
       load_rows(false);
   }
+  BLOCKSCALE_DEVICE void keep(const PairColumns* in, KeptTile& tile) const {
+    uint8_t* to = tile.at(run * kRun, first);
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i, to += 2 * kTile) {
+      const PairColumns& pairs = in[i / kRun];
+      if constexpr (kWide == 4)
+        *reinterpret_cast<uint2*>(to) = {pairs.pair[i], in[1].pair[i]};
+      else
+        *reinterpret_cast<uint32_t*>(to) = pairs.pair[i % kRun];
+    }
+  }
 };
 
 // 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
@@ -310,10 +323,10 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
   __syncthreads();
 }
 
-// The columns of a tile, into the stage.
+// The columns of a tile, into the stage; the tile itself is kept where there is `kept`.
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const TileAt& at,
-                                       DirectMemory& memory, Stage<kPass>& stage,
+                                       DirectMemory& memory, Stage<kPass>& stage, KeptTile* kept,
                                        const Loaded& loaded) {
   using Part = ColumnPart<kPass>;
   using Values = ColumnValues<kPass, Bf16Tile>;
@@ -322,11 +335,12 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
   PairColumns in[2];
   part.template load<kAligned>(x, at, in);
   loaded();
+  if (kept) part.keep(in, *kept);
   const MatrixAt m = direct_matrix<kPass>(s, at, memory.outer[1]);
-  RandomLines random[Part::kRuns];
+  RandomRuns random[Part::kRuns];
 #pragma unroll
   for (int i = 0; i < Part::kRuns; ++i)
-    random[i] = random_lines<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
+    random[i] = random_runs<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
   auto encode = [&](Values& values, auto which, float inv, uint32_t amax, int line, int g) {
     constexpr int kWhich = decltype(which)::value;
     float v[kRun];
@@ -413,44 +427,61 @@ BLOCKSCALE_DEVICE TileAt direct_tile(uint32_t x, uint32_t y, uint32_t z) {
   return {static_cast<int>(z), static_cast<int>(x / kSideways) * kTile,
           static_cast<int>(y * kSideways + x % kSideways) * kTile};
 }
-// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling.
+// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
+// for FP8 in both directions, which waits for memory more than it computes.
 template <Pass kRow, Pass kColumn>
-inline constexpr int kTileBlocks = (kRow.present() && kColumn.present()) || kColumn.hadamard
-                                           || kColumn.encoder == Encoder::fp4_stochastic
+inline constexpr int kTileBlocks = kColumn.hadamard || kColumn.encoder == Encoder::fp4_stochastic ||
+                                           (kRow.present() && kColumn.present() && !kColumn.fp4())
                                        ? 3
                                        : 4;
+
+// What a block of threads has in shared memory.
+template <class Row, class Column>
+struct TileMemory {
+  struct None {};
+  static constexpr bool kColumns = Column::kPass.present();
+  static constexpr bool kKeeps = kColumns && Row::kPass.present();
+  std::conditional_t<kKeeps, KeptTile, None> kept;
+  std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
+  DirectMemory direct;
+};
 
 template <class Row, class Column, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
   after_previous();
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
-  __shared__ DirectMemory memory;
+  using Memory = TileMemory<Row, Column>;
+  BLOCKSCALE_DYNAMIC_SHARED(bytes);
+  Memory& memory = in_place(*reinterpret_cast<Memory*>(bytes));
   const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
   if (at.column >= p.x.columns) return;
   // The outer scales, each found by one warp while the first loads are on their way.
   auto loaded = [&] {
     constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
     const int warp = static_cast<int>(threadIdx.x / 32);
-    if (kRowOuter && warp == 0) memory.outer[0] = outer_of(p.row, at.batch);
-    if (kColumnOuter && warp == 1) memory.outer[1] = outer_of(p.column, at.batch);
+    if (kRowOuter && warp == 0) memory.direct.outer[0] = outer_of(p.row, at.batch);
+    if (kColumnOuter && warp == 1) memory.direct.outer[1] = outer_of(p.column, at.batch);
     if (kRowOuter || kColumnOuter) __syncthreads();
   };
-  if constexpr (kColumn.present()) {
-    __shared__ Stage<kColumn> stage;
-    columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory, stage, loaded);
-    auto store_columns = [&] {
-      __syncthreads();
-      store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
-          p.column, matrix_at(p.column, at.batch, memory.outer[1]), at.column, at.row, stage);
+  if constexpr (!Memory::kColumns) {
+    const auto reader_at = [&](int line, int run, int lines) {
+      return LineReader<kAligned>(p.x, at.batch, at.row + line, at.column + run * kRun, lines);
     };
-    // The columns leave while the first loads of the rows are on their way.
-    if constexpr (kRow.present())
-      rows_of_tile<kRow, kAligned>(p.x, p.row, at, memory, store_columns);
-    else
-      store_columns();
+    rows_of_tile<kRow>(p.row, at, memory.direct, reader_at, loaded);
   } else {
-    rows_of_tile<kRow, kAligned>(p.x, p.row, at, memory, loaded);
+    KeptTile* kept = nullptr;
+    if constexpr (Memory::kKeeps) kept = &memory.kept;
+    columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory.direct, memory.stage, kept,
+                                       loaded);
+    __syncthreads();
+    store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+        p.column, matrix_at(p.column, at.batch, memory.direct.outer[1]), at.column, at.row,
+        memory.stage);
+    if constexpr (Memory::kKeeps) {
+      const auto reader_at = [&](int line, int run, int) { return KeptReader(*kept, line, run); };
+      rows_of_tile<kRow>(p.row, at, memory.direct, reader_at, [] {});
+    }
   }
 }
 

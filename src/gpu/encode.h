@@ -90,20 +90,22 @@ BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, const Sig
 
 // E2M1, stochastic: numerics section 6 in its integer form, moved up by 2 bits so that the byte of
 // random bits is a byte of the word: under it 0x80 (half of its last place), above it 4, which
-// takes the 252 off. The code is the top byte.
-BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float inv, uint32_t random, int byte) {
+// takes the 252 off: `beside` is kBesideRandom, in a register. The code is the top byte.
+inline constexpr uint32_t kBesideRandom = 0x0480;
+BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float inv, uint32_t random, int byte,
+                                          uint32_t beside) {
   const float y = __fmul_rn(fabsf(v), inv);
   const float z = fmaxf(y, __fmaf_rn(y, 0.5f, 0.5f));
-  return bit_cast<uint32_t>(z) * 4 + permute_bytes(random, 0x0480, 0x5046 + 256 * byte);
+  return bit_cast<uint32_t>(z) * 4 + permute_bytes(random, beside, 0x5046 + 256 * byte);
 }
 BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const Signs& signs,
-                                               const uint32_t* random) {
+                                               const uint32_t* random, uint32_t beside) {
   uint32_t even[2], odd[2];  // two of each
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t t[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) t[j] = fp4_stochastic(v[4 * i + j], inv, random[i], j);
+    for (int j = 0; j < 4; ++j) t[j] = fp4_stochastic(v[4 * i + j], inv, random[i], j, beside);
     even[i] = permute_bytes(t[0], t[2], 0x0073);
     odd[i] = permute_bytes(t[1], t[3], 0x0073);
   }

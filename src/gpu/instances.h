@@ -43,8 +43,10 @@ void launch_tiles(QuantizeParams& p, NativeStream stream) {
   const dim3 grid(static_cast<unsigned>(p.tiles_down * kSideways),
                   static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
                   static_cast<unsigned>(p.batch));
-  start(tiles_kernel<Row, Column, kAligned>, grid, kDirectThreads, 0, stream,
-        TilesParams{p.x, p.row, p.column});
+  constexpr auto kKernel = tiles_kernel<Row, Column, kAligned>;
+  constexpr int kBytes = sizeof(TileMemory<Row, Column>);
+  prepare<kKernel>(kBytes);
+  start(kKernel, grid, kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, p.column});
 }
 
 using None = PassType<Encoder::none>;

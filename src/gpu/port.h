@@ -317,6 +317,27 @@ BLOCKSCALE_DEVICE void keep_here([[maybe_unused]] int& value) {
 #endif
 }
 
+// A constant in a register that stays there: instructions take one constant besides registers, and
+// the compiler would rather move a second one to a register for each of them.
+BLOCKSCALE_DEVICE uint32_t in_register(uint32_t constant) {
+#if defined(__CUDACC__)
+  int lanes;  // from this one on: their top bit is set, but the compiler does not know
+  asm("mov.u32 %0, %%lanemask_ge;" : "=r"(lanes));
+  return constant & static_cast<uint32_t>(lanes >> 31);
+#else
+  return constant;
+#endif
+}
+// The same for where something lies in shared memory.
+template <class T>
+BLOCKSCALE_DEVICE T& in_place(T& shared) {
+#if defined(__CUDACC__)
+  return *static_cast<T*>(__cvta_shared_to_generic(in_register(shared_address(&shared))));
+#else
+  return shared;
+#endif
+}
+
 // The upper word of a product.
 BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 

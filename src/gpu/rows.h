@@ -87,7 +87,7 @@ BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& code
     *reinterpret_cast<uint4*>(to) = {codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
 }
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const RandomLines& random,
+BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
                                        Values& values, uint32_t amax, float inv, int line) {
   float v[kRun];
   values.unpack(s, inv, amax, v);
@@ -95,7 +95,7 @@ BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const R
 }
 // Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomLines& random,
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
                                      Values& values, uint32_t amax, const Block& b, int line,
                                      int pos) {
   const int block = block_length<kPass>(s);
@@ -104,14 +104,14 @@ BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Ran
                      encode_row_run<kPass>(s, m, random, values, amax, b.inv, line));
 }
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomLines& random,
+BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomRuns& random,
                                        Values& values, uint32_t amax, float inv, int line, int pos,
                                        const RowTarget<kPass>& to) {
   store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
                      encode_row_run<kPass>(s, m, random, values, amax, inv, line));
 }
 template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomLines& random,
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
                                      Values& values, uint32_t amax, const Block& b, int line,
                                      int pos, const RowTarget<kPass>& to) {
   const Codes codes = encode_row_run<kPass>(s, m, random, values, amax, b.inv, line);
@@ -162,7 +162,7 @@ BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile
     tables->clear(turn.three == 0 ? 2 : turn.three - 1);
   }
   const int c = at.column + pos;
-  const RandomLines random = random_lines<kPass>(s, rng, 0, s.origin_pos + c);
+  const RandomRuns random = random_runs<kPass>(s, rng, 0, s.origin_pos + c);
 #pragma unroll
   for (int i = 0; i < kRowRuns; ++i) {
     const int line = first + i * kRowStep, r = at.row + line;

@@ -64,7 +64,7 @@ void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
     both.template cut<0>(inv);
     both.template cut<1>(inv);
   }
-  const RandomLines random_of = random_lines<kPass>(side, rng, 1, 16 * position);
+  const RandomRuns random_of = random_runs<kPass>(side, rng, 1, 16 * position);
   auto encode = [&](const auto& unpack, const RunSigns& signs) {
     float values[kRun], multiplier = inv;
     unpack(multiplier, values);
@@ -134,7 +134,8 @@ TEST(Emulated, Fp4StochasticIsTheDefinitionForEveryRandomByte) {
     for (uint32_t byte = 0; byte < 256; ++byte) {
       const float v[8] = {y, y, y, y, y, y, y, y};
       const uint32_t random[2] = {byte * 0x01010101, (byte ^ 0x55) * 0x01010101};
-      const uint32_t got = fp4_stochastic_of_8(v, 1.0f, {0x7F7F7F7F, 0x7F7F7F7F}, random);
+      const uint32_t got =
+          fp4_stochastic_of_8(v, 1.0f, {0x7F7F7F7F, 0x7F7F7F7F}, random, kBesideRandom);
       const uint32_t low = encode_magnitude_stochastic(t, 6.0f, y, byte),
                      high = encode_magnitude_stochastic(t, 6.0f, y, byte ^ 0x55);
       ASSERT_EQ(got, low * 0x1111 | high * 0x11110000) << y << " random " << byte;
@@ -189,8 +190,8 @@ void expect_transform(const float* x, const Hadamard& h, float inv) {
     row.cut(inv);
   float values[kRun], multiplier = inv;
   row.unpack(side, multiplier, row.amax, values);
-  const RandomLines lines({1, 2}, 0, 3);
-  const Codes got = encode_run<kPass>(side, values, row.signs(side), multiplier, lines, 4);
+  const RandomRuns runs{{{1, 2}, 0, 3}, kBesideRandom};
+  const Codes got = encode_run<kPass>(side, values, row.signs(side), multiplier, runs, 4);
   const PhiloxBlock random = random_block({1, 2}, 0, 4, 3);
   for (int i = 0; i < kRun; ++i) {
     const float y = std::fmin(std::fabs(want[i]) * inv, 6.0f);
