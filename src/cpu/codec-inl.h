@@ -85,6 +85,24 @@ HWY_INLINE void store_pair(VF a, VF b, uint16_t* bf16) {
   hn::StoreU(hn::ConcatOdd(dh, hn::BitCast(dh, bf16_high(b)), hn::BitCast(dh, bf16_high(a))), dh,
              bf16);
 }
+
+// Whether the processor may round FP32 to BF16 by itself, which Highway 1.0.3 does not offer.
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+inline constexpr bool kMayRound = true;
+#else
+inline constexpr bool kMayRound = false;
+#endif
+// store_pair() that way: the instruction takes subnormals for zeros and gives none, and no value
+// may be a NaN.
+HWY_INLINE void store_rounded_pair([[maybe_unused]] VF a, [[maybe_unused]] VF b,
+                                   [[maybe_unused]] uint16_t* bf16) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  VH both;
+  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both.raw) : "v"(a.raw), "v"(b.raw));
+  hn::StoreU(both, DH(), bf16);
+#endif
+}
+
 // ---- element codes ----
 
 // Magnitude codes of one element format; constants are broadcast once per loop. kM: its mantissa
@@ -106,17 +124,18 @@ struct Encoder {
     half_normal = hn::Set(DF(), 0.5f * exp2i(t.min_exponent()));
   }
 
-  // Round to nearest even, saturating; `x` is not NaN. See encode_magnitude() for the formula:
-  // binade * magic is 2^(E + 23 - m), so that the addition rounds a to a multiple of 2^(E-m). The
-  // product is exact.
-  HWY_INLINE VU nearest(VF x) const {
+  // Round to nearest even a magnitude that is no number beyond the largest, but for rounding. See
+  // encode_magnitude() for the formula: binade * magic is 2^(E + 23 - m), so that the addition
+  // rounds a to a multiple of 2^(E-m). The product is exact.
+  HWY_INLINE VU nearest_within(VF a) const {
     const DU du;
     const DF df;
-    const VF a = hn::Min(hn::Abs(x), largest);
     const VU binade = hn::Max(hn::And(hn::BitCast(du, a), hn::Set(du, kInfBits)), smallest_normal);
     const VU t = hn::BitCast(du, hn::MulAdd(hn::BitCast(df, binade), magic, a));
     return hn::Add(t, hn::ShiftRight<23 - kM>(t));
   }
+  // Saturating; `x` is not NaN.
+  HWY_INLINE VU nearest(VF x) const { return nearest_within(hn::Min(hn::Abs(x), largest)); }
 
   // `random`: the element's byte in the low 8 bits of each lane. A subnormal y becomes (y + n) / 2,
   // section 6's w one binade lower, so that codes count on from there without a special case.

@@ -62,6 +62,9 @@ struct Reader {
       for (size_t i = 0; i < lanes(); ++i) raw[i] = raw_scale(at + i * s.scale_columns);
       return decode_scales(hn::LoadU(DU(), raw));
     }
+    const int64_t last = HWY_MIN(line + static_cast<int64_t>(lanes()), s.lines) - 1;
+    if (line / s.scale_lines == last / s.scale_lines)
+      return decode_scales(hn::Set(DU(), raw_scale(scale_at(last, block))));
     for (size_t i = 0; i < lanes(); ++i)
       raw[i] = raw_scale(scale_at(HWY_MIN(line + static_cast<int64_t>(i), s.lines - 1), block));
     return decode_scales(hn::LoadU(DU(), raw));
@@ -113,8 +116,9 @@ struct Reader {
 };
 
 // Values of codes by way of binary16: a code moved to the sign, low exponent and high mantissa bits
-// of a half is the half of its value, subnormals included, but for a power of two. Codes are at the
-// top of each 16-bit lane: the byte of one, or for FP4 the nibble; the bits below may be anything.
+// of a half is the half of its value, subnormals included, but for a power of two, which scales may
+// have taken in. Codes are at the top of each 16-bit lane: the byte of one, or for FP4 the nibble;
+// the bits below may be anything.
 template <int kM>
 class HalfDecoder {
  public:
@@ -124,7 +128,7 @@ class HalfDecoder {
         up_((kM == 1 ? 4 : 8) - t_.bits()),
         down_(5 - t_.exponent_bits),
         mask_(hn::Set(DH(), static_cast<uint16_t>(0x8000 | t_.magnitude_mask() << (10 - kM)))),
-        factor_(hn::Set(DF(), exp2i(15 - t_.bias))) {}
+        factor(exp2i(15 - t_.bias)) {}
 
   // Whether some codes may be special values, which only exact() decodes. Reads whole vectors.
   HWY_INLINE bool has_special(const uint8_t* codes, int64_t count) const {
@@ -138,13 +142,15 @@ class HalfDecoder {
     const VB finite = hn::Set(db, static_cast<uint8_t>(t_.max_code()));
     return !hn::AllTrue(db, hn::Eq(most, hn::Min(most, finite)));
   }
+  // Values but for `factor`.
   HWY_INLINE void fast(VH top, VF& a, VF& b) const {
     const hn::Repartition<int16_t, DU> di16;
+    const hn::Rebind<hwy::float16_t, DF> df16;
     const auto high = hn::BitCast(di16, hn::ShiftLeftSame(top, up_));
     const VH half = hn::And(hn::BitCast(DH(), hn::ShiftRightSame(high, down_)), mask_);
     const hn::Half<DH> d;
-    a = widen(hn::LowerHalf(d, half));
-    b = widen(hn::UpperHalf(d, half));
+    a = hn::PromoteTo(DF(), hn::BitCast(df16, hn::LowerHalf(d, half)));
+    b = hn::PromoteTo(DF(), hn::BitCast(df16, hn::UpperHalf(d, half)));
   }
   HWY_INLINE void exact(VH top, VF& a, VF& b) const {
     const DU du;
@@ -155,16 +161,13 @@ class HalfDecoder {
   }
 
  private:
-  HWY_INLINE VF widen(hn::Vec<DU16> half) const {
-    const hn::Rebind<hwy::float16_t, DF> d16;
-    return hn::Mul(hn::PromoteTo(DF(), hn::BitCast(d16, half)), factor_);
-  }
-
   Decoder<kM> exact_;
   FormatTraits t_;
   int up_, down_;
   VH mask_;
-  VF factor_;
+
+ public:
+  const float factor;
 };
 
 // E2M1 to BF16 without widening, where there are tables of 32 lanes of 16 bits (AVX-512). In a

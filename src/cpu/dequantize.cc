@@ -1,4 +1,5 @@
 #include "cpu/cpu.h"
+#include "cpu/dot_bf16.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/dequantize.cc"
@@ -43,20 +44,36 @@ inline constexpr int64_t kTileColumns = 256;
 inline constexpr int64_t kAhead = 256;  // bytes of a line fetched together
 inline constexpr int64_t kRun = 1024;   // positions of a line decoded at a time
 
-// Values of 2 * lanes() codes times their scales.
-template <int kM, class T>
-HWY_INLINE void decode_pair(const HalfDecoder<kM>& decoder, VH top, bool special, VF scale_a,
+// Whether products of a scale with values and their HalfDecoder::factor are neither subnormal nor
+// infinite: it is 0, or within 2^±100.
+HWY_INLINE bool is_moderate(VF scale) {
+  const DF df;
+  const VF a = hn::Abs(scale);
+  const auto within =
+      hn::And(hn::Ge(a, hn::Set(df, exp2i(-100))), hn::Le(a, hn::Set(df, exp2i(100))));
+  return hn::AllTrue(df, hn::Or(within, hn::Eq(a, hn::Zero(df))));
+}
+
+// Values of 2 * lanes() codes times their scales: as they are where `exact`, else moderate ones
+// times the decoder's factor. kRounds: the processor rounds to BF16.
+template <int kM, bool kRounds, class T>
+HWY_INLINE void decode_pair(const HalfDecoder<kM>& decoder, VH top, bool exact, VF scale_a,
                             VF scale_b, T* out) {
   VF a, b;
-  if (HWY_UNLIKELY(special))
+  if (HWY_UNLIKELY(exact)) {
     decoder.exact(top, a, b);
+    return store_pair(hn::Mul(scale_a, a), hn::Mul(scale_b, b), out);
+  }
+  decoder.fast(top, a, b);
+  a = hn::Mul(scale_a, a), b = hn::Mul(scale_b, b);
+  if constexpr (kRounds && sizeof(T) == 2)
+    store_rounded_pair(a, b, out);
   else
-    decoder.fast(top, a, b);
-  store_pair(hn::Mul(scale_a, a), hn::Mul(scale_b, b), out);
+    store_pair(a, b, out);
 }
 
 // Lines that are rows of x: a run of positions is decoded, then stored.
-template <int kM, class T>
+template <int kM, bool kRounds, class T>
 HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b, int64_t line,
                                 bool stream) {
   constexpr int kPerByte = kM == 1 ? 2 : 1;
@@ -76,16 +93,20 @@ HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b
       std::memset(copy + count / kPerByte, 0, 64);
       codes = copy;
     }
-    const bool special = decoder.has_special(codes, count / kPerByte);
+    bool exact = decoder.has_special(codes, count / kPerByte);
     for (int64_t i = 0; i < count / block; i += lanes()) {
       const VF scale = hn::Mul(outer, reader.block_scales(line, pos / block + i));
+      exact |= !is_moderate(scale);
       hn::StoreU(shorten_nan(scale), DF(), scales + i);
     }
+    const VF factor = hn::Set(DF(), exact ? 1.0f : decoder.factor);
+    for (int64_t i = 0; i < count / block; i += lanes())
+      hn::StoreU(hn::Mul(hn::LoadU(DF(), scales + i), factor), DF(), scales + i);
     for (int64_t i = 0; i < count; i += kPair) {
       const VH top = load_tops<kM>(codes + i / kPerByte);
       const VF scale_a = hn::Set(DF(), scales[i >> shift]);
       const VF scale_b = hn::Set(DF(), scales[(i + kPair / 2) >> shift]);
-      decode_pair(decoder, top, special, scale_a, scale_b, values + i);
+      decode_pair<kM, kRounds>(decoder, top, exact, scale_a, scale_b, values + i);
     }
     copy_row(x, b, line, pos, std::min(count, x.columns - pos), stream, values);
   }
@@ -93,7 +114,7 @@ HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b
 
 // Lines that are columns of x: some codes of 2 * lanes() lines at a time become rows of a
 // tile. Lines may lie a power of two apart and share few cache sets, so each is read once.
-template <int kM, class T>
+template <int kM, bool kRounds, class T>
 HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_t b, int64_t line,
                                    int64_t lines, bool stream) {
   constexpr int64_t kRows = LineBytes::kBytes * (kM == 1 ? 2 : 1);
@@ -135,19 +156,23 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
           continue;
         }
       }
-      const bool special = decoder.has_special(bytes.bytes, sizeof bytes.bytes);
+      bool exact = decoder.has_special(bytes.bytes, sizeof bytes.bytes);
       VF scale_a[16], scale_b[16];
       for (int64_t i = 0; i < blocks; ++i) {
         const VF a = reader.line_scales(line + c, pos / block + i);
         const VF b = reader.line_scales(line + c + kPair / 2, pos / block + i);
         scale_a[i] = shorten_nan(hn::Mul(outer, a));
         scale_b[i] = shorten_nan(hn::Mul(outer, b));
+        exact |= !is_moderate(scale_a[i]) || !is_moderate(scale_b[i]);
       }
+      const VF factor = hn::Set(DF(), exact ? 1.0f : decoder.factor);
+      for (int64_t i = 0; i < blocks; ++i)
+        scale_a[i] = hn::Mul(scale_a[i], factor), scale_b[i] = hn::Mul(scale_b[i], factor);
       for (int part = 0; part < LineBytes::kBytes / 16; ++part) {
         ahead.fetch(16 * kPair);
         for_line_tops<kM>(bytes, part, [&](int i, VH top) HWY_ATTR {
-          decode_pair(decoder, top, special, scale_a[i >> shift], scale_b[i >> shift],
-                      tile + i * kTileColumns + c);
+          decode_pair<kM, kRounds>(decoder, top, exact, scale_a[i >> shift], scale_b[i >> shift],
+                                   tile + i * kTileColumns + c);
         });
       }
     }
@@ -156,16 +181,16 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
   }
 }
 
-template <class T>
+template <bool kRounds, class T>
 HWY_INLINE void dequantize_lines(const ConstQuantized& q, const StoredShape& shape, const Matrix& x,
                                  int64_t b, int64_t line, bool stream) {
   const int64_t lines = std::min(kTileColumns, x.columns - line);
   const Reader reader(q, shape, b);
   with_mantissa_bits(q.spec.element, [&](auto m) HWY_ATTR {
     if (q.axis == -1)
-      dequantize_line<m, T>(reader, x, b, line, stream);
+      dequantize_line<m, kRounds, T>(reader, x, b, line, stream);
     else
-      dequantize_columns<m, T>(reader, x, b, line, lines, stream);
+      dequantize_columns<m, kRounds, T>(reader, x, b, line, lines, stream);
   });
 }
 
@@ -176,6 +201,7 @@ void dequantize_all(const ConstQuantized& q, const Matrix& x, const Executor& ex
     return along_rows ? rows : rows == 0 ? 0 : ceil_div(x.columns, unit);
   };
   const bool stream = x.batch * x.rows * x.columns * dtype_bytes(x.dtype) >= kStreamBytes;
+  const bool rounds = has_bf16();
   const auto parts = parts_of(q);
   Pieces pieces;
   for (const auto& part : parts) pieces.add(part.q.batch * per_matrix(part.q.rows));
@@ -186,10 +212,12 @@ void dequantize_all(const ConstQuantized& q, const Matrix& x, const Executor& ex
       const Matrix to = rows_of(x, part.at.row, part.q.rows);
       const int64_t each = per_matrix(part.q.rows);
       const int64_t b = within / each, line = within % each * unit;
-      if (is_plain<uint16_t>(x))
-        dequantize_lines<uint16_t>(part.q, part.shape, to, b, line, stream);
+      if (kMayRound && rounds && is_plain<uint16_t>(x))
+        dequantize_lines<kMayRound, uint16_t>(part.q, part.shape, to, b, line, stream);
+      else if (is_plain<uint16_t>(x))
+        dequantize_lines<false, uint16_t>(part.q, part.shape, to, b, line, stream);
       else
-        dequantize_lines<float>(part.q, part.shape, to, b, line, stream);
+        dequantize_lines<false, float>(part.q, part.shape, to, b, line, stream);
     }
     hwy::FlushStream();
   });

@@ -5,7 +5,7 @@
 
 namespace blockscale::cpu {
 
-bool has_bf16_dot() {
+bool has_bf16() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16");
 }
 
@@ -48,7 +48,7 @@ __attribute__((target("avx512f,avx512bf16"))) void multiply_pairs(
 
 namespace blockscale::cpu {
 
-bool has_bf16_dot() { return false; }
+bool has_bf16() { return false; }
 void multiply_pairs(const uint32_t*, const uint32_t*, int64_t, const float*, const float*, bool,
                     float*, int64_t) {}
 

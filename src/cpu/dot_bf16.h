@@ -8,8 +8,8 @@ namespace blockscale::cpu {
 // Extents of its tile: 24 accumulators of 16 lanes, two vectors of B, one broadcast of A.
 inline constexpr int64_t kDotRows = 12, kDotColumns = 32;
 
-// Whether this processor has it.
-bool has_bf16_dot();
+// Whether this processor has it, and rounds FP32 to BF16 by itself.
+bool has_bf16();
 
 // c[kDotRows][kDotColumns] = or += (a^T b) * row_scales * column_scales, where a[pairs][kDotRows]
 // and b[pairs][kDotColumns] hold two consecutive BF16 values of k a word, the first one low.

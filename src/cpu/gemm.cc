@@ -271,7 +271,7 @@ void gemm_blocks(const Product& p, const GemmOptions& options, const Executor& e
   const Reader ra(p.a.q, p.a.shape, 0), rb(p.b.q, p.b.shape, 0);
   const Epilogue epilogue(p, options);
   if constexpr (kTileM == kDotRows && tile_n() == kDotColumns) {
-    if (has_bf16_dot() && ra.s.padded > 0 && fits_bf16(ra) && fits_bf16(rb))
+    if (has_bf16() && ra.s.padded > 0 && fits_bf16(ra) && fits_bf16(rb))
       return gemm_panels<true>(ra, rb, p.d, epilogue, executor);
   }
   gemm_panels<false>(ra, rb, p.d, epilogue, executor);

@@ -104,13 +104,19 @@ HWY_INLINE void pack_line(const Signs& signs, const VU* raw, const T* x, uint8_t
 
 // ---- down columns ----
 
-// One vector each for the even and the odd of kPair columns.
+// One vector each for the even and the odd of kPair columns (or elements of a row).
 struct Columns {
   VF even, odd;
 };
 HWY_INLINE Columns load_columns(const uint16_t* x) {
   const DU du;
   const VU both = hn::BitCast(du, hn::LoadU(DH(), x));
+  return {hn::BitCast(DF(), hn::ShiftLeft<16>(both)),
+          hn::BitCast(DF(), hn::And(both, hn::Set(du, 0xFFFF0000u)))};
+}
+HWY_INLINE Columns magnitudes(VH x) {
+  const DU du;
+  const VU both = hn::And(hn::BitCast(du, x), hn::Set(du, 0x7FFF7FFFu));
   return {hn::BitCast(DF(), hn::ShiftLeft<16>(both)),
           hn::BitCast(DF(), hn::And(both, hn::Set(du, 0xFFFF0000u)))};
 }
@@ -143,8 +149,18 @@ struct ColumnEncoder {
       raw = encoder.stochastic(y, random);
     else
       raw = encoder.nearest(y);
-    const VU top = hn::ShiftRightSame(hn::BitCast(DU(), y), sign_shift);
-    return hn::OrAnd(hn::ShiftLeft<kBits>(word), hn::OrAnd(raw, top, sign), mask);
+    return append_code(word, raw, hn::ShiftRightSame(hn::BitCast(DU(), y), sign_shift));
+  }
+  // The same of kPair columns whose products the format can hold, but for rounding.
+  HWY_INLINE void append_within(VU& even_word, VU& odd_word, const uint16_t* x,
+                                const Columns& scale) const {
+    const VH v = hn::LoadU(DH(), x);
+    const VU both = hn::BitCast(DU(), v);
+    const Columns m = magnitudes(v);
+    even_word = append_code(even_word, encoder.nearest_within(hn::Mul(m.even, scale.even)),
+                            hn::ShiftRightSame(both, sign_shift - 16));
+    odd_word = append_code(odd_word, encoder.nearest_within(hn::Mul(m.odd, scale.odd)),
+                           hn::ShiftRightSame(both, sign_shift));
   }
   // A full word as it is stored.
   HWY_INLINE VU finish(VU word) const {
@@ -152,6 +168,11 @@ struct ColumnEncoder {
     const DB db;
     const VB v = hn::BitCast(db, word);
     return hn::BitCast(DU(), hn::IfThenZeroElse(hn::Eq(v, hn::Set(db, 0x80)), v));
+  }
+
+  // `signs`: the sign where the code has it; other bits are undefined.
+  HWY_INLINE VU append_code(VU word, VU raw, VU signs) const {
+    return hn::OrAnd(hn::ShiftLeft<kBits>(word), hn::OrAnd(raw, signs, sign), mask);
   }
 
   Encoder<kM> encoder;

@@ -11,12 +11,14 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/byte-inl.h"
 #include "cpu/codec-inl.h"
 #include "cpu/e2m1-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/scales-inl.h"
 #include "cpu/store-inl.h"
 #include "cpu/walk-inl.h"
+#include "cpu/wide-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -24,78 +26,49 @@ namespace blockscale::cpu::HWY_NAMESPACE {
 
 // ---- along rows ----
 
-// The random bytes of `count` consecutive positions of one line, in order.
-HWY_INLINE void random_line(const Direction& d, uint32_t line, int64_t pos, int64_t count,
-                            uint8_t* out) {
-  const DU du;
-  const VU first = hn::Add(hn::Set(du, d.global_block(pos)), hn::Iota(du, 0));
-  const int64_t blocks = count / kElementsPerPhilox;
-  for (int64_t b = 0; b < blocks; b += lanes()) {
-    const VU counter = hn::Add(first, hn::Set(du, static_cast<uint32_t>(b)));
-    const RandomWords w = random_words(d.rng, d.plane, hn::Set(du, line), counter);
-    HWY_ALIGN uint32_t words[4 * 16];
-    hn::StoreInterleaved4(w.word[0], w.word[1], w.word[2], w.word[3], du, words);
-    const int64_t bytes = std::min<int64_t>(lanes(), blocks - b) * kElementsPerPhilox;
-    std::memcpy(out + b * kElementsPerPhilox, words, bytes);
-  }
-}
-
 // All codes of a tile, kept where its values would be after a transform.
 HWY_INLINE uint8_t* kept_codes(Scratch& scratch) {
   return reinterpret_cast<uint8_t*>(scratch.transformed);
 }
 
-template <int kM, bool kStochastic, class T>
-HWY_INLINE void encode_row(const Encoder<kM>& encoder, const Signs& signs, const T* x,
-                           int64_t count, int block, const float* inv, const uint8_t* random,
-                           uint8_t* codes, Ahead& ahead) {
-  constexpr int kPerByte = kM == 1 ? 2 : 1;
-  constexpr int64_t kStep = static_cast<int64_t>(lanes());
-  const int shift = log_block(block);
-  for (int64_t i = 0; i < count; i += kPackRun) {
-    VU raw[kPackWords];
-    ahead.fetch(kPackRun * sizeof(T));
-#pragma GCC unroll 16
-    for (int64_t w = 0; w < kPackWords; ++w) {
-      const int64_t at = i + w * kStep;
-      const VF y = hn::Mul(load_values(x + at), hn::Set(DF(), inv[at >> shift]));
-      if constexpr (kStochastic)
-        raw[w] = encoder.stochastic(y, hn::PromoteTo(DU(), hn::LoadU(DU8(), random + at)));
-      else
-        raw[w] = encoder.nearest(y);
-    }
-    pack_line<kM>(signs, raw, x + i, codes + i / kPerByte);
-  }
+// Whether elements may be encoded from BF16 bits; then the scales of a tile's blocks decide.
+HWY_INLINE bool may_be_narrow(const Direction& d, int64_t batch) {
+  const QuantSpec& spec = d.out.spec;
+  if (spec.element == Format::e2m1)
+    return !d.thresholds.empty() && d.tensor_thresholds(batch).holds;
+  return spec.scale == Format::e8m0 && !spec.stochastic() && traits(spec.element).bits() == 8;
 }
 
-// Whether E2M1 may be found by thresholds; then the scales of a tile's blocks decide.
-HWY_INLINE bool may_count(const Direction& d, int64_t batch) {
-  return !d.thresholds.empty() && d.tensor_thresholds(batch).holds;
-}
-
-// row_pass() by thresholds, or false and nothing done.
-HWY_INLINE bool count_rows(const Direction& d, const TileView<uint16_t>& x, const TileArea& area,
-                           bool keep, Encoded e, Scratch& scratch) {
+// row_pass() from BF16 bits, or false and nothing done.
+HWY_INLINE bool narrow_rows(const Direction& d, const TileView<uint16_t>& x, const TileArea& area,
+                            bool keep, Encoded e, Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
   const int lines = spec.block_lines();
   const int64_t blocks = x.columns / spec.block;
   const int64_t count = (x.rows + lines - 1) / lines * blocks;
   auto* amax = reinterpret_cast<uint16_t*>(scratch.work);
   row_maxima(x, spec.block, lines, amax);
-  if (!threshold_scales(spec, d.tensor_scale(area.batch), amax, count, scratch.scale_codes,
-                        scratch.scale_values))
+  if (!narrow_scales(spec, d.tensor_scale(area.batch), amax, count, scratch.scale_codes,
+                     scratch.scale_values))
     return false;
   if (keep) std::copy_n(scratch.scale_codes, count, scratch.stored);
   e.scale_bytes = scratch.scale_codes;
   e.scale_pitch = blocks;
-  const RowThresholds thresholds(ThresholdLookup(d.tensor_thresholds(area.batch)),
-                                 scratch.scale_values, count, spec.block, scratch);
   const LineStore store_lines(d, e, false);
-  for (int64_t r = 0; r < (keep ? x.rows : area.rows); ++r) {
-    uint8_t* codes = keep ? kept_codes(scratch) + r * e.pitch : scratch.codes;
-    thresholds.encode(x.data + r * x.stride, x.columns, r / lines * blocks, codes, scratch.ahead);
-    store_lines(r, r + 1, codes, scratch);
-  }
+  const auto encode = [&](const auto& rows) HWY_ATTR {
+    for (int64_t r = 0; r < (keep ? x.rows : area.rows); ++r) {
+      uint8_t* codes = keep ? kept_codes(scratch) + r * e.pitch : scratch.codes;
+      rows.encode(x.data + r * x.stride, x.columns, r / lines * blocks, codes, scratch.ahead);
+      store_lines(r, r + 1, codes, scratch);
+    }
+  };
+  with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
+    if constexpr (m == 1)
+      encode(RowThresholds(ThresholdLookup(d.tensor_thresholds(area.batch)), scratch.scale_values,
+                           count, spec.block, scratch));
+    else
+      encode(ByteRows<m>(ByteEncoder<m>(spec.element), scratch.scale_values, spec.block));
+  });
   return true;
 }
 
@@ -116,24 +89,29 @@ HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileAre
                   .group_step = blocks,
                   .block_step = 1};
   if constexpr (std::is_same_v<T, uint16_t>)
-    if (may_count(d, area.batch) && count_rows(d, x, area, keep, e, scratch)) return false;
+    if (may_be_narrow(d, area.batch) && narrow_rows(d, x, area, keep, e, scratch)) return false;
   row_amaxes(x, spec.block, lines, reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
   const bool has_bad = block_scales(spec, d.tensor_scale(area.batch), d.tensor_finite(area.batch),
                                     scratch.amax, groups * blocks, scratch.stored, scratch.inv);
+  const bool within = is_within<T>(spec);
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
     const Encoder<m> encoder(spec.element);
     const Signs signs(spec.element);
     for (int64_t r = 0; r < (keep ? x.rows : area.rows); ++r) {
+      const T* line = x.data + r * x.stride;
       const float* inv = scratch.inv + r / lines * blocks;
       uint8_t* codes = keep ? kept_codes(scratch) + r * e.pitch : scratch.codes;
       if (spec.stochastic()) {
         random_line(d, d.global_line(area.batch, area.row + r), area.column, x.columns,
                     scratch.random);
-        encode_row<m, true>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
-                            scratch.random, codes, scratch.ahead);
+        encode_row<m, true>(encoder, signs, line, x.columns, spec.block, inv, scratch.random, codes,
+                            scratch.ahead);
+      } else if (within) {
+        encode_row_within<m>(encoder, signs, reinterpret_cast<const uint16_t*>(line), x.columns,
+                             spec.block, inv, codes, scratch.ahead);
       } else {
-        encode_row<m, false>(encoder, signs, x.data + r * x.stride, x.columns, spec.block, inv,
-                             nullptr, codes, scratch.ahead);
+        encode_row<m, false>(encoder, signs, line, x.columns, spec.block, inv, nullptr, codes,
+                             scratch.ahead);
       }
       store(d, e, r, r + 1, has_bad, codes, scratch);
     }
@@ -142,67 +120,6 @@ HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileAre
 }
 
 // ---- down columns ----
-
-// 16 rows of kPair columns: four codes of a byte, or eight of a nibble, fill a word.
-template <int kM, bool kStochastic, class T>
-HWY_INLINE void encode_16_rows(const ColumnEncoder<kM, kStochastic>& encoder, const T* x,
-                               int64_t stride, const Columns& scale, const RandomWords& even_random,
-                               const RandomWords& odd_random, VU* even, VU* odd, Ahead& ahead) {
-  constexpr int kPerWord = 32 / ColumnEncoder<kM, kStochastic>::kBits;
-  const DU du;
-#pragma GCC unroll 4
-  for (int w = 0; w < 16 / kPerWord; ++w) {
-    even[w] = odd[w] = hn::Zero(du);
-    ahead.fetch(kPerWord * kPair * sizeof(T));
-#pragma GCC unroll 8
-    for (int i = kPerWord - 1; i >= 0; --i) {
-      const int row = w * kPerWord + i;
-      const auto byte = [&](const RandomWords& random) HWY_ATTR {
-        return hn::And(hn::ShiftRightSame(random.word[row / 4], 8 * (row % 4)), hn::Set(du, 0xFF));
-      };
-      const Columns v = load_columns(x + row * stride);
-      even[w] = encoder.append(even[w], v.even, scale.even, byte(even_random));
-      odd[w] = encoder.append(odd[w], v.odd, scale.odd, byte(odd_random));
-    }
-    even[w] = encoder.finish(even[w]);
-    odd[w] = encoder.finish(odd[w]);
-  }
-}
-
-// Calls done(column) after each kPair columns, whose codes are then in scratch.
-template <int kM, bool kStochastic, class T, class Done>
-HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const TileArea& area,
-                               const float* inv, int64_t pitch, Scratch& scratch,
-                               const Done& done) {
-  constexpr int kRowsPerStore = kM == 1 ? 32 : 16;  // four words: 16 bytes of codes a column
-  const DU du;
-  const int shift = log_block(d.out.spec.block);
-  const ColumnEncoder<kM, kStochastic> encoder(d.out.spec.element);
-  for (int64_t c = 0; c < x.columns; c += kPair) {
-    const uint32_t first = d.global_line(area.batch, area.column + c);
-    const VU even_line = hn::Add(hn::Set(du, first), hn::ShiftLeft<1>(hn::Iota(du, 0)));
-    const VU odd_line = hn::Add(even_line, hn::Set(du, 1));
-    for (int64_t r = 0; r < x.rows; r += kRowsPerStore) {
-      VU even[4], odd[4];
-      for (int half = 0; half < kRowsPerStore / 16; ++half) {
-        const int64_t row = r + 16 * half;
-        const Columns scale = load_columns(inv + (row >> shift) * x.columns + c);
-        RandomWords even_random{}, odd_random{};
-        if constexpr (kStochastic) {
-          const VU block = hn::Set(du, d.global_block(area.row + row));
-          even_random = random_words(d.rng, d.plane, even_line, block);
-          odd_random = random_words(d.rng, d.plane, odd_line, block);
-        }
-        encode_16_rows(encoder, x.data + row * x.stride + c, x.stride, scale, even_random,
-                       odd_random, even + 2 * half, odd + 2 * half, scratch.ahead);
-      }
-      uint8_t* out = scratch.codes + r * 16 / kRowsPerStore;
-      store_words(even, pitch, out);
-      store_words(odd, pitch, out + pitch);
-    }
-    done(c);
-  }
-}
 
 // The scales of a tile of blocks down columns, kTileSide / 16 bytes a column: gathered one by one
 // they would take as long as a third of the encoding. May read and write 64 columns at a time.
@@ -221,9 +138,9 @@ HWY_INLINE const V* spread_groups(const V* values, int64_t count, int lines, V* 
   return out;
 }
 
-// column_pass() by thresholds, or false and nothing done.
-HWY_INLINE bool count_columns(const Direction& d, const TileView<uint16_t>& x, const TileArea& area,
-                              Encoded e, Scratch& scratch) {
+// column_pass() from BF16 bits, or false and nothing done.
+HWY_INLINE bool narrow_columns(const Direction& d, const TileView<uint16_t>& x,
+                               const TileArea& area, Encoded e, Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
   const int lines = spec.block_lines();
   const int64_t blocks = x.rows / spec.block, groups = x.columns / lines;
@@ -234,8 +151,8 @@ HWY_INLINE bool count_columns(const Direction& d, const TileView<uint16_t>& x, c
     row_maxima(TileView<uint16_t>{amax, x.columns, blocks, x.columns}, spec.block, 1, most);
     amax = most;
   }
-  if (!threshold_scales(spec, d.tensor_scale(area.batch), amax, groups * blocks,
-                        scratch.scale_codes, scratch.scale_values))
+  if (!narrow_scales(spec, d.tensor_scale(area.batch), amax, groups * blocks, scratch.scale_codes,
+                     scratch.scale_values))
     return false;
   const uint16_t* values = scratch.scale_values;
   if (spec.square)
@@ -245,9 +162,17 @@ HWY_INLINE bool count_columns(const Direction& d, const TileView<uint16_t>& x, c
       scales_by_column(scratch.scale_codes, groups, reinterpret_cast<uint8_t*>(scratch.work));
   e.scale_pitch = kTileSide / 16;
   const LineStore store_lines(d, e, false);
-  encode_columns_by_thresholds(
-      ThresholdLookup(d.tensor_thresholds(area.batch)), spec.block, x, values, e.pitch, scratch,
-      [&](int64_t line) HWY_ATTR { store_lines(line, line + kPair, scratch.codes, scratch); });
+  const auto encode = [&](const auto& encoder) HWY_ATTR {
+    encode_narrow_columns(
+        encoder, spec.block, x, values, e.pitch, scratch,
+        [&](int64_t line) HWY_ATTR { store_lines(line, line + kPair, scratch.codes, scratch); });
+  };
+  with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
+    if constexpr (m == 1)
+      encode(ThresholdLookup(d.tensor_thresholds(area.batch)));
+    else
+      encode(ByteEncoder<m>(spec.element));
+  });
   return true;
 }
 
@@ -266,7 +191,7 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
             .group_step = 1,
             .block_step = groups};
   if constexpr (std::is_same_v<T, uint16_t>)
-    if (may_count(d, area.batch) && count_columns(d, x, area, e, scratch)) return;
+    if (may_be_narrow(d, area.batch) && narrow_columns(d, x, area, e, scratch)) return;
   column_amaxes(x, spec.block, reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
   if (spec.square) {
     const TileView<float> amaxes{reinterpret_cast<const float*>(scratch.amax), x.columns, blocks,
@@ -290,10 +215,13 @@ HWY_INLINE void column_pass(const Direction& d, const TileView<T>& x, const Tile
   const auto done = [&](int64_t line)
                         HWY_ATTR { store_lines(line, line + kPair, scratch.codes, scratch); };
   with_mantissa_bits(spec.element, [&](auto m) HWY_ATTR {
+    constexpr bool kMayBeWithin = std::is_same_v<T, uint16_t> && m != 1;
     if (spec.stochastic())
-      encode_columns<m, true>(d, x, area, inv, e.pitch, scratch, done);
+      encode_columns<m, true, false>(d, x, area, inv, e.pitch, scratch, done);
+    else if (kMayBeWithin && is_within<T>(spec))
+      encode_columns<m, false, kMayBeWithin>(d, x, area, inv, e.pitch, scratch, done);
     else
-      encode_columns<m, false>(d, x, area, inv, e.pitch, scratch, done);
+      encode_columns<m, false, false>(d, x, area, inv, e.pitch, scratch, done);
   });
 }
 

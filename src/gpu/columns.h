@@ -35,11 +35,10 @@ BLOCKSCALE_DEVICE int stage_offset(int line, int g) {
               : line * kTile + run * 16;
 }
 
-// Where codes of run `g` of a line of FP4 lie.
+// The first byte of run `g` of a line of FP4.
 template <Pass kPass, int kWide>
-BLOCKSCALE_DEVICE uint8_t* codes_in(Stage<kPass>& stage, int line, int g) {
-  static_assert(kPass.fp4());
-  return reinterpret_cast<uint8_t*>(stage.codes) + stage_offset<true, kWide>(line, g);
+BLOCKSCALE_DEVICE uint8_t& staged_fp4(Stage<kPass>& stage, int line, int g) {
+  return reinterpret_cast<uint8_t*>(stage.codes)[stage_offset<true, kWide>(line, g)];
 }
 // Codes of run `g` of a line into the stage.
 template <Pass kPass, int kWide>

@@ -3,12 +3,13 @@
 // pieces, on odd and small shapes too.
 //
 // Along rows a thread takes one run of each of up to eight lines. Down columns, with square blocks,
-// and for both directions at once, a block of threads takes a tile of 128 x 128; the second
-// direction finds the tile in shared memory, as the L1 cache would have lost most of it.
+// and for both directions at once, a block of threads takes a tile of 128 x 128; the columns
+// leave it in shared memory for the rows.
 #pragma once
 
 #include "gpu/columns.h"
 #include "gpu/divisor.h"
+#include "gpu/kept.h"
 #include "gpu/load.h"
 #include "gpu/rows.h"
 
@@ -26,10 +27,37 @@ struct RowsParams {
   int each;      // lines of a thread: fewer where there is little to do
 };
 
-// Quantizes the runs at `pos` of `lines` lines from `line` on, `each` at most. FP4 has work enough
-// to hide the loads of one line behind the line before, and code enough to be kept for two lines;
-// FP8 loads all before it begins. `loaded` gives the matrix, after the first loads are on their
-// way.
+// The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
+// there. What stands for the others is some run that is.
+template <bool kAligned>
+struct LineReader {
+  using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
+  const uint16_t* at;
+  int64_t stride;
+  int before, count, left;
+
+  BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
+      : at(static_cast<const uint16_t*>(x.data) + batch * x.batch_stride +
+           (lines > 0 ? line : 0) * x.row_stride + pos),
+        stride(x.row_stride),
+        before(pos),
+        count(x.columns - pos),
+        left(lines) {
+    keep(at);
+  }
+  BLOCKSCALE_DEVICE Run next() {
+    Run run;
+    if constexpr (kAligned)
+      run = load_aligned(at, count);
+    else
+      run = load_around(at, before, count);
+    if (--left > 0) at += stride;
+    return run;
+  }
+};
+// Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
+// behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
+// `loaded` gives the matrix, after the first loads are on their way.
 template <Pass kPass, class Reader, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos, int lines,
                                       int each, const Loaded& loaded) {
@@ -130,6 +158,7 @@ struct TilesParams {
 
 inline constexpr int kDirectWarps = kDirectThreads / 32;
 static_assert(kDirectWarps * kRun == kTile && 32 * kDirectLines == kTile);
+static_assert(kKeptLines == kDirectLines);
 
 // What the threads of a tile tell each other.
 struct DirectMemory {
@@ -147,16 +176,16 @@ BLOCKSCALE_DEVICE MatrixAt direct_matrix(const Side& s, const TileAt& at, const 
   return matrix_at(s, at.batch, outer);
 }
 
-// The rows of a tile: a warp has 16 lines of 8 runs. `reader_of` the lines of a thread: its first
-// row and run of the tile, and how many lines there are.
-template <Pass kPass, class ReaderOf, class Loaded>
-BLOCKSCALE_DEVICE void rows_of_tile(const ReaderOf& reader_of, const Side& s, const TileAt& at,
-                                    DirectMemory& memory, const Loaded& loaded) {
+// The rows of a tile: a warp has 16 lines of 8 runs. reader_at(line and run of the tile, lines that
+// are there) is what reads them.
+template <Pass kPass, class ReaderAt, class Loaded>
+BLOCKSCALE_DEVICE void rows_of_tile(const Side& s, const TileAt& at, DirectMemory& memory,
+                                    const ReaderAt& reader_at, const Loaded& loaded) {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int row = warp * kRun + lane / kRunsPerLine * kDirectLines, run = lane % kRunsPerLine;
-  const int line = at.row + row, pos = at.column + run * kRun;
+  const int tile_line = warp * kRun + lane / kRunsPerLine * kDirectLines;
+  const int line = at.row + tile_line, pos = at.column + lane % kRunsPerLine * kRun;
   const int lines = pos < s.padded ? s.lines - line : 0;
-  auto reader = reader_of(row, run, lines);
+  auto reader = reader_at(tile_line, lane % kRunsPerLine, lines);
   if constexpr (!kPass.square) {
     quantize_lines<kPass>(reader, s, line, pos, lines, kDirectLines, [&] {
       loaded();
@@ -181,6 +210,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const ReaderOf& reader_of, const Side& s, co
     // A warp has 16 lines.
     constexpr int kWarps = kPass.block() / kRun;
     if constexpr (kWarps > 1) {
+      const int run = lane % kRunsPerLine;
       memory.row_amax[warp * kRunsPerLine + run] = amax;
       __syncthreads();
 #pragma unroll
@@ -261,13 +291,14 @@ struct ColumnPart {
       load_rows(false);
   }
   BLOCKSCALE_DEVICE void keep(const PairColumns* in, KeptTile& tile) const {
+    uint8_t* to = tile.at(run * kRun, first);
 #pragma unroll
-    for (int i = 0; i < kRuns * kRun; ++i) {
-      uint16_t* to = tile.at(run * kRun + i, first);
+    for (int i = 0; i < kRuns * kRun; ++i, to += 2 * kTile) {
+      const PairColumns& pairs = in[i / kRun];
       if constexpr (kWide == 4)
-        *reinterpret_cast<uint2*>(to) = {in[0].pair[i], in[1].pair[i]};
+        *reinterpret_cast<uint2*>(to) = {pairs.pair[i], in[1].pair[i]};
       else
-        *reinterpret_cast<uint32_t*>(to) = in[i / kRun].pair[i % kRun];
+        *reinterpret_cast<uint32_t*>(to) = pairs.pair[i % kRun];
     }
   }
 };
@@ -292,7 +323,7 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
   __syncthreads();
 }
 
-// The columns of a tile, into the stage.
+// The columns of a tile, into the stage; the tile itself is kept where there is `kept`.
 template <Pass kPass, bool kAligned, class Loaded>
 BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const TileAt& at,
                                        DirectMemory& memory, Stage<kPass>& stage, KeptTile* kept,
@@ -323,9 +354,9 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
         kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
     // Where results go: from two columns to the next by addition.
     uint32_t line = in_register(m.line + at.column + part.first);
-    uint8_t* to[] = {in_place(codes_in<kPass, kWide>(stage, part.first, part.run)),
-                     in_place(codes_in<kPass, kWide>(stage, part.first + 1, part.run))};
-    uint8_t* scale = in_place(&stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
+    uint8_t* to[] = {&in_place(staged_fp4<kPass, kWide>(stage, part.first, part.run)),
+                     &in_place(staged_fp4<kPass, kWide>(stage, part.first + 1, part.run))};
+    uint8_t* scale = &in_place(stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
     auto column = [&](Values& values, auto which) {
       constexpr int kWhich = decltype(which)::value;
       const uint32_t amax = values.amax[kWhich];
@@ -389,10 +420,9 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Side& s, const Til
     auto column = [&](auto i) {
       constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
       const int line = part.first + kColumn, run = kIndex / kWide;
-      stage_codes<kPass, kWide>(s, stage,
-                                encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn],
-                                       amax[kColumn], random[run], m.line + at.column + line),
-                                line, part.run + run);
+      const Codes codes = encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn],
+                                 amax[kColumn], random[run], m.line + at.column + line);
+      stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
     };
     column(Constant<0>{});
     column(Constant<1>{});
@@ -414,48 +444,53 @@ inline constexpr int kTileBlocks = kColumn.hadamard || kColumn.encoder == Encode
                                        ? 3
                                        : 4;
 
+// What a block of threads has in shared memory.
+template <class Row, class Column>
+struct TileMemory {
+  struct None {};
+  static constexpr bool kColumns = Column::kPass.present();
+  static constexpr bool kKeeps = kColumns && Row::kPass.present();
+  std::conditional_t<kKeeps, KeptTile, None> kept;
+  std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
+  DirectMemory direct;
+};
+
 template <class Row, class Column, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
   after_previous();
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
-  __shared__ DirectMemory memory;
+  using Memory = TileMemory<Row, Column>;
+  BLOCKSCALE_DYNAMIC_SHARED(bytes);
+  Memory& memory = in_place(*reinterpret_cast<Memory*>(bytes));
   const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
   if (at.column >= p.x.columns) return;
   // The outer scales, each found by one warp while the first loads are on their way.
   auto loaded = [&] {
     constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
     const int warp = static_cast<int>(threadIdx.x / 32);
-    if (kRowOuter && warp == 0) memory.outer[0] = outer_of(p.row, at.batch);
-    if (kColumnOuter && warp == 1) memory.outer[1] = outer_of(p.column, at.batch);
+    if (kRowOuter && warp == 0) memory.direct.outer[0] = outer_of(p.row, at.batch);
+    if (kColumnOuter && warp == 1) memory.direct.outer[1] = outer_of(p.column, at.batch);
     if (kRowOuter || kColumnOuter) __syncthreads();
   };
-  if constexpr (kColumn.present()) {
-    __shared__ Stage<kColumn> space;
-    Stage<kColumn>& stage = *in_place(&space);
-    auto store_columns = [&] {
-      store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
-          p.column, matrix_at(p.column, at.batch, memory.outer[1]), at.column, at.row, stage);
+  if constexpr (!Memory::kColumns) {
+    const auto reader_at = [&](int line, int run, int lines) {
+      return LineReader<kAligned>(p.x, at.batch, at.row + line, at.column + run * kRun, lines);
     };
-    KeptTile* kept = nullptr;
-    if constexpr (kRow.present()) {
-      BLOCKSCALE_DYNAMIC_SHARED(tile);
-      kept = reinterpret_cast<KeptTile*>(tile);
-    }
-    columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory, stage, kept, loaded);
-    __syncthreads();
-    // The columns leave while the first loads of the rows are on their way.
-    if constexpr (kRow.present())
-      rows_of_tile<kRow>([&](int row, int run, int) { return TileReader(*kept, row, run); }, p.row,
-                         at, memory, store_columns);
-    else
-      store_columns();
+    rows_of_tile<kRow>(p.row, at, memory.direct, reader_at, loaded);
   } else {
-    rows_of_tile<kRow>(
-        [&](int row, int run, int lines) {
-          return LineReader<kAligned>(p.x, at.batch, at.row + row, at.column + run * kRun, lines);
-        },
-        p.row, at, memory, loaded);
+    KeptTile* kept = nullptr;
+    if constexpr (Memory::kKeeps) kept = &memory.kept;
+    columns_of_tile<kColumn, kAligned>(p.x, p.column, at, memory.direct, memory.stage, kept,
+                                       loaded);
+    __syncthreads();
+    store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+        p.column, matrix_at(p.column, at.batch, memory.direct.outer[1]), at.column, at.row,
+        memory.stage);
+    if constexpr (Memory::kKeeps) {
+      const auto reader_at = [&](int line, int run, int) { return KeptReader(*kept, line, run); };
+      rows_of_tile<kRow>(p.row, at, memory.direct, reader_at, [] {});
+    }
   }
 }
 

@@ -44,7 +44,7 @@ void launch_tiles(QuantizeParams& p, NativeStream stream) {
                   static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
                   static_cast<unsigned>(p.batch));
   constexpr auto kKernel = tiles_kernel<Row, Column, kAligned>;
-  constexpr int kBytes = Row::kPass.present() && Column::kPass.present() ? sizeof(KeptTile) : 0;
+  constexpr int kBytes = sizeof(TileMemory<Row, Column>);
   prepare<kKernel>(kBytes);
   start(kKernel, grid, kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, p.column});
 }

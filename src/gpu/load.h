@@ -1,5 +1,4 @@
-// Runs of rows of BF16: that start anywhere, by whole 16 bytes of memory; and of a tile that shared
-// memory has.
+// Rows of BF16 that start anywhere, by whole 16 bytes of memory.
 #pragma once
 
 #include "gpu/tile.h"
@@ -68,62 +67,5 @@ BLOCKSCALE_DEVICE RunAligned load_aligned(const uint16_t* p, int count) {
   if (count >= kRun) return {load_once(chunk), load_once(chunk + 1)};
   return {load_some(p, 0, count), load_some(p + 8, 0, count - 8)};
 }
-
-// The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
-// there. What stands for the others is some run that is.
-template <bool kAligned>
-struct LineReader {
-  using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
-  const uint16_t* at;
-  int64_t stride;
-  int before, count, left;
-
-  BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
-      : at(static_cast<const uint16_t*>(x.data) + batch * x.batch_stride +
-           (lines > 0 ? line : 0) * x.row_stride + pos),
-        stride(x.row_stride),
-        before(pos),
-        count(x.columns - pos),
-        left(lines) {
-    keep(at);
-  }
-  BLOCKSCALE_DEVICE Run next() {
-    Run run;
-    if constexpr (kAligned)
-      run = load_aligned(at, count);
-    else
-      run = load_around(at, before, count);
-    if (--left > 0) at += stride;
-    return run;
-  }
-};
-
-// A tile in shared memory, as the columns have loaded it and the rows read it. Where chunks of 16
-// bytes lie in their line is such that eight runs, one after another, share no banks.
-struct KeptTile {
-  static constexpr int kChunks = kTile / 8;  // of a line
-  uint4 chunk[(kTile + 1) * kChunks];        // readers look one line ahead
-
-  BLOCKSCALE_DEVICE static int place(int which) { return which ^ which >> 3; }
-  // Where `column` of a line lies, in elements.
-  BLOCKSCALE_DEVICE uint16_t* at(int line, int column) {
-    return reinterpret_cast<uint16_t*>(chunk + line * kChunks + place(column / 8)) + column % 8;
-  }
-};
-
-// The lines of a thread, where the tile has been kept: from its row `row` on.
-struct TileReader {
-  using Run = RunAligned;
-  const uint4* at;
-  int first;
-
-  BLOCKSCALE_DEVICE TileReader(const KeptTile& tile, int row, int run)
-      : at(tile.chunk + row * KeptTile::kChunks), first(KeptTile::place(2 * run)) {}
-  BLOCKSCALE_DEVICE Run next() {
-    const Run run = {at[first], at[first ^ 1]};
-    at += KeptTile::kChunks;
-    return run;
-  }
-};
 
 }  // namespace blockscale::gpu

@@ -317,8 +317,8 @@ BLOCKSCALE_DEVICE void keep_here([[maybe_unused]] int& value) {
 #endif
 }
 
-// A constant in a register that stays there: instructions take one constant besides registers, and
-// the compiler would rather move a second one to a register for each of them.
+// A value in a register that stays there: the compiler would rather find it again every time, a
+// second constant of an instruction (they take one besides registers) among others.
 BLOCKSCALE_DEVICE uint32_t in_register(uint32_t constant) {
 #if defined(__CUDACC__)
   int lanes;  // from this one on: their top bit is set, but the compiler does not know
@@ -328,11 +328,11 @@ BLOCKSCALE_DEVICE uint32_t in_register(uint32_t constant) {
   return constant;
 #endif
 }
-// The same for a pointer into shared memory.
+// The same for where something lies in shared memory.
 template <class T>
-BLOCKSCALE_DEVICE T* in_place(T* shared) {
+BLOCKSCALE_DEVICE T& in_place(T& shared) {
 #if defined(__CUDACC__)
-  return static_cast<T*>(__cvta_shared_to_generic(in_register(shared_address(shared))));
+  return *static_cast<T*>(__cvta_shared_to_generic(in_register(shared_address(&shared))));
 #else
   return shared;
 #endif

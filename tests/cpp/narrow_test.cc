@@ -1,8 +1,9 @@
-// E2M1 to nearest is found from thresholds on BF16 bits: every magnitude around them, for scales of
-// all sizes, against the scalar oracle.
+// Elements that the CPU backend finds from BF16 bits, or decodes to them, by ways of their own:
+// every magnitude around their thresholds, for scales of all sizes, against the scalar oracle.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "cases.h"
 
@@ -69,20 +70,60 @@ void with_every_instruction_set(const Body& body) {
   blockscale_hwy::SetSupportedTargetsForTest(0);
 }
 
-TEST(Fp4, NearestIsTheReferenceAroundEveryThreshold) { sweep(kSweepStep > 1 ? 64 : 8); }
+// Of 2304 magnitudes below the largest, which is 16 binades and two more, and of zeros; the largest
+// of a column has its mantissa.
+void sweep_bytes() {
+  for (const char* text :
+       {"mxfp8", "mxfp8[element=e5m2,scale_rule=rceil]", "mxfp8[element=e4m3fnuz,scale_rule=even]",
+        "mxfp8[element=e5m2fnuz]", "mxfp8[block=32x32,scale_rule=ceil]", "mxfp6", "fp8_1x128",
+        "fp8_1x128[element=e5m2]", "fp8_1x128[element=e4m3fnuz,scale_rule=pow2]"}) {
+    const QuantSpec spec = parse_spec(text);
+    for (const uint32_t exponent : {1u, 127u, 236u, 0u, 9u, 29u, 63u, 227u, 254u}) {
+      if (kSweepStep > 1 && exponent == 0) break;
+      for (const int axis : {-1, -2}) {
+        SCOPED_TRACE(to_string(spec) + " axis " + std::to_string(axis) + " exponent " +
+                     std::to_string(exponent));
+        const int64_t block = spec.block, lines = 128;
+        const int64_t positions = (2304 + block - 2) / (block - 1) * block;
+        const int64_t rows = axis == -1 ? lines : positions;
+        const int64_t columns = axis == -1 ? positions : lines;
+        const auto at = [&](int64_t line, int64_t pos) {
+          const uint32_t largest = largest_bits(exponent, line);
+          const auto below = static_cast<uint32_t>(pos / block * (block - 1) + pos % block - 1);
+          uint32_t bits = pos % block == 0 ? largest : largest - std::min(largest, below);
+          if (line % 32 == 7 && pos % 5 == 1) bits = 0;
+          return float_of((bits | (pos * 7 + line) % 3 / 2 << 15) << 16);
+        };
+        const Input x(
+            DType::bf16, 1, rows, columns, Strides::row_major,
+            [&](int64_t, int64_t r, int64_t c) { return axis == -1 ? at(r, c) : at(c, r); });
+        Output want(spec, {}, axis, rows, columns), got(spec, {}, axis, rows, columns);
+        reference::quantize(x.view(), want.view, {});
+        quantize(x.view(), got.view, {});
+        ASSERT_TRUE(same_operand(got, want));
+      }
+    }
+  }
+}
 
-TEST(Fp4, NearestIsTheReferenceWithEveryInstructionSet) {
+TEST(Narrow, BytesAreTheReferenceForEveryMagnitude) {
+  with_every_instruction_set([] { sweep_bytes(); });
+}
+
+TEST(Narrow, Fp4IsTheReferenceAroundEveryThreshold) { sweep(kSweepStep > 1 ? 64 : 8); }
+
+TEST(Narrow, Fp4IsTheReferenceWithEveryInstructionSet) {
   with_every_instruction_set([] { sweep(kSweepStep > 1 ? 128 : 16); });
 }
 
 // Tiles of whole blocks, which are copied while their maxima are found, and others; some with a
 // block that is not finite, or whose scale is 0, for which thresholds will not do.
-TEST(Fp4, BothDirectionsAreTheReferenceWhateverOneTileHolds) {
+TEST(Narrow, BothDirectionsAreTheReferenceWhateverOneTileHolds) {
   with_every_instruction_set([] {
     Random random(12);
     for (const char* row_text : {"nvfp4", "mxfp4", "amdfp4[scale_rounding=up]",
-                                 "nvfp4[block=16x16]", "nvfp4[hadamard=16]"})
-      for (const char* column_text : {"nvfp4", "mxfp4", "mxfp4[block=32x32]"})
+                                 "nvfp4[block=16x16]", "nvfp4[hadamard=16]", "mxfp8"})
+      for (const char* column_text : {"nvfp4", "mxfp4", "mxfp4[block=32x32]", "mxfp8", "fp8_1x128"})
         for (const int64_t columns : {512, 515}) {
           const QuantSpec row = parse_spec(row_text), column = parse_spec(column_text);
           SCOPED_TRACE(std::string(row_text) + "+" + column_text + " " + std::to_string(columns));
@@ -110,10 +151,11 @@ TEST(Fp4, BothDirectionsAreTheReferenceWhateverOneTileHolds) {
 }
 
 // Runs of every scale code, so that most are among others of which BF16 is made without FP32.
-TEST(Fp4, DequantizesEveryCodeWithEveryScaleAsTheReferenceDoes) {
+TEST(Narrow, DequantizesEveryCodeWithEveryScaleAsTheReferenceDoes) {
   with_every_instruction_set([] {
     Random random(13);
-    for (const char* text : {"nvfp4", "amdfp4", "mxfp4"})
+    for (const char* text : {"nvfp4", "amdfp4", "mxfp4", "mxfp8", "mxfp8[element=e5m2]",
+                             "mxfp8[block=32x32]", "mxfp6"})
       for (const int axis : {-1, -2})
         for (const uint32_t outer : {0x3F800000u, 0x3A123457u, 0x12FFFFFFu, 0x6C345678u, 1u}) {
           const QuantSpec spec = parse_spec(text);
@@ -128,7 +170,50 @@ TEST(Fp4, DequantizesEveryCodeWithEveryScaleAsTheReferenceDoes) {
           for (int64_t i = 0; i < q.shape.scale_count; ++i)
             q.view.scales[i] = static_cast<uint8_t>(
                 std::min<int64_t>(i % q.shape.scale_columns, traits(spec.scale).nan_code()));
-          if (q.view.outer) q.view.outer[0] = float_of(outer);
+          if (q.view.outer)
+            q.view.outer[0] = float_of(outer);
+          else if (outer != 1)
+            continue;
+          Guarded want(2 * rows * columns), got(2 * rows * columns);
+          const auto to = [&](Guarded& g) {
+            return Matrix{g.data(), DType::bf16, rows, columns, columns};
+          };
+          reference::dequantize(as_const(q.view), to(want));
+          dequantize(as_const(q.view), to(got));
+          EXPECT_EQ(got.difference(want), "");
+        }
+  });
+}
+
+// FP32 scales of all sizes; lines of moderate ones among them, of which BF16 is made faster.
+TEST(Narrow, DequantizesBytesWithEveryKindOfScaleAsTheReferenceDoes) {
+  with_every_instruction_set([] {
+    Random random(14);
+    for (const char* text :
+         {"fp8_1x128", "fp8_1x128[element=e5m2]", "fp8_1x128[element=e4m3fnuz]", "fp8_128x128"})
+      for (const int axis : {-1, -2})
+        for (const bool special : {false, true}) {
+          const QuantSpec spec = parse_spec(text);
+          SCOPED_TRACE(std::string(text) + " axis " + std::to_string(axis));
+          const int64_t lines = 260, positions = 40 * spec.block + 16;
+          const int64_t rows = axis == -1 ? lines : positions;
+          const int64_t columns = axis == -1 ? positions : lines;
+          Output q(spec, {}, axis, rows, columns);
+          const FormatTraits t = traits(spec.element);
+          for (int64_t i = 0; i < q.shape.code_bytes; ++i) {
+            const auto code = static_cast<uint8_t>(random.next());
+            const bool number = (code & t.magnitude_mask()) <= t.max_code();
+            q.view.codes[i] = special || number ? code : 1;
+          }
+          for (int64_t i = 0; i < q.shape.scale_count; ++i) {
+            const auto bits = static_cast<uint32_t>(random.next());
+            const bool moderate = i / q.shape.scale_columns % 3 != 0;
+            const uint32_t scale = moderate ? (bits & 0x807FFFFF) | (27 + bits / 7 % 201) << 23
+                                   : random.one_in(4) ? 0
+                                   : random.one_in(4) ? kNanBits  // as quantizers write it
+                                                      : bits & 0xFF7FFFFF;
+            std::memcpy(q.view.scales + 4 * i, &scale, 4);
+          }
           Guarded want(2 * rows * columns), got(2 * rows * columns);
           const auto to = [&](Guarded& g) {
             return Matrix{g.data(), DType::bf16, rows, columns, columns};
