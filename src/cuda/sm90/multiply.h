@@ -315,6 +315,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       tile_descriptor(b_tile + 2 * k), k != 0);
           wgmma_commit();
           if constexpr (kSquare) {
+            if (wave == 0) __syncwarp();  // all lanes have their scales, before one tells so
             const float u = upper[wave] * b, l = lower[wave] * b;
             const float u2 = upper[wave] * b2, l2 = lower[wave] * b2;
             pin(part);
@@ -331,6 +332,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
             wgmma_wait();
             if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
             columns.promote(sum[wave], part, upper[wave], lower[wave]);
+            if (last) __syncwarp();  // as above
             if (last && i < releases) release(stage);
           }
         }
