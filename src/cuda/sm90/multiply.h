@@ -376,12 +376,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     barrier_init_done();
   }
-  after_previous();
-  list_groups<T::kUnitRows>(p.problem, starts);
   if constexpr (T::kCluster > 1)
     cluster_sync();
   else
     __syncthreads();
+  after_previous();
+  if (p.problem.grouping != Grouping::dense) {
+    list_groups<T::kUnitRows>(p.problem, starts);
+    __syncthreads();
+  }
 
   if (threadIdx.x >= 128 * T::kGroups) {
     registers_down<T::kCopyRegisters>();

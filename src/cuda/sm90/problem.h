@@ -43,7 +43,6 @@ __device__ __forceinline__ int group_end(const Problem& p, int group) {
 // caller synchronizes.
 template <int kUnitRows>
 __device__ __forceinline__ void list_groups(const Problem& p, int* starts) {
-  if (p.grouping == Grouping::dense) return;
   for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += static_cast<int>(blockDim.x)) {
     const int size = max(0, group_end(p, g) - group_end(p, g - 1));
     starts[g + 1] = p.grouping == Grouping::rows

@@ -72,9 +72,6 @@ BLOCKSCALE_INLINE void named_sync(int id, int threads) {
 }
 
 // ---- the copy engine ---------------------------------------------------------------------------
-BLOCKSCALE_INLINE void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
 // The box at (x, y, z) to `to` in this CTA, or at the same place in both CTAs of the cluster.
 template <bool kBoth>
 BLOCKSCALE_INLINE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x, int y,
