@@ -1,7 +1,10 @@
-// The choice of a tile for the Hopper GEMM, which needs no GPU.
+// What the Hopper GEMM decides on the host: its tile, and how kernels divide.
 #include "cuda/tiles.h"
 
 #include <gtest/gtest.h>
+
+#include "cuda/divisor.h"
+#include "testing.h"
 
 namespace blockscale::cuda {
 namespace {
@@ -110,6 +113,20 @@ TEST(Tiles, ConcurrentTilesFormASquare) {
         static_cast<double>(s.multiprocessors / t.cluster) / choose_band(t, s) * t.unit_columns();
     EXPECT_LT(down, 2 * across);
     EXPECT_LT(across, 2 * down);
+  }
+}
+
+TEST(Divisor, DividesExactly) {
+  constexpr int64_t kMost = 0x7FFFFFFF;
+  testing::Random random(1);
+  for (int i = 0; i < 200000; ++i) {
+    const int64_t by = i < 2000 ? i + 1 : 1 + (static_cast<int64_t>(random.below(kMost)) >> i % 31);
+    const Divisor divisor(by);
+    const auto n = static_cast<int64_t>(random.below(kMost + 1));
+    for (const int64_t m : {int64_t{0}, n, n / by * by, n / by * by - 1, kMost / by * by, kMost})
+      if (m >= 0) {
+        ASSERT_EQ(divisor.divide(static_cast<int>(m)), m / by) << m << " / " << by;
+      }
   }
 }
 

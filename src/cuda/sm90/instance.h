@@ -70,9 +70,13 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   problem.groups = g.grouping == Grouping::dense ? 1 : g.groups;
   problem.offsets = g.offsets;
   problem.wide_offsets = g.wide_offsets;
-  problem.units_across = static_cast<int>(ceil_of(g.n, T::kUnitColumns));
-  problem.units_down = static_cast<int>(ceil_of(g.m, T::kUnitRows));
-  problem.band = g.band;
+  const int64_t across = ceil_of(g.n, T::kUnitColumns), down = ceil_of(g.m, T::kUnitRows);
+  const int64_t band = std::min<int64_t>(g.band, down);
+  problem.units_across = cuda::Divisor(across);
+  problem.units_down = static_cast<int>(down);
+  problem.band = cuda::Divisor(band);
+  problem.band_units = cuda::Divisor(band * across);
+  problem.group_units = cuda::Divisor(down * across);
 
   Output& out = p.out;
   const int64_t size = g.d_f32 ? 4 : 2;
@@ -96,7 +100,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
 
   int clusters = multiprocessors / T::kCluster;
   if (!by_rows) {
-    const int64_t units = int64_t{1} * problem.units_down * problem.units_across * problem.groups;
+    const int64_t units = down * across * problem.groups;
     if (units < clusters || T::kSplit) clusters = static_cast<int>(units);
   }
   cudaLaunchConfig_t config{};
