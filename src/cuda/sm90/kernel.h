@@ -40,8 +40,9 @@ struct GemmParams {
 };
 
 // A tile of output: `kGroups_` math warpgroups, side by side along N (kSideBySide) or one below the
-// other, with kWaves wgmmas of 64 x kN each. Clusters of two share the operand they have in common;
-// with kSplit each CTA of a cluster sums a part of K instead.
+// other, with kWaves wgmmas of 64 x kN each, whose rows alternate between the warpgroups: where a
+// group of rows ends early, all of them have less to do. Clusters of two share the operand they
+// have in common; with kSplit each CTA of a cluster sums a part of K instead.
 template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
           bool kSplit_, int kHeld_>
 struct Tile {
@@ -53,7 +54,8 @@ struct Tile {
   // of B when they lie side by side), in chunks of 8 KB, and gives these stages back afterwards.
   static constexpr int kHeld = kHeld_;
   static constexpr bool kSideBySide = kSideBySide_;
-  static constexpr int kRows = 64 * kWaves * (kSideBySide ? 1 : kGroups);
+  static constexpr int kWaveRows = 64 * (kSideBySide ? 1 : kGroups);  // from wave to wave
+  static constexpr int kRows = kWaves * kWaveRows;
   static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
   static constexpr bool kPairsColumns = kRows >= kColumns;  // and share A; else rows, and B
   static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kSharing);  // of a cluster
@@ -109,9 +111,10 @@ struct Shared {
   BLOCKSCALE_INLINE uint32_t b(int stage) const {
     return base + T::kStages * T::kABytes + stage * T::kBBytes;
   }
-  // Of this warpgroup's own part of a stage.
-  BLOCKSCALE_INLINE uint32_t own(int stage, int group) const {
-    return (T::kSideBySide ? b(stage) : a(stage)) + group * T::kOwnBytes;
+  // A chunk of this warpgroup's own part of a stage.
+  BLOCKSCALE_INLINE uint32_t own(int stage, int group, int chunk) const {
+    return T::kSideBySide ? b(stage) + group * T::kOwnBytes + chunk * T::kChunkBytes
+                          : a(stage) + (chunk * T::kGroups + group) * T::kChunkBytes;
   }
   BLOCKSCALE_INLINE uint32_t a_scales(int stage) const {
     return base + T::kScalesAt + stage * T::kAScaleBytes;

@@ -3,6 +3,8 @@
 
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "cuda/sm90/kernel.h"
 
 namespace blockscale::sm90 {
@@ -96,8 +98,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
   const int warp_row = thread / 32 * 16;
   const auto chunk_at = [&](int i) {
     const int held = stage + i / T::kChunksPerStage;
-    return shared.own(held < T::kStages ? held : held - T::kStages, group) +
-           i % T::kChunksPerStage * T::kChunkBytes;
+    return shared.own(held < T::kStages ? held : held - T::kStages, group, i % T::kChunksPerStage);
   };
 #pragma unroll
   for (int done = 0; done < kTotal; done += T::kChunks) {
@@ -142,7 +143,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
       for (int i = 0; i < T::kChunks; ++i) {
         if (done + i >= kTotal) break;
         store_box(chunk_at(i), p.d, column + (done + i) % kAcross * kColumns,
-                  row + (done + i) / kAcross * 64,
+                  row + (done + i) / kAcross * T::kWaveRows,
                   p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
       }
       stores_commit();
@@ -181,7 +182,7 @@ BLOCKSCALE_INLINE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], 
   for (int wave = 0; wave < T::kWaves; ++wave) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = row + wave * 64 + thread / 32 * 16 + lane / 4 + half * 8;
+      const int r = row + wave * T::kWaveRows + thread / 32 * 16 + lane / 4 + half * 8;
       if (r >= w.row_end) continue;
       const int64_t line = base + r * p.out.row_stride;
 #pragma unroll
@@ -237,7 +238,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int group_index = warp / 4, lane = lane_index();
   // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
-  const int group_row = T::kSideBySide ? 0 : group_index * 64 * T::kWaves;
+  const int group_row = T::kSideBySide ? 0 : group_index * 64;
   const int group_column = T::kSideBySide ? group_index * kN : 0;
   const int thread_row = warp % 4 * 16 + lane / 4;
   const Problem& problem = p.problem;
@@ -272,7 +273,8 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
     const Work w = work_of<T>(problem, starts, unit, rank, group);
     const int row = w.row + group_row, column = w.column + group_column;
-    const bool whole = row + 64 * T::kWaves <= w.row_end || w.row_end == problem.m;
+    const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
+    const bool whole = last_wave + 64 <= w.row_end || w.row_end == problem.m;
     const bool staged = T::kStaged && p.out.boxes && whole && w.blocks >= T::kHeld;
     const int releases = staged ? w.blocks - T::kHeld : w.blocks;  // stages released at once
     float sum[T::kWaves][kN / 2] = {};
@@ -282,8 +284,8 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     const int first_scale = w.row % 4 + group_row + thread_row;
     const bool early_split = column % kBlock != 0;
     int i = 0;
-    // In two parts: after the first, the stages that are held have been stored from.
-    for (int end = min(1, w.blocks);; end = w.blocks) {
+    const auto multiply_until = [&](auto waves, int end) {
+      constexpr int kWaves = decltype(waves)::value;
       if (i < end) barrier_wait(shared.full(ring.stage), ring.phase);
 #pragma unroll 1
       for (; i < end; ++i) {
@@ -295,24 +297,24 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
             shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
         bool next_full = false;  // asked before the promotion, needed after it
         ring.next();
-        float upper[T::kWaves], lower[T::kWaves];  // scales of this thread's rows
+        float upper[kWaves], lower[kWaves];  // scales of this thread's rows
 #pragma unroll
-        for (int wave = 0; wave < T::kWaves; ++wave) {
-          upper[wave] = load_shared(a_scales + wave * 256);
-          lower[wave] = load_shared(a_scales + wave * 256 + 32);
+        for (int wave = 0; wave < kWaves; ++wave) {
+          upper[wave] = load_shared(a_scales + wave * T::kWaveRows * 4);
+          lower[wave] = load_shared(a_scales + wave * T::kWaveRows * 4 + 32);
         }
         const float b = kSquare ? load_shared(b_scales) : 1;
-        const float b2 = kSquare && kN > kBlock ? load_shared(b_scales + 4) : b;
+        [[maybe_unused]] const float b2 = kSquare && kN > kBlock ? load_shared(b_scales + 4) : b;
 #pragma unroll
-        for (int wave = 0; wave < T::kWaves; ++wave) {
-          const bool last = wave == T::kWaves - 1;
+        for (int wave = 0; wave < kWaves; ++wave) {
+          const bool last = wave == kWaves - 1;
           pin(part);
           wgmma_begin();
 #pragma unroll
           for (int k = 0; k < kBlock / 32; ++k)
-            wgmma<kN, kAE5m2, kBE5m2>(part,
-                                      tile_descriptor(a_tile + wave * (64 * kBlock / 16) + 2 * k),
-                                      tile_descriptor(b_tile + 2 * k), k != 0);
+            wgmma<kN, kAE5m2, kBE5m2>(
+                part, tile_descriptor(a_tile + wave * (T::kWaveRows * kBlock / 16) + 2 * k),
+                tile_descriptor(b_tile + 2 * k), k != 0);
           wgmma_commit();
           if constexpr (kSquare) {
             if (wave == 0) __syncwarp();  // all lanes have their scales, before one tells so
@@ -338,6 +340,13 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
         }
         if (!next_full && i + 1 < end) barrier_wait(shared.full(ring.stage), ring.phase);
       }
+    };
+    // In two parts: after the first, the stages that are held have been stored from.
+    for (int end = min(1, w.blocks);; end = w.blocks) {
+      if (T::kWaves == 1 || last_wave < w.row_end)
+        multiply_until(std::integral_constant<int, T::kWaves>(), end);
+      else
+        multiply_until(std::integral_constant<int, 1>(), end);
       if (T::kStaged) release_held();
       if (end == w.blocks) break;
     }
