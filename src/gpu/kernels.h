@@ -15,7 +15,7 @@ using Launcher = void (*)(QuantizeParams&, NativeStream);
 struct Entry {
   Pass row, column;
   Launcher aligned, unaligned;
-  Launcher grouped;  // of rows that the copy engine reads, or null
+  Launcher grouped;  // of aligned rows that the copy engine reads, or null
 };
 using Table = std::span<const Entry>;
 

@@ -33,19 +33,17 @@ void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeSt
 
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
   const bool bf16 = p.x.dtype == DType::bf16 && p.x.column_stride == 1;
-  if (p.plan.head) {
-    const Entry* e = bf16 && p.copies ? find(row, column) : nullptr;
-    return e && e->grouped ? e->grouped(p, stream) : launch_any<true>(p, row, column, stream);
-  }
   // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
   // bytes of 128 rows in 32, unsigned.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
   const bool fits = p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 &&
                     runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
                     2 * kTile * p.x.row_stride < int64_t{1} << 32;
-  if (bf16 && fits)
-    if (const Entry* e = find(row, column))
-      return p.aligned ? e->aligned(p, stream) : e->unaligned(p, stream);
+  const Entry* e = bf16 && fits ? find(row, column) : nullptr;
+  if (p.plan.head)
+    return e && e->grouped && p.aligned && p.copies ? e->grouped(p, stream)
+                                                    : launch_any<true>(p, row, column, stream);
+  if (e) return p.aligned ? e->aligned(p, stream) : e->unaligned(p, stream);
   if (p.tiles == 0) {  // no element, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = p.batch;

@@ -63,11 +63,12 @@ template <>
 struct Current<true> {
   const Side& whole;
   Side side;
-  MatrixAt matrix;
+  MatrixAt matrix{};
 
   BLOCKSCALE_DEVICE explicit Current(const Side& s) : whole(s), side(s) {}
   BLOCKSCALE_DEVICE void move(const Plan& plan, int which, const TileAt& at, int before) {
-    if (at.batch != before) matrix = group_at(side, whole, plan, which, at.batch);
+    if (at.batch != before)
+      matrix = group_at(side, whole, plan, which, at.batch, outer_of(whole, at.batch));
   }
 };
 template <class Row, class Column, class Loader, bool kGrouped>

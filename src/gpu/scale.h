@@ -60,7 +60,7 @@ BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch, const Outer& oute
 
 // Group `group` instead: its extents go to `s`, a copy of `whole`.
 BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan, int side,
-                                    int group) {
+                                    int group, const Outer& outer) {
   const GroupAt at = plan.side[side][group];
   s.lines = at.lines;
   s.padded = at.padded;
@@ -71,7 +71,7 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
   s.code_pairs = whole.code_pairs && (at.codes | at.code_columns | at.padded / 2) % 16 == 0;
   s.scale_words = whole.scale_words && (at.blocks | at.scale_columns | at.scales) % 4 == 0;
   const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
-  return {outer_of(whole, group), whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
+  return {outer, whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
           static_cast<uint32_t>(whole.origin_line + at.line)};
 }
 

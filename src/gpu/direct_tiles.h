@@ -1,0 +1,396 @@
+// direct.h for tiles of 128 x 128: columns, square blocks, both directions at once, and groups.
+#pragma once
+
+#include "gpu/columns.h"
+#include "gpu/direct.h"
+#include "gpu/kept.h"
+
+namespace blockscale::gpu {
+
+struct TilesParams {
+  Source x;
+  Side row, column;
+  Plan plan;  // of groups, or empty
+};
+
+inline constexpr int kDirectWarps = kDirectThreads / 32;
+static_assert(kDirectWarps * kRun == kTile && 32 * kDirectLines == kTile);
+static_assert(kKeptLines == kDirectLines);
+
+// What the threads of a tile tell each other.
+struct DirectMemory {
+  uint32_t row_amax[kDirectWarps * kRunsPerLine];  // of squares, by warp
+  uint32_t column_amax[kDirectWarps][kTile];       // by warp
+  float column_inv[kTile];
+  Outer outer[2];
+};
+// One output at a tile: as it was given, or with the extents of the tile's group.
+template <bool kGrouped>
+struct OutputAt {
+  const Side& side;
+
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const Plan&, int, const TileAt&) : side(whole) {}
+  // Its matrix; the first tile of one stores the outer scale.
+  template <Pass kPass>
+  BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt& at, const Outer& outer) const {
+    if (!kPass.two_level()) return matrix_at(side, at.batch, no_outer());
+    if (side.out.spec.outer && at.row == 0 && at.column == 0 && threadIdx.x == 0)
+      side.out.outer[at.batch] = outer.dec;
+    return matrix_at(side, at.batch, outer);
+  }
+};
+template <>
+struct OutputAt<true> {
+  Side side;
+  MatrixAt group;  // but for the outer scale
+
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const Plan& plan, int which, const TileAt& at)
+      : side(whole), group(group_at(side, whole, plan, which, at.batch, no_outer())) {}
+  template <Pass kPass>
+  BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt&, const Outer& outer) const {
+    MatrixAt m = group;
+    if (kPass.two_level()) m.outer = outer;
+    return m;
+  }
+};
+
+// The rows of a tile: a warp has 16 lines of 8 runs. reader_at(line and run of the tile, lines that
+// are there) is what reads them.
+template <Pass kPass, class Output, class ReaderAt, class Loaded>
+BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, DirectMemory& memory,
+                                    const ReaderAt& reader_at, const Loaded& loaded) {
+  const Side& s = out.side;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int tile_line = warp * kRun + lane / kRunsPerLine * kDirectLines;
+  const int line = at.row + tile_line, pos = at.column + lane % kRunsPerLine * kRun;
+  const int lines = pos < s.padded ? s.lines - line : 0;
+  auto reader = reader_at(tile_line, lane % kRunsPerLine, lines);
+  if constexpr (!kPass.square) {
+    quantize_lines<kPass>(reader, s, line, pos, lines, kDirectLines, [&] {
+      loaded();
+      return out.template matrix<kPass>(at, memory.outer[0]);
+    });
+  } else {
+    typename decltype(reader)::Run in[kDirectLines];
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
+    loaded();
+    const MatrixAt m = out.template matrix<kPass>(at, memory.outer[0]);
+    RowValues<kPass, Bf16Tile> values[kDirectLines];
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i) {
+      values[i].take(in[i].pairs(), s);
+      if (i < lines) amax = max(amax, values[i].amax);
+    }
+    amax = row_block_amax<kPass>(s, amax);
+    amax = max(amax, shuffle_xor(amax, kRunsPerLine));
+    amax = max(amax, shuffle_xor(amax, 2 * kRunsPerLine));
+    // A warp has 16 lines.
+    constexpr int kWarps = kPass.block() / kRun;
+    if constexpr (kWarps > 1) {
+      const int run = lane % kRunsPerLine;
+      memory.row_amax[warp * kRunsPerLine + run] = amax;
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i)
+        amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
+    }
+    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) {
+#pragma unroll
+      for (auto& run : values) run.cut(inv);
+    });
+    RowTarget<kPass> to(s, m, line, pos);
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i, to.advance(s))
+      if (i < lines) store_row_run<kPass>(s, m, random, values[i], amax, b, line + i, pos, to);
+  }
+}
+
+// kWide BF16 at p, of which `count` are there, as pairs.
+template <bool kAligned, int kWide>
+BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
+  if (count < kWide) {
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i) pair[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kWide - 1; ++i)
+      if (i < count) pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
+  } else if (kAligned && kWide == 4) {
+    const uint2 four = *reinterpret_cast<const uint2*>(p);
+    pair[0] = four.x;
+    pair[1] = four.y;
+  } else if (kAligned || reinterpret_cast<uintptr_t>(p) % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i) pair[i] = reinterpret_cast<const uint32_t*>(p)[i];
+  } else if (kWide == 4) {
+    const uint32_t inner = *reinterpret_cast<const uint32_t*>(p + 1);
+    pair[0] = inner << 16 | p[0];
+    pair[1] = static_cast<uint32_t>(p[3]) << 16 | inner >> 16;
+  } else {
+    pair[0] = static_cast<uint32_t>(p[1]) << 16 | p[0];
+  }
+}
+
+// A thread's part of a tile down its columns: four columns of 16 rows; with blocks of 32 two
+// columns of 32 rows, which makes blocks its own. A warp has 128 or 64 columns.
+template <Pass kPass>
+struct ColumnPart {
+  static constexpr int kWide = kPass.block() == 2 * kRun ? 2 : 4;
+  static constexpr int kRuns = 4 / kWide, kAcross = kTile / (32 * kWide);
+  int first, run;  // the first column, and the first run of rows, of the tile
+
+  BLOCKSCALE_DEVICE ColumnPart() {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    first = (warp % kAcross * 32 + lane) * kWide;
+    run = warp / kAcross * kRuns;
+  }
+  // Both pairs of columns, or both runs of one pair.
+  template <bool kAligned>
+  BLOCKSCALE_DEVICE void load(const Source& x, const TileAt& at, PairColumns* in) const {
+    const auto* row =
+        static_cast<const uint8_t*>(x.data) +
+        2 * (at.batch * x.batch_stride + (at.row + run * kRun) * x.row_stride + at.column + first);
+    const auto pitch = static_cast<uint32_t>(2 * x.row_stride);
+    const int rows = x.rows - at.row - run * kRun, count = x.columns - at.column - first;
+    auto load_rows = [&](bool whole) {
+#pragma unroll
+      for (int i = 0; i < kRuns * kRun; ++i, row += pitch) {
+        uint32_t pair[kWide / 2] = {};
+        const auto* p = reinterpret_cast<const uint16_t*>(row);
+        if (whole || i < rows) load_wide<kAligned, kWide>(p, whole ? kWide : count, pair);
+#pragma unroll
+        for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] = pair[j];
+      }
+    };
+    if (rows >= kRuns * kRun && count >= kWide)
+      load_rows(true);
+    else
+      load_rows(false);
+  }
+  BLOCKSCALE_DEVICE void keep(const PairColumns* in, KeptTile& tile) const {
+    uint8_t* to = tile.at(run * kRun, first);
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i, to += 2 * kTile) {
+      const PairColumns& pairs = in[i / kRun];
+      if constexpr (kWide == 4)
+        *reinterpret_cast<uint2*>(to) = {pairs.pair[i], in[1].pair[i]};
+      else
+        *reinterpret_cast<uint32_t*>(to) = pairs.pair[i % kRun];
+    }
+  }
+};
+
+// 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint32_t* amax,
+                                    int first, DirectMemory& memory, Stage<kPass>& stage) {
+  static_assert(kPass.block() == kTile && ColumnPart<kPass>::kWide == 4);
+  const int warp = static_cast<int>(threadIdx.x / 32), line = static_cast<int>(threadIdx.x);
+  *reinterpret_cast<uint4*>(&memory.column_amax[warp][first]) = {amax[0], amax[1], amax[2],
+                                                                 amax[3]};
+  __syncthreads();
+  if (line < kTile) {
+    uint32_t largest = memory.column_amax[0][line];
+#pragma unroll
+    for (int i = 1; i < kDirectWarps; ++i) largest = max(largest, memory.column_amax[i][line]);
+    const Block b = block_of<kPass>(s, m.outer, largest);
+    memory.column_inv[line] = b.inv;
+    stage_scale<kPass>(s, stage, b.stored, line, 0);
+  }
+  __syncthreads();
+}
+
+// The columns of a tile, into the stage; the tile itself is kept where there is `kept`.
+template <Pass kPass, bool kAligned, class Output, class Loaded>
+BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Output& out, const TileAt& at,
+                                       DirectMemory& memory, Stage<kPass>& stage, KeptTile* kept,
+                                       const Loaded& loaded) {
+  const Side& s = out.side;
+  using Part = ColumnPart<kPass>;
+  using Values = ColumnValues<kPass, Bf16Tile>;
+  constexpr int kBlock = kPass.block(), kWide = Part::kWide;
+  const Part part;
+  PairColumns in[2];
+  part.template load<kAligned>(x, at, in);
+  loaded();
+  if (kept) part.keep(in, *kept);
+  const MatrixAt m = out.template matrix<kPass>(at, memory.outer[1]);
+  RandomRuns random[Part::kRuns];
+#pragma unroll
+  for (int i = 0; i < Part::kRuns; ++i)
+    random[i] = random_runs<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
+  auto encode = [&](const Values& values, auto which, float inv, uint32_t amax,
+                    const RandomRuns& runs, uint32_t line) {
+    constexpr int kWhich = decltype(which)::value;
+    float v[kRun];
+    values.template unpack<kWhich>(s, inv, amax, v);
+    return encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, runs, line);
+  };
+  if constexpr (kBlock == kRun && !kPass.square) {
+    // A run is a block. What takes much code is kept once.
+    [[maybe_unused]] constexpr int kTimes =
+        kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
+    // Where results go: from two columns to the next by addition.
+    uint32_t line = in_register(m.line + at.column + part.first);
+    uint8_t* to[] = {&in_place(staged_fp4<kPass, kWide>(stage, part.first, part.run)),
+                     &in_place(staged_fp4<kPass, kWide>(stage, part.first + 1, part.run))};
+    uint8_t* scale = &in_place(stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
+    auto column = [&](Values& values, auto which) {
+      constexpr int kWhich = decltype(which)::value;
+      const uint32_t amax = values.amax[kWhich];
+      const Block b = block_of<kPass>(s, m.outer, amax,
+                                      [&](float factor) { values.template cut<kWhich>(factor); });
+      scale[kWhich * kRunsPerLine] = static_cast<uint8_t>(b.stored);
+      const Codes codes = encode(values, which, b.inv, amax, random[0], line + kWhich);
+      *reinterpret_cast<uint2*>(to[kWhich]) = {codes.word[0], codes.word[1]};
+    };
+#pragma unroll kTimes
+    for (int i = 0; i < kWide; i += 2) {
+      Values values;
+      values.take(in[0], s);
+      in[0] = in[1];
+      column(values, Constant<0>{});
+      column(values, Constant<1>{});
+      line += 2;
+      scale += 2 * kRunsPerLine;
+      for (auto& p : to) p += 2 * kTile / 2;
+    }
+  } else {
+    Values values[2];
+    values[0].take(in[0], s);
+    values[1].take(in[1], s);
+    uint32_t amax[kWide];
+#pragma unroll
+    for (int i = 0; i < kWide; ++i)
+      amax[i] = kWide == 4 ? values[i / 2].amax[i % 2] : max(values[0].amax[i], values[1].amax[i]);
+    if constexpr (kPass.square) {
+      uint32_t a = max(amax[0], amax[1]);
+#pragma unroll
+      for (int i = 2; i < kWide; ++i) a = max(a, amax[i]);
+#pragma unroll
+      for (int step = 1; step < min(kBlock / kWide, 32); step *= 2)
+        a = max(a, shuffle_xor(a, step));
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) amax[i] = a;
+    }
+    float inv[kWide];
+    if constexpr (kBlock == kTile) {
+      share_blocks<kPass>(s, m, amax, part.first, memory, stage);
+      const float4 four = *reinterpret_cast<const float4*>(&memory.column_inv[part.first]);
+      inv[0] = four.x, inv[1] = four.y, inv[2] = four.z, inv[3] = four.w;
+    } else {
+      Block b{};
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        if (i == 0 || !kPass.square)
+          b = block_of<kPass>(s, m.outer, amax[i], [&](float factor) {
+            if constexpr (kPass.square) {
+              for (Values& two : values) two.template cut<0>(factor), two.template cut<1>(factor);
+            } else {
+              for (Values& two : values)
+                i == 0 ? two.template cut<0>(factor) : two.template cut<1>(factor);
+            }
+          });
+        stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
+        inv[i] = b.inv;
+      }
+    }
+    auto column = [&](auto i) {
+      constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
+      const int line = part.first + kColumn, run = kIndex / kWide;
+      const Codes codes = encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn],
+                                 amax[kColumn], random[run], m.line + at.column + line);
+      stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
+    };
+    column(Constant<0>{});
+    column(Constant<1>{});
+    column(Constant<2>{});
+    column(Constant<3>{});
+  }
+}
+
+// Grid: tiles down, kSideways of a row by turns; groups of kSideways tiles across; matrices.
+BLOCKSCALE_DEVICE TileAt direct_tile(uint32_t x, uint32_t y, uint32_t z) {
+  return {static_cast<int>(z), static_cast<int>(x / kSideways) * kTile,
+          static_cast<int>(y * kSideways + x % kSideways) * kTile};
+}
+// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
+// for FP8 in both directions, which waits for memory more than it computes.
+template <Pass kRow, Pass kColumn>
+inline constexpr int kTileBlocks = kColumn.hadamard || kColumn.encoder == Encoder::fp4_stochastic ||
+                                           (kRow.present() && kColumn.present() && !kColumn.fp4())
+                                       ? 3
+                                       : 4;
+
+// What a block of threads has in shared memory.
+template <class Row, class Column>
+struct TileMemory {
+  struct None {};
+  static constexpr bool kColumns = Column::kPass.present();
+  static constexpr bool kKeeps = kColumns && Row::kPass.present();
+  std::conditional_t<kKeeps, KeptTile, None> kept;
+  std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
+  DirectMemory direct;
+};
+
+template <class Row, class Column, bool kAligned, bool kGrouped>
+BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, const TileAt& at,
+                                     TileMemory<Row, Column>& memory) {
+  using Memory = TileMemory<Row, Column>;
+  constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
+  DirectMemory& direct = memory.direct;
+  // The outer scales, each found by one warp while the first loads are on their way.
+  auto loaded = [&] {
+    constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    if (kRowOuter && warp == 0) direct.outer[0] = outer_of(p.row, at.batch);
+    if (kColumnOuter && warp == 1) direct.outer[1] = outer_of(p.column, at.batch);
+    if (kRowOuter || kColumnOuter) __syncthreads();
+  };
+  if constexpr (!Memory::kColumns) {
+    const auto reader_at = [&](int line, int run, int lines) {
+      return LineReader<kAligned>(x, at.batch, at.row + line, at.column + run * kRun, lines);
+    };
+    rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, p.plan, 0, at), at, direct, reader_at, loaded);
+  } else {
+    const OutputAt<kGrouped> column(p.column, p.plan, 1, at);
+    KeptTile* kept = nullptr;
+    if constexpr (Memory::kKeeps) kept = &memory.kept;
+    columns_of_tile<kColumn, kAligned>(x, column, at, direct, memory.stage, kept, loaded);
+    __syncthreads();
+    store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+        column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
+        memory.stage);
+    if constexpr (Memory::kKeeps) {
+      const auto reader_at = [&](int line, int run, int) { return KeptReader(*kept, line, run); };
+      rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, p.plan, 0, at), at, direct, reader_at, [] {});
+    }
+  }
+}
+
+template <class Row, class Column, bool kAligned, bool kGrouped>
+__global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass>))
+    tiles_kernel(const __grid_constant__ TilesParams p) {
+  after_previous();
+  BLOCKSCALE_DYNAMIC_SHARED(bytes);
+  auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column>*>(bytes));
+  const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
+  if (at.column >= p.x.columns) return;
+  if constexpr (!kGrouped) {
+    quantize_tile<Row, Column, kAligned, false>(p, p.x, at, memory);
+  } else {
+    // The tiles of a group start anew at its first row, and end with its last.
+    const int tile_row = at.row / kTile;
+    if (tile_row >= p.plan.head->tile_rows) return;
+    const TileRow row = p.plan.tile_rows[tile_row];
+    Source x = p.x;
+    x.data = static_cast<const uint16_t*>(x.data) + row.begin * x.row_stride;
+    x.rows = row.rows;
+    x.batch_stride = 0;
+    quantize_tile<Row, Column, kAligned, true>(p, x, {row.group, row.row, at.column}, memory);
+  }
+}
+
+}  // namespace blockscale::gpu
