@@ -117,7 +117,8 @@ def test_sigkill_and_resume_change_no_bit(
 
 def test_ctrl_c_tells_how_to_resume(tmp_path: Path, text: str) -> None:
     out = tmp_path / "stopped"
-    process = start("--out", str(out), "--data", text, *SMALL)
+    # Far more steps than it gets to do before the signal, however late that is on a busy machine.
+    process = start("--out", str(out), "--data", text, *SMALL, "--steps", "100000")
     wait_for(out / "checkpoints" / "bf16-seed0.pt", process)
     process.send_signal(signal.SIGINT)
     printed, err = process.communicate(timeout=60)
