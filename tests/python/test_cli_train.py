@@ -27,12 +27,14 @@ SMALL += ["--eval-every", "15", "--checkpoint-every", "5"]
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    """The real command, in a process of its own."""
+    """The real command, in a process of its own, which Ctrl-C reaches even where the tests run in
+    the background of a shell that ignores it."""
     return subprocess.Popen(
         [sys.executable, "-m", "blockscale.cli", "train", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
