@@ -150,6 +150,15 @@ TEST(Narrow, BothDirectionsAreTheReferenceWhateverOneTileHolds) {
   });
 }
 
+// As BF16.
+void expect_same_values(const Output& q, int64_t rows, int64_t columns) {
+  Guarded want(2 * rows * columns), got(2 * rows * columns);
+  const auto to = [&](Guarded& g) { return Matrix{g.data(), DType::bf16, rows, columns, columns}; };
+  reference::dequantize(as_const(q.view), to(want));
+  dequantize(as_const(q.view), to(got));
+  EXPECT_EQ(got.difference(want), "");
+}
+
 // Runs of every scale code, so that most are among others of which BF16 is made without FP32.
 TEST(Narrow, DequantizesEveryCodeWithEveryScaleAsTheReferenceDoes) {
   with_every_instruction_set([] {
@@ -174,13 +183,7 @@ TEST(Narrow, DequantizesEveryCodeWithEveryScaleAsTheReferenceDoes) {
             q.view.outer[0] = float_of(outer);
           else if (outer != 1)
             continue;
-          Guarded want(2 * rows * columns), got(2 * rows * columns);
-          const auto to = [&](Guarded& g) {
-            return Matrix{g.data(), DType::bf16, rows, columns, columns};
-          };
-          reference::dequantize(as_const(q.view), to(want));
-          dequantize(as_const(q.view), to(got));
-          EXPECT_EQ(got.difference(want), "");
+          expect_same_values(q, rows, columns);
         }
   });
 }
@@ -214,13 +217,7 @@ TEST(Narrow, DequantizesBytesWithEveryKindOfScaleAsTheReferenceDoes) {
                                                       : bits & 0xFF7FFFFF;
             std::memcpy(q.view.scales + 4 * i, &scale, 4);
           }
-          Guarded want(2 * rows * columns), got(2 * rows * columns);
-          const auto to = [&](Guarded& g) {
-            return Matrix{g.data(), DType::bf16, rows, columns, columns};
-          };
-          reference::dequantize(as_const(q.view), to(want));
-          dequantize(as_const(q.view), to(got));
-          EXPECT_EQ(got.difference(want), "");
+          expect_same_values(q, rows, columns);
         }
   });
 }
