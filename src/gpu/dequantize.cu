@@ -4,8 +4,8 @@
 // comes in by lines, through shared memory, and leaves by rows.
 #include <bit>
 
+#include "divisor.h"
 #include "gpu/decode.h"
-#include "gpu/divisor.h"
 #include "gpu/launch.h"
 #include "gpu/quantize.h"
 #include "gpu/store.h"
@@ -413,14 +413,14 @@ void launch(DequantizeParams& p, NativeStream stream) {
     const int64_t runs = ceil_div(p.columns, kPiece);
     const int64_t each = groups ? kTile / kRowLines : ceil_div(p.rows, kRowLines);
     const int64_t all = runs * each * (groups ? tile_rows : p.x.batch);
-    p.runs = Divisor::of(runs), p.parts = Divisor::of(each);
+    p.runs = Divisor(runs), p.parts = Divisor(each);
     p.all = static_cast<uint32_t>(all);
     start(dequantize_rows_kernel<kCodec, kRows>,
           static_cast<unsigned>(ceil_div(all, kDecodeThreads)), kDecodeThreads, 0, stream, p);
   } else {
     const int64_t bands = ceil_div(p.columns, CodeTile<kCodec>::kLines * kAcross);
     const int64_t all = bands * tile_rows * kAcross;
-    p.bands = Divisor::of(tile_rows * kAcross), p.parts = Divisor::of(groups ? 1 : tiles_down);
+    p.bands = Divisor(tile_rows * kAcross), p.parts = Divisor(groups ? 1 : tiles_down);
     start(dequantize_columns_kernel<kCodec, kRows>, static_cast<unsigned>(all), kDecodeThreads, 0,
           stream, p);
   }

@@ -7,7 +7,7 @@
 // leave it in shared memory for the rows.
 #pragma once
 
-#include "gpu/divisor.h"
+#include "divisor.h"
 #include "gpu/load.h"
 #include "gpu/rows.h"
 
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAlign
   const uint32_t n = blockIdx.x * kDirectThreads + threadIdx.x, at = min(n, p.all - 1);
   const uint32_t group = p.runs.quotient(at);
   const int line = static_cast<int>(group) * p.each;
-  const int pos = static_cast<int>(at - group * p.runs.value) * kRun;
+  const int pos = static_cast<int>(at - group * p.runs.by()) * kRun;
   const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
   const LineReader<kAligned> reader(p.x, batch, line, pos, lines);
   quantize_lines<Row::kPass>(reader, s, line, pos, lines, p.each, [&] {

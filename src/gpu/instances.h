@@ -33,7 +33,7 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
   const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
   const int each = lines_of_a_thread<Row::kPass>(int64_t{runs} * p.row.lines * p.row.out.batch);
   const int64_t all = runs * ceil_div(p.row.lines, each);
-  const RowsParams d{p.x, p.row, Divisor::of(runs), static_cast<uint32_t>(all), each};
+  const RowsParams d{p.x, p.row, Divisor(runs), static_cast<uint32_t>(all), each};
   const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),
                   static_cast<unsigned>(p.row.out.batch));
   start(rows_kernel<Row, kAligned>, grid, kDirectThreads, 0, stream, d);

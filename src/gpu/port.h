@@ -338,9 +338,6 @@ BLOCKSCALE_DEVICE T& in_place(T& shared) {
 #endif
 }
 
-// The upper word of a product.
-BLOCKSCALE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
-
 // What is not written while the kernel runs.
 template <class T>
 BLOCKSCALE_DEVICE T load_once(const T* p) {

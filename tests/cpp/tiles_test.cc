@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "cuda/divisor.h"
+#include "divisor.h"
 #include "testing.h"
 
 namespace blockscale::cuda {
@@ -125,7 +125,9 @@ TEST(Divisor, DividesExactly) {
     const auto n = static_cast<int64_t>(random.below(kMost + 1));
     for (const int64_t m : {int64_t{0}, n, n / by * by, n / by * by - 1, kMost / by * by, kMost})
       if (m >= 0) {
-        ASSERT_EQ(divisor.divide(static_cast<int>(m)), m / by) << m << " / " << by;
+        auto rest = static_cast<uint32_t>(m);
+        ASSERT_EQ(divisor.divide(rest), m / by) << m << " / " << by;
+        ASSERT_EQ(rest, m % by) << m << " / " << by;
       }
   }
 }

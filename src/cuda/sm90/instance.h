@@ -72,11 +72,11 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   problem.wide_offsets = g.wide_offsets;
   const int64_t across = ceil_of(g.n, T::kUnitColumns), down = ceil_of(g.m, T::kUnitRows);
   const int64_t band = std::min<int64_t>(g.band, down);
-  problem.units_across = cuda::Divisor(across);
+  problem.units_across = Divisor(across);
   problem.units_down = static_cast<int>(down);
-  problem.band = cuda::Divisor(band);
-  problem.band_units = cuda::Divisor(band * across);
-  problem.group_units = cuda::Divisor(down * across);
+  problem.band = Divisor(band);
+  problem.band_units = Divisor(band * across);
+  problem.group_units = Divisor(down * across);
 
   Output& out = p.out;
   const int64_t size = g.d_f32 ? 4 : 2;

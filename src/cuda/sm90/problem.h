@@ -5,8 +5,8 @@
 #include <climits>
 #include <cstdint>
 
-#include "cuda/divisor.h"
 #include "cuda/sm90/gemm.h"
+#include "divisor.h"
 
 namespace blockscale::sm90 {
 
@@ -18,10 +18,10 @@ struct Problem {
   int groups = 1;
   const void* offsets = nullptr;  // cumulative ends of the groups, int32 or int64
   bool wide_offsets = false;
-  cuda::Divisor units_across;  // along N
-  int units_down = 0;          // along M; rows: not used
-  cuda::Divisor band;          // units along M that are walked together, for the L2 cache
-  cuda::Divisor band_units, group_units;  // of a band; of a group of the contraction axis
+  Divisor units_across;             // along N
+  int units_down = 0;               // along M; rows: not used
+  Divisor band;                     // units along M that are walked together, for the L2 cache
+  Divisor band_units, group_units;  // of a band; of a group of the contraction axis
 };
 
 // The work of a cluster for one output tile pair.
@@ -48,7 +48,7 @@ __device__ __forceinline__ void list_groups(const Problem& p, int* starts) {
   for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += static_cast<int>(blockDim.x)) {
     const int size = max(0, group_end(p, g) - group_end(p, g - 1));
     starts[g + 1] = p.grouping == Grouping::rows
-                        ? (size + kUnitRows - 1) / kUnitRows * p.units_across.by()
+                        ? (size + kUnitRows - 1) / kUnitRows * static_cast<int>(p.units_across.by())
                         : (size + kBlock - 1) / kBlock;
   }
   __syncthreads();
@@ -72,7 +72,7 @@ __device__ __forceinline__ void list_groups(const Problem& p, int* starts) {
 
 __device__ __forceinline__ int unit_count(const Problem& p, const int* starts) {
   if (p.grouping == Grouping::rows) return starts[p.groups];
-  return p.group_units.by() * p.groups;
+  return static_cast<int>(p.group_units.by()) * p.groups;
 }
 
 // The work of CTA `rank` in unit `unit`; `group` is where the last call left off, 0 at first.
@@ -81,24 +81,24 @@ __device__ __forceinline__ Work work_of(const Problem& p, const int* starts, int
                                         int& group) {
   Work w{0, p.m, 0, 0, 0, p.k_blocks};
   int units_down = p.units_down;
+  auto left = static_cast<uint32_t>(unit);
   if (p.grouping == Grouping::rows) {
     while (unit >= starts[group + 1]) ++group;
-    unit -= starts[group];
-    units_down = p.units_across.divide(starts[group + 1] - starts[group]);
+    left -= starts[group];
+    units_down = static_cast<int>(p.units_across.quotient(starts[group + 1] - starts[group]));
     w.row = group_end(p, group - 1);
     w.row_end = group_end(p, group);
   } else if (p.grouping == Grouping::contraction) {
-    group = p.group_units.divide(unit);
-    unit -= group * p.group_units.by();
+    group = static_cast<int>(p.group_units.divide(left));
     w.first_block = starts[group];
     w.blocks = starts[group + 1] - starts[group];
   }
   w.group = group;
-  const int bands = p.band_units.divide(unit), first = bands * p.band.by();
-  unit -= bands * p.band_units.by();
-  const int height = min(p.band.by(), units_down - first);
-  const int across = height == p.band.by() ? p.band.divide(unit) : unit / height;
-  const int down = first + unit - across * height;
+  const int most = static_cast<int>(p.band.by());
+  const int first = static_cast<int>(p.band_units.divide(left)) * most;
+  const int height = min(most, units_down - first), here = static_cast<int>(left);
+  const int across = height == most ? static_cast<int>(p.band.quotient(left)) : here / height;
+  const int down = first + here - across * height;
   const int place = Tile::kSplit ? 0 : rank;
   w.row += down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : place * Tile::kRows);
   w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? place * Tile::kColumns : 0);
