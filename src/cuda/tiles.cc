@@ -12,6 +12,7 @@ constexpr double kL2Bytes = 33;       // a multiprocessor gets from L2 in a cycl
 constexpr double kL2Most = 48;        // and when few ask
 constexpr double kLatency = 200;      // of a wgmma chain: barrier, issue, drain
 constexpr double kTileStart = 1500;   // the first stage of a tile that found the ring empty
+constexpr double kMeeting = 1.05;     // of two warpgroups
 constexpr double kJoin = 2000;        // the parts of a cluster meet and are added
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
@@ -30,15 +31,13 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes;
   // One warpgroup by itself: its wgmmas and promotions follow each other.
   const double promotion = t.n / 2 * (square ? 1.0 : 2.5);
-  // 192 columns with a scale each leave no registers to overlap anything with.
-  const double crowded = !square && t.n > 128 ? 1.1 : 1;
-  const double chain = t.waves * (t.n * 2 + promotion + kLatency) * crowded;
+  const double chain = t.waves * (t.n * 2 + promotion + kLatency);
   const int rows = static_cast<int>(std::min<int64_t>(t.rows(), s.rows));
   const double own =
       t.pairs_columns() ? t.columns() + rows / t.sharing() : rows + t.columns() / t.sharing();
-  // Columns of two blocks of B with a scale each.
-  const double uneven = square && t.n > 128 ? 1.02 : 1;
-  return std::max({tensor, shared, chain, own * 128.0 / l2_bytes}) * uneven;
+  // Two warpgroups meet at the tensor cores now and then, three always have one that is ready.
+  const double meeting = t.groups == 2 ? kMeeting : 1;
+  return std::max({tensor, shared, chain, own * 128.0 / l2_bytes}) * meeting;
 }
 
 }  // namespace

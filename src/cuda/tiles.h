@@ -14,7 +14,6 @@ struct TileShape {
   int stages;         // of the ring
   int cluster;        // CTAs that work together
   bool split;         // on one tile, a part of K each; else they share an operand
-  int held;           // stages that the output is staged in
   bool e5m2;          // also compiled for E5M2 operands
 
   constexpr int rows() const { return 64 * waves * (side_by_side ? 1 : groups); }
@@ -28,15 +27,14 @@ struct TileShape {
 };
 
 inline constexpr TileShape kTiles[] = {
-    {2, false, 2, 128, 4, 2, false, 1, true},   // 256 x 128
-    {3, false, 1, 128, 5, 2, false, 1, false},  // 192 x 128
-    {2, false, 1, 192, 5, 2, false, 2, false},  // 128 x 192
-    {2, false, 1, 128, 6, 1, false, 2, true},   // 128 x 128
-    {2, true, 1, 64, 8, 1, false, 1, true},     // 64 x 128
-    {2, true, 1, 32, 12, 1, false, 0, false},   // 64 x 64
-    {2, true, 1, 16, 16, 1, false, 0, false},   // 64 x 32
-    {2, true, 1, 64, 8, 4, true, 0, false},     // 64 x 128, K in 4
-    {2, true, 1, 32, 12, 2, true, 0, false},    // 64 x 64, K in 2
+    {2, false, 2, 128, 3, 2, false, true},   // 256 x 128
+    {3, false, 1, 128, 4, 2, false, false},  // 192 x 128
+    {2, false, 1, 128, 5, 1, false, true},   // 128 x 128
+    {2, true, 1, 64, 8, 1, false, true},     // 64 x 128
+    {2, true, 1, 32, 12, 1, false, false},   // 64 x 64
+    {2, true, 1, 16, 16, 1, false, false},   // 64 x 32
+    {2, true, 1, 64, 8, 4, true, false},     // 64 x 128, K in 4
+    {2, true, 1, 32, 12, 2, true, false},    // 64 x 64, K in 2
 };
 inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 

@@ -22,17 +22,17 @@ const TileShape& chosen(const GemmSize& s) { return kTiles[choose_tile(s)]; }
 // What the kernel asks of a tile, whichever is added to the table.
 TEST(Tiles, FitTheMachine) {
   for (const TileShape& t : kTiles) {
-    // Stages of both operands and their scales in 227 KB, with room for barriers and 1024 groups.
+    // Stages of both operands and their scales, and a tile of output in BF16, in 227 KB, with room
+    // for barriers and 1024 groups.
     const int stage = (t.rows() + t.columns()) * 128 + (t.rows() + t.columns()) * 4 + 256;
-    EXPECT_LE(t.stages * stage + 8192, 227 * 1024) << t.rows() << " x " << t.columns();
+    const int out = t.split ? 0 : t.rows() * t.columns() * 2;
+    EXPECT_LE(t.stages * stage + out + 8192, 227 * 1024) << t.rows() << " x " << t.columns();
     // Sums and the tensor cores' accumulators, of 224 registers (152 with three warpgroups).
     EXPECT_LE(t.waves * t.n / 2 + t.n / 2, t.groups == 2 ? 200 : 136);
     EXPECT_LE(t.rows(), 256);  // of a box of the copy engine
     EXPECT_LE(t.columns(), 256);
-    EXPECT_LT(t.held, t.stages);
-    EXPECT_TRUE(!t.split || (t.rows() == 64 && t.held == 0));
-    // A warpgroup's columns lie in one block of 128, or start in its middle or at its start.
-    EXPECT_EQ(t.n <= 128 ? 128 % t.n : t.n % 64, 0);
+    EXPECT_TRUE(!t.split || t.rows() == 64);
+    EXPECT_EQ(128 % t.n, 0);  // a warpgroup's columns lie in one block of B
   }
 }
 
@@ -42,7 +42,9 @@ TEST(Tiles, LargeProductsGetLargeTiles) {
     EXPECT_EQ(t.rows() * t.columns(), 256 * 128);
   }
   EXPECT_EQ(chosen(dense(4096, 7168, 2048)).rows(), 256);
-  EXPECT_EQ(chosen(dense(8192, 14336, 4096)).rows(), 256);
+  // Where the last round of tiles weighs little, three warpgroups.
+  EXPECT_EQ(chosen(dense(8192, 8192, 8192)).rows(), 192);
+  EXPECT_EQ(chosen(dense(8192, 14336, 4096)).rows(), 192);
 }
 
 // 288 tiles of 256 x 128 would be 2.2 rounds of the machine.
@@ -81,7 +83,7 @@ TEST(Tiles, GroupsCountAsTheirOwnProducts) {
   EXPECT_EQ(chosen(s).rows(), 64);
   s.rows = 8192;
   s.groups = 4;
-  EXPECT_EQ(chosen(s).rows(), 256);
+  EXPECT_GE(chosen(s).rows(), 192);
 }
 
 TEST(Tiles, E5m2TakesWhatIsCompiledForIt) {

@@ -27,7 +27,7 @@ bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, cons
 template <int kIndex>
 struct TileOf {
   static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
-  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.split, s.held>;
+  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.split>;
 };
 
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
@@ -48,14 +48,14 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   const bool by_rows = g.grouping == Grouping::rows;
   const bool by_contraction = g.grouping == Grouping::contraction;
   const int64_t batch = by_rows ? g.groups : 1;
-  const int a_rows = static_cast<int>(std::min<int64_t>(T::kARows, up(g.m, 8)));
-  p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock * (T::kRows / T::kARows) + T::kBBytes);
+  const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, up(g.m, 8)));
+  p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + T::kBBytes);
   if (blocks > 0) {
     const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     const bool ok = describe(p.a, bytes, g.a, {{padded, g.m, 1}, {padded, padded * g.m}}, kBlock,
                              a_rows, true) &&
                     describe(p.b, bytes, g.b, {{padded, g.n, batch}, {padded, padded * g.n}},
-                             kBlock, T::kBRows, true);
+                             kBlock, T::kColumns, true);
     if (!ok) return cudaErrorInvalidValue;
   }
   p.a_scales = g.a_scales;
@@ -92,7 +92,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   const auto address = reinterpret_cast<uintptr_t>(g.d);
   out.pairs = address % (2 * size) == 0 && g.d_stride % 2 == 0;
   out.boxes =
-      T::kN % 64 == 0 && address % 16 == 0 && g.d_stride * size % 16 == 0 &&
+      T::kStaged && address % 16 == 0 && g.d_stride * size % 16 == 0 &&
       describe(
           p.d, g.d_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, g.d,
           {{g.n, g.m, by_contraction ? g.groups : 1}, {g.d_stride * size, g.m * g.d_stride * size}},

@@ -44,15 +44,12 @@ struct GemmParams {
 // group of rows ends early, all of them have less to do. Clusters of two share the operand they
 // have in common; with kSplit each CTA of a cluster sums a part of K instead.
 template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
-          bool kSplit_, int kHeld_>
+          bool kSplit_>
 struct Tile {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
   static constexpr int kCluster = kCluster_;
   static constexpr bool kSplit = kSplit_;
   static constexpr int kSharing = kSplit ? 1 : kCluster;  // CTAs that share an operand
-  // A warpgroup stages its output where its own part of a tile's last kHeld stages was (of A, or
-  // of B when they lie side by side), in chunks of 8 KB, and gives these stages back afterwards.
-  static constexpr int kHeld = kHeld_;
   static constexpr bool kSideBySide = kSideBySide_;
   static constexpr int kWaveRows = 64 * (kSideBySide ? 1 : kGroups);  // from wave to wave
   static constexpr int kRows = kWaves * kWaveRows;
@@ -63,26 +60,29 @@ struct Tile {
   static constexpr int kThreads = 128 * (kGroups + 1);
   // Together no more than the launch gives to all: 168 or 128 a thread.
   static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152, kCopyRegisters = 56;
-  static constexpr int kARows = kSharing > 1 && kPairsColumns ? kRows / 2 : kRows;  // of one copy
-  static constexpr int kBRows = kSharing > 1 && !kPairsColumns ? kColumns / 2 : kColumns;
 
   // Shared memory, in bytes.
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
   static constexpr int kAScaleBytes = (kRows * 4 + 16 + 127) / 128 * 128;
   static constexpr int kBScaleBytes = (kColumns * 4 + 127) / 128 * 128;
-  static constexpr int kChunkBytes = 8192;
-  static constexpr int kOwnBytes = kSideBySide ? kN * kBlock : kWaves * 64 * kBlock;
-  static constexpr bool kStaged = kHeld > 0 && kN % 64 == 0;
-  static constexpr int kChunksPerStage = kOwnBytes / kChunkBytes;
-  static constexpr int kChunks = kHeld * kChunksPerStage;
-  static constexpr int kScalesAt = kStages * (kABytes + kBBytes);
+  // A warpgroup stages its output in chunks of 64 rows of 128 bytes.
+  static constexpr bool kStaged = !kSplit && kN % 64 == 0;
+  static constexpr int kChunkBytes = 8192, kChunks = kStaged ? kWaves * kN / 64 : 0;
+  static constexpr int kChunksAt = kStages * (kABytes + kBBytes);
+  static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
 };
+// Where columns share a scale and a block takes longer than a load from L2, threads load the scales
+// of their rows themselves, a block ahead; else they come with the codes.
+template <class T, bool kSquare>
+inline constexpr bool kLoadsScales = kSquare&& T::kRows >= 128;
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>
-inline constexpr int kBarriersAt = T::kScalesAt +
-                                   T::kStages*(T::kAScaleBytes +
-                                               (kSquare ? kSquareScaleBytes : T::kBScaleBytes));
+inline constexpr int kScaleBytes =  // of a stage
+    kLoadsScales<T, kSquare> ? 0
+                             : T::kAScaleBytes + (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
+template <class T, bool kSquare>
+inline constexpr int kBarriersAt = T::kScalesAt + T::kStages* kScaleBytes<T, kSquare>;
 template <class T, bool kSquare>
 inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierBytes;
 // `groups` is 0 for a dense product. The base is aligned by hand.
@@ -111,10 +111,8 @@ struct Shared {
   BLOCKSCALE_INLINE uint32_t b(int stage) const {
     return base + T::kStages * T::kABytes + stage * T::kBBytes;
   }
-  // A chunk of this warpgroup's own part of a stage.
-  BLOCKSCALE_INLINE uint32_t own(int stage, int group, int chunk) const {
-    return T::kSideBySide ? b(stage) + group * T::kOwnBytes + chunk * T::kChunkBytes
-                          : a(stage) + (chunk * T::kGroups + group) * T::kChunkBytes;
+  BLOCKSCALE_INLINE uint32_t chunk(int group, int chunk) const {
+    return base + T::kChunksAt + (group * T::kChunks + chunk) * T::kChunkBytes;
   }
   BLOCKSCALE_INLINE uint32_t a_scales(int stage) const {
     return base + T::kScalesAt + stage * T::kAScaleBytes;
@@ -169,20 +167,19 @@ BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSqua
   }
 }
 
-// One thread keeps the ring full of codes.
+// One thread keeps the ring full of codes. An operand that two CTAs share is brought by the first.
 template <class T, bool kSquare>
 BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                    const int* starts, int rank) {
   constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
   constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
-  const int a_part = kShareA ? rank * T::kARows : 0, b_part = kShareB ? rank * T::kBRows : 0;
   for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
-    return [&, row = w.row + a_part, column = w.column + b_part, b_batch](int block, int stage) {
+    return [&, row = w.row, column = w.column, b_batch](int block, int stage) {
       const uint32_t full = shared.full(stage);
+      const int k = block * kBlock;
       barrier_expect(full, p.stage_bytes);
-      copy_box<kShareA>(shared.a(stage) + a_part * kBlock, p.a, full, block * kBlock, row, 0);
-      copy_box<kShareB>(shared.b(stage) + b_part * kBlock, p.b, full, block * kBlock, column,
-                        b_batch);
+      if (!kShareA || rank == 0) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
+      if (!kShareB || rank == 0) copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
     };
   });
 }

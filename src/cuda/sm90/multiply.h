@@ -9,18 +9,16 @@
 
 namespace blockscale::sm90 {
 
-// sum += sums of the tensor cores * scales, which are one a row; group g of 8 columns has the
-// second ones from kSplit on.
-template <int kSplit, int kN>
+// sum += sums of the tensor cores * scales, which are one a row.
+template <int kN>
 BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
-                               float lower, float upper2, float lower2) {
+                               float lower) {
 #pragma unroll
   for (int g = 0; g < kN / 8; ++g) {
-    const float u = g < kSplit ? upper : upper2, l = g < kSplit ? lower : lower2;
-    sum[4 * g] = fmaf(part[4 * g], u, sum[4 * g]);
-    sum[4 * g + 1] = fmaf(part[4 * g + 1], u, sum[4 * g + 1]);
-    sum[4 * g + 2] = fmaf(part[4 * g + 2], l, sum[4 * g + 2]);
-    sum[4 * g + 3] = fmaf(part[4 * g + 3], l, sum[4 * g + 3]);
+    sum[4 * g] = fmaf(part[4 * g], upper, sum[4 * g]);
+    sum[4 * g + 1] = fmaf(part[4 * g + 1], upper, sum[4 * g + 1]);
+    sum[4 * g + 2] = fmaf(part[4 * g + 2], lower, sum[4 * g + 2]);
+    sum[4 * g + 3] = fmaf(part[4 * g + 3], lower, sum[4 * g + 3]);
   }
 }
 // The same with another scale for every column, in shared memory. The first ones are loaded before
@@ -46,6 +44,45 @@ struct ColumnScales {
       sum[4 * g + 1] = fmaf(part[4 * g + 1] * upper, b.y, sum[4 * g + 1]);
       sum[4 * g + 3] = fmaf(part[4 * g + 3] * lower, b.y, sum[4 * g + 3]);
     }
+  }
+};
+
+// Scales of this thread's rows and of its columns, which share one, loaded from memory a block
+// ahead. In shared memory they would take of the bandwidth that the codes need.
+template <class T>
+struct LoadedScales {
+  static constexpr int kRows = 2 * T::kWaves;
+  const float* a_line;
+  const float* b_line;
+  uint32_t a_step, b_step;  // from block to block
+  bool there[kRows];
+  float a[kRows], b;
+
+  BLOCKSCALE_INLINE void start(const GemmParams& p, const Work& w, int row, int column) {
+    const int batch = p.problem.grouping == Grouping::rows ? w.group : 0;
+    const int blocks = (p.problem.n + kBlock - 1) / kBlock;
+    a_step = (p.problem.m + 3) / 4 * 4;
+    b_step = (blocks + 3) / 4 * 4;
+    a_line = p.a_scales + int64_t{w.first_block} * a_step + row;
+    // Each lane has an address of its own, for all that the compiler knows: it would wait for what
+    // is the same in a warp as soon as it is asked for, to move it to a uniform register.
+    const int own = threadIdx.x >= blockDim.x;
+    b_line = p.b_scales + batch * p.b_scale_group + int64_t{w.first_block} * b_step +
+             min(column / kBlock, blocks - 1) + own;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      there[i] = row + i / 2 * T::kWaveRows + i % 2 * 8 < p.problem.m;
+      a[i] = 0;
+    }
+    if (w.blocks > 0) load();
+  }
+  BLOCKSCALE_INLINE void load() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (there[i]) a[i] = __ldg(a_line + i / 2 * T::kWaveRows + i % 2 * 8);
+    b = __ldg(b_line);
+    a_line += a_step;
+    b_line += b_step;
   }
 };
 
@@ -86,30 +123,25 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
   }
 }
 
-// Through shared memory in chunks of 64 rows of 128 bytes; the copy engine cuts off what lies
-// outside of D. `stage` is the first of the held ones.
+// Through shared memory, from where the copy engine stores while the next tile is computed; it cuts
+// off what lies outside of D.
 template <class T, bool kSquare, bool kF32>
 BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
-                                   const Shared<T, kSquare>& shared, int stage, int group,
-                                   const Work& w, int row, int column) {
+                                   const Shared<T, kSquare>& shared, int group, const Work& w,
+                                   int row, int column) {
   constexpr int kColumns = kF32 ? 32 : 64, kEights = kColumns / 8;
   constexpr int kAcross = T::kN / kColumns, kTotal = T::kWaves * kAcross;
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int warp_row = thread / 32 * 16;
-  const auto chunk_at = [&](int i) {
-    const int held = stage + i / T::kChunksPerStage;
-    return shared.own(held < T::kStages ? held : held - T::kStages, group, i % T::kChunksPerStage);
-  };
 #pragma unroll
   for (int done = 0; done < kTotal; done += T::kChunks) {
-    // Until all warps are done with the stages, and the engine with what it stores.
-    if (done > 0 && thread == 0) stores_wait_read();
+    if (thread == 0) stores_wait_read();  // of what was there before
     named_sync(1 + group, 128);
 #pragma unroll
     for (int i = 0; i < T::kChunks; ++i) {
       if (done + i >= kTotal) break;
       const int wave = (done + i) / kAcross, first = (done + i) % kAcross * kEights;
-      const uint32_t chunk = chunk_at(i);
+      const uint32_t chunk = shared.chunk(group, i);
       // Piece x of 16 bytes of row r lies at x ^ r % 8: the engine's swizzle of 128 bytes.
       if constexpr (kF32) {
         // Neighbouring lanes exchange halves: even ones then hold four columns of the upper row,
@@ -142,7 +174,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
 #pragma unroll
       for (int i = 0; i < T::kChunks; ++i) {
         if (done + i >= kTotal) break;
-        store_box(chunk_at(i), p.d, column + (done + i) % kAcross * kColumns,
+        store_box(shared.chunk(group, i), p.d, column + (done + i) % kAcross * kColumns,
                   row + (done + i) / kAcross * T::kWaveRows,
                   p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
       }
@@ -235,14 +267,17 @@ template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                       const int* starts, int rank) {
   constexpr int kN = T::kN;
+  constexpr bool kLoads = kLoadsScales<T, kSquare>;
+  // So that the end of a block and the start of the next overlap; a scale for each column leaves no
+  // registers for it.
+  constexpr int kUnroll = kSquare ? 4 : 1;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int group_index = warp / 4, lane = lane_index();
   // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
   const int group_row = T::kSideBySide ? 0 : group_index * 64;
   const int group_column = T::kSideBySide ? group_index * kN : 0;
   const int thread_row = warp % 4 * 16 + lane / 4;
-  const Problem& problem = p.problem;
-  const int units = unit_count(problem, starts);
+  const int units = unit_count(p.problem, starts);
   const int step = static_cast<int>(gridDim.x) / T::kCluster;
   const uint32_t a_tiles = tile_low_word(shared.a(0) + group_row * kBlock);
   const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
@@ -254,57 +289,45 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   const auto release = [&](int stage) {
     if (tells) barrier_arrive(empty_there + stage * kBarrierBytes);
   };
-  // The stages that the last tile's output is still being stored from.
-  int held = -1;
-  const auto release_held = [&] {
-    if (held < 0) return;
-    if (warp % 4 == 0) {
-      if (lane == 0) stores_wait_read();
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < T::kHeld; ++i) {
-        const int stage = held + i < T::kStages ? held + i : held + i - T::kStages;
-        if (tells) barrier_arrive(empty_there + stage * kBarrierBytes, 4);
-      }
-    }
-    __syncwarp();
-    held = -1;
-  };
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
-    const Work w = work_of<T>(problem, starts, unit, rank, group);
+    const Work w = work_of<T>(p.problem, starts, unit, rank, group);
     const int row = w.row + group_row, column = w.column + group_column;
     const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
-    const bool whole = last_wave + 64 <= w.row_end || w.row_end == problem.m;
-    const bool staged = T::kStaged && p.out.boxes && whole && w.blocks >= T::kHeld;
-    const int releases = staged ? w.blocks - T::kHeld : w.blocks;  // stages released at once
+    const bool whole = last_wave + 64 <= w.row_end || w.row_end == p.problem.m;
     float sum[T::kWaves][kN / 2] = {};
     float part[kN / 2];
     // Of the 128x128 blocks of B that these columns lie in, the first in its copy.
     const int square = column / kBlock - w.column / kBlock / 4 * 4;
     const int first_scale = w.row % 4 + group_row + thread_row;
-    const bool early_split = column % kBlock != 0;
-    int i = 0;
-    const auto multiply_until = [&](auto waves, int end) {
-      constexpr int kWaves = decltype(waves)::value;
-      if (i < end) barrier_wait(shared.full(ring.stage), ring.phase);
-#pragma unroll 1
-      for (; i < end; ++i) {
+    LoadedScales<T> loaded;
+    if constexpr (kLoads) loaded.start(p, w, row + thread_row, column);
+    // No row of the group is this warpgroup's.
+    const auto pass_over = [&] {
+      for (int i = 0; i < w.blocks; ++i, ring.next()) {
+        barrier_wait(shared.full(ring.stage), ring.phase);
+        release(ring.stage);
+      }
+    };
+    const auto multiply = [&](auto waves) {
+      constexpr int kWaves = decltype(waves)::value, kRows = 2 * kWaves;
+      if (w.blocks > 0) barrier_wait(shared.full(ring.stage), ring.phase);
+#pragma unroll kUnroll
+      for (int i = 0; i < w.blocks; ++i) {
         const int stage = ring.stage;
-        const uint32_t a_tile = a_tiles + stage * (T::kABytes / 16);
-        const uint32_t b_tile = b_tiles + stage * (T::kBBytes / 16);
-        const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
+        const uint64_t a_tile = tile_descriptor(a_tiles + stage * (T::kABytes / 16));
+        const uint64_t b_tile = tile_descriptor(b_tiles + stage * (T::kBBytes / 16));
         const uint32_t b_scales =
             shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
+        float scale[kRows], b = 1;  // of this thread's rows; of all of its columns
+        if constexpr (!kLoads) {
+          const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
+#pragma unroll
+          for (int j = 0; j < kRows; ++j)
+            scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
+          if (kSquare) b = load_shared(b_scales);
+        }
         bool next_full = false;  // asked before the promotion, needed after it
         ring.next();
-        float upper[kWaves], lower[kWaves];  // scales of this thread's rows
-#pragma unroll
-        for (int wave = 0; wave < kWaves; ++wave) {
-          upper[wave] = load_shared(a_scales + wave * T::kWaveRows * 4);
-          lower[wave] = load_shared(a_scales + wave * T::kWaveRows * 4 + 32);
-        }
-        const float b = kSquare ? load_shared(b_scales) : 1;
-        [[maybe_unused]] const float b2 = kSquare && kN > kBlock ? load_shared(b_scales + 4) : b;
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
           const bool last = wave == kWaves - 1;
@@ -312,60 +335,64 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
           wgmma_begin();
 #pragma unroll
           for (int k = 0; k < kBlock / 32; ++k)
-            wgmma<kN, kAE5m2, kBE5m2>(
-                part, tile_descriptor(a_tile + wave * (T::kWaveRows * kBlock / 16) + 2 * k),
-                tile_descriptor(b_tile + 2 * k), k != 0);
+            wgmma<kN, kAE5m2, kBE5m2>(part, a_tile + wave * (T::kWaveRows * kBlock / 16) + 2 * k,
+                                      b_tile + 2 * k, k != 0);
           wgmma_commit();
+          if (kSquare && wave == 0) {
+            if constexpr (kLoads) {
+              b = loaded.b;
+#pragma unroll
+              for (int j = 0; j < kRows; ++j) scale[j] = loaded.a[j];
+            } else {
+              __syncwarp();  // all lanes have their scales, before one tells so
+            }
+#pragma unroll
+            for (int j = 0; j < kRows; ++j) scale[j] *= b;
+            if constexpr (kLoads) {
+#pragma unroll
+              for (int j = 0; j < kRows; ++j) asm volatile("" : "+f"(scale[j]));  // now
+              if (i + 1 < w.blocks) loaded.load();
+            }
+          }
+          const float upper = scale[2 * wave], lower = scale[2 * wave + 1];
           if constexpr (kSquare) {
-            if (wave == 0) __syncwarp();  // all lanes have their scales, before one tells so
-            const float u = upper[wave] * b, l = lower[wave] * b;
-            const float u2 = upper[wave] * b2, l2 = lower[wave] * b2;
             pin(part);
             wgmma_wait();
-            if (last && i < releases) release(stage);
+            if (last) release(stage);
             if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
-            if (kN > kBlock && early_split)
-              promote<8, kN>(sum[wave], part, u, l, u2, l2);
-            else
-              promote<16, kN>(sum[wave], part, u, l, u2, l2);
+            promote<kN>(sum[wave], part, upper, lower);
           } else {
             ColumnScales<kN> columns(b_scales);
             pin(part);
             wgmma_wait();
             if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
-            columns.promote(sum[wave], part, upper[wave], lower[wave]);
+            columns.promote(sum[wave], part, upper, lower);
             if (last) __syncwarp();  // as above
-            if (last && i < releases) release(stage);
+            if (last) release(stage);
           }
         }
-        if (!next_full && i + 1 < end) barrier_wait(shared.full(ring.stage), ring.phase);
+        if (!next_full && i + 1 < w.blocks) barrier_wait(shared.full(ring.stage), ring.phase);
       }
     };
-    // In two parts: after the first, the stages that are held have been stored from.
-    for (int end = min(1, w.blocks);; end = w.blocks) {
-      if (T::kWaves == 1 || last_wave < w.row_end)
-        multiply_until(std::integral_constant<int, T::kWaves>(), end);
-      else
-        multiply_until(std::integral_constant<int, 1>(), end);
-      if (T::kStaged) release_held();
-      if (end == w.blocks) break;
-    }
+    if (last_wave < w.row_end)
+      multiply(std::integral_constant<int, T::kWaves>());
+    else if (T::kWaves > 1 && row < w.row_end)
+      multiply(std::integral_constant<int, 1>());
+    else
+      pass_over();
     finish<T>(sum, p, w.group, column, !T::kSplit || rank == 0);
     if constexpr (T::kSplit) {
       add_parts<T>(sum, p, shared.base, w, group_column, rank);
       return;  // the launch has a cluster for every unit
     }
-    if constexpr (T::kStaged) {
-      if (staged) {
-        held = ring.stage - T::kHeld + (ring.stage < T::kHeld ? T::kStages : 0);
-        if (p.out.f32)
-          store_boxes<T, kSquare, true>(sum, p, shared, held, group_index, w, row, column);
-        else
-          store_boxes<T, kSquare, false>(sum, p, shared, held, group_index, w, row, column);
-        continue;
-      }
+    if (!T::kStaged || !p.out.boxes || !whole) {
+      store_elements<T>(sum, p, w, row, column);
+    } else if constexpr (T::kStaged) {
+      if (p.out.f32)
+        store_boxes<T, kSquare, true>(sum, p, shared, group_index, w, row, column);
+      else
+        store_boxes<T, kSquare, false>(sum, p, shared, group_index, w, row, column);
     }
-    store_elements<T>(sum, p, w, row, column);
   }
   if (threadIdx.x % 128 == 0) stores_wait_read();
 }
@@ -380,7 +407,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
-      barrier_init(shared.full(i), 1 + 32);  // the thread that brings codes, the warp for scales
+      // The thread that brings codes, and the warp for scales.
+      barrier_init(shared.full(i), kLoadsScales<T, kSquare> ? 1 : 1 + 32);
       barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
     }
     barrier_init_done();
@@ -399,7 +427,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     registers_down<T::kCopyRegisters>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
     if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
-    if (warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
+    if (!kLoadsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
     __syncwarp();
     if constexpr (T::kSplit) cluster_sync();  // that of add_parts
   } else {

@@ -21,14 +21,6 @@ namespace blockscale::sm90 {
   BLOCKSCALE_R48       \
   ", "                 \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define BLOCKSCALE_R80 \
-  BLOCKSCALE_R64       \
-  ", "                 \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define BLOCKSCALE_R96 \
-  BLOCKSCALE_R80       \
-  ", "                 \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define BLOCKSCALE_R4 "%0, %1, %2, %3"
 #define BLOCKSCALE_R8 BLOCKSCALE_R4 ", %4, %5, %6, %7"
 #define BLOCKSCALE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -36,7 +28,6 @@ namespace blockscale::sm90 {
 #define BLOCKSCALE_D16(i) BLOCKSCALE_D8(i), BLOCKSCALE_D8(i + 8)
 #define BLOCKSCALE_D32(i) BLOCKSCALE_D16(i), BLOCKSCALE_D16(i + 16)
 #define BLOCKSCALE_D64(i) BLOCKSCALE_D32(i), BLOCKSCALE_D32(i + 32)
-#define BLOCKSCALE_D96(i) BLOCKSCALE_D64(i), BLOCKSCALE_D32(i + 64)
 #define BLOCKSCALE_WGMMA(n, types, registers, a, b, add)                         \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add                     \
                ", 0;\n"                                                          \
@@ -45,19 +36,18 @@ namespace blockscale::sm90 {
                : BLOCKSCALE_D##registers(0)                                      \
                : "l"(a_tile), "l"(b_tile), "r"(add_to))
 // All sizes for one pair of formats.
-#define BLOCKSCALE_WGMMA_SIZES(types)                                    \
-  if constexpr (kN == 8) BLOCKSCALE_WGMMA(8, types, 4, 4, 5, 6);         \
-  if constexpr (kN == 16) BLOCKSCALE_WGMMA(16, types, 8, 8, 9, 10);      \
-  if constexpr (kN == 32) BLOCKSCALE_WGMMA(32, types, 16, 16, 17, 18);   \
-  if constexpr (kN == 64) BLOCKSCALE_WGMMA(64, types, 32, 32, 33, 34);   \
-  if constexpr (kN == 128) BLOCKSCALE_WGMMA(128, types, 64, 64, 65, 66); \
-  if constexpr (kN == 192) BLOCKSCALE_WGMMA(192, types, 96, 96, 97, 98);
+#define BLOCKSCALE_WGMMA_SIZES(types)                                  \
+  if constexpr (kN == 8) BLOCKSCALE_WGMMA(8, types, 4, 4, 5, 6);       \
+  if constexpr (kN == 16) BLOCKSCALE_WGMMA(16, types, 8, 8, 9, 10);    \
+  if constexpr (kN == 32) BLOCKSCALE_WGMMA(32, types, 16, 16, 17, 18); \
+  if constexpr (kN == 64) BLOCKSCALE_WGMMA(64, types, 32, 32, 33, 34); \
+  if constexpr (kN == 128) BLOCKSCALE_WGMMA(128, types, 64, 64, 65, 66);
 
-// `a_tile` and `b_tile` are descriptors; add_to = 0 overwrites D.
+// `a_tile` and `b_tile` are descriptors (2 more is 32 codes on); add_to = 0 overwrites D.
 template <int kN, bool kAE5m2, bool kBE5m2>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile,
                                       int add_to) {
-  static_assert(kN == 8 || kN == 16 || kN == 32 || kN == 64 || kN == 128 || kN == 192);
+  static_assert(kN == 8 || kN == 16 || kN == 32 || kN == 64 || kN == 128);
   if constexpr (!kAE5m2 && !kBE5m2) {
     BLOCKSCALE_WGMMA_SIZES("e4m3.e4m3")
   } else if constexpr (kAE5m2 && !kBE5m2) {
@@ -71,14 +61,11 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint6
 
 #undef BLOCKSCALE_WGMMA_SIZES
 #undef BLOCKSCALE_WGMMA
-#undef BLOCKSCALE_D96
 #undef BLOCKSCALE_D64
 #undef BLOCKSCALE_D32
 #undef BLOCKSCALE_D16
 #undef BLOCKSCALE_D8
 #undef BLOCKSCALE_D4
-#undef BLOCKSCALE_R96
-#undef BLOCKSCALE_R80
 #undef BLOCKSCALE_R64
 #undef BLOCKSCALE_R48
 #undef BLOCKSCALE_R32
@@ -88,8 +75,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint6
 
 // A tile of rows of 128 bytes in the 128-byte swizzle, K contiguous, at a multiple of 1024 bytes of
 // shared memory: groups of 8 rows are 1024 bytes apart. The low word of its descriptor holds the
-// address in units of 16 bytes, so 2 more is 32 codes on. (The shuffle tells the compiler that it
-// is the same in a warp.)
+// address in units of 16 bytes. (The shuffle tells the compiler that it is the same in a warp.)
 __device__ __forceinline__ uint32_t tile_low_word(uint32_t shared) {
   return __shfl_sync(~0u, (shared & 0x3FFFF) >> 4 | 1 << 16, 0);
 }
