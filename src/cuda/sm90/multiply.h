@@ -170,6 +170,16 @@ BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, f
   }
 }
 
+// Rows [first, last) of D, counted through its matrices; by kWarps warps of every CTA.
+template <int kWarps>
+BLOCKSCALE_INLINE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
+                                 int warp) {
+  const int step = static_cast<int>(gridDim.x) * kWarps;
+  for (int64_t row = first + static_cast<int>(blockIdx.x) * kWarps + warp; row < last; row += step)
+    for (int c = lane_index() * 2; c < p.problem.n; c += 64)
+      store_pair(p, row * p.out.row_stride + c, c, value, value);
+}
+
 // Straight from registers: the tail of a group of rows, and outputs that the copy engine cannot
 // describe.
 template <class T>
@@ -233,7 +243,7 @@ BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const
 
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const int* starts, int rank) {
+                                      const GroupStart* starts, int rank) {
   constexpr int kN = T::kN;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int group_index = warp / 4, lane = lane_index();
@@ -281,7 +291,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     float part[kN / 2];
     // Of the 128x128 blocks of B that these columns lie in, the first in its copy.
     const int square = column / kBlock - w.column / kBlock / 4 * 4;
-    const int first_scale = w.row % 4 + group_row + thread_row;
+    const int first_scale = w.scale_row % 4 + group_row + thread_row;
     const bool early_split = column % kBlock != 0;
     int i = 0;
     const auto multiply_until = [&](auto waves, int end) {
@@ -376,7 +386,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   extern __shared__ uint8_t memory[];
   const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
-  int* starts = reinterpret_cast<int*>(memory + (base - start) + kStartsAt<T, kSquare>);
+  auto* starts = reinterpret_cast<GroupStart*>(memory + (base - start) + kStartsAt<T, kSquare>);
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
@@ -384,6 +394,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
     }
     barrier_init_done();
+    if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
   }
   if constexpr (T::kCluster > 1)
     cluster_sync();
@@ -391,7 +402,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     __syncthreads();
   after_previous();
   if (p.problem.grouping != Grouping::dense) {
-    list_groups<T::kUnitRows>(p.problem, starts);
+    if (!list_groups<T::kUnitRows>(p.problem, starts)) {
+      const int matrices = p.problem.grouping == Grouping::rows ? 1 : p.problem.groups;
+      fill_rows<T::kThreads / 32>(p, 0, int64_t{1} * matrices * p.problem.m,
+                                  __uint_as_float(kNanBits), static_cast<int>(threadIdx.x) / 32);
+      return;
+    }
     __syncthreads();
   }
 
@@ -400,6 +416,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
     if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
     if (warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
+    // Nobody else writes rows of no group.
+    if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add)
+      fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, warp - 2);
     __syncwarp();
     if constexpr (T::kSplit) cluster_sync();  // that of add_parts
   } else {
