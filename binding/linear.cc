@@ -45,11 +45,10 @@ struct Extent {
 };
 
 // How the operands of a layer are stored: as GEMMs read them. FP32 scales lie transposed, which is
-// how Hopper's FP8 GEMM brings them in, but where groups of rows would leave gaps in them;
-// everything else is linear.
-StorageLayout storage_of(const QuantSpec& spec, int axis, const Extent& e) {
+// how Hopper's FP8 GEMM brings them in; everything else is linear.
+StorageLayout storage_of(const QuantSpec& spec) {
   StorageLayout layout;
-  if (spec.scale == Format::fp32 && !(e.groups && axis == -1)) layout.scales = Layout::mn_major;
+  if (spec.scale == Format::fp32) layout.scales = Layout::mn_major;
   return layout;
 }
 
@@ -57,7 +56,7 @@ StorageLayout storage_of(const QuantSpec& spec, int axis, const Extent& e) {
 // least 8 bytes, so that what follows is aligned.
 struct Plan {
   Plan(const QuantSpec& spec, int axis, const Extent& e) {
-    q.spec = spec, q.layout = storage_of(spec, axis, e), q.axis = axis;
+    q.spec = spec, q.layout = storage_of(spec), q.axis = axis;
     q.rows = e.rows, q.columns = e.columns, q.batch = e.batch, q.groups = e.groups;
     const StoredShape s = q.shape();
     outer = q.batch * s.code_bytes;

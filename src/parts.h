@@ -32,7 +32,7 @@ std::vector<Part<Byte, Float>> parts_of(const BasicQuantized<Byte, Float>& q) {
     part.scales += place.scales * scale_bytes(q.spec.scale);
     if (part.outer) part.outer += g;
     parts.push_back({part, place.shape, at});
-    at = next_group(at, q.spec, q.layout, q.axis, rows, q.columns);
+    at = next_group(at, q.spec, q.layout, q.axis, rows);
   }
   return parts;
 }

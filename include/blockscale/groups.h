@@ -35,29 +35,48 @@ BLOCKSCALE_HD constexpr int64_t rounded_parts(int64_t total, int64_t count, int6
   return (total + count * (multiple - 1)) / multiple * multiple;
 }
 
+// Where groups begin is a sum over those before, whose rows are rounded up to these multiples,
+// powers of two; so many of these rows are one row (axis -1), or one byte and one scale (axis -2),
+// of the layouts' matrices.
+struct GroupUnits {
+  int64_t position = 1, codes = 1, scales = 1;
+  int64_t per_code = 1, per_scale = 1;
+};
+BLOCKSCALE_HD constexpr GroupUnits group_units(const QuantSpec& spec, const StorageLayout& layout,
+                                               int axis) {
+  const LayoutTraits codes = traits(layout.codes), scales = traits(layout.scales);
+  GroupUnits u;
+  if (axis == -1) {
+    u.per_scale = stored_shape(spec, layout, axis, 0, 0).scale_lines;
+    u.codes = codes.row_multiple;
+    u.scales = u.per_scale * scales.row_multiple;
+    return u;
+  }
+  u.per_code = codes_per_byte(spec.element);
+  u.per_scale = spec.block;
+  u.position = spec.block > spec.hadamard.dim ? spec.block : spec.hadamard.dim;
+  const auto whole = [&](int64_t multiple) {
+    return multiple > u.position ? multiple : u.position;
+  };
+  u.codes = whole(codes.column_multiple * u.per_code);
+  u.scales = whole(scales.column_multiple * u.per_scale);
+  return u;
+}
+
 // The operand that holds `count` groups of rows of [rows, columns].
 BLOCKSCALE_HD constexpr StoredShape grouped_shape(const QuantSpec& spec,
                                                   const StorageLayout& layout, int axis,
                                                   int64_t rows, int64_t columns, int64_t count) {
   StoredShape s = stored_shape(spec, layout, axis, rows, columns);
-  const LayoutTraits codes = traits(layout.codes), scales = traits(layout.scales);
-  if (axis == -1) {
-    s.code_rows = rounded_parts(rows, count, codes.row_multiple);
-    s.scale_rows = rounded_parts(rows, count, s.scale_lines * scales.row_multiple) / s.scale_lines;
-    return with_sizes(s, layout);
+  const GroupUnits u = group_units(spec, layout, axis);
+  (axis == -1 ? s.code_rows : s.code_columns) = rounded_parts(rows, count, u.codes) / u.per_code;
+  (axis == -1 ? s.scale_rows : s.scale_columns) =
+      rounded_parts(rows, count, u.scales) / u.per_scale;
+  if (axis == -2) {
+    s.extent = s.padded = rounded_parts(rows, count, u.position);
+    s.blocks = s.padded / spec.block;
+    s.line_bytes = s.padded / u.per_code;
   }
-  // All of these are powers of two.
-  const int per_byte = codes_per_byte(spec.element);
-  const auto whole = [&](int64_t multiple) {
-    int64_t unit = spec.block > spec.hadamard.dim ? spec.block : spec.hadamard.dim;
-    if (unit < multiple) unit = multiple;
-    return rounded_parts(rows, count, unit);
-  };
-  s.extent = s.padded = whole(1);
-  s.blocks = s.padded / spec.block;
-  s.line_bytes = s.padded / per_byte;
-  s.code_columns = whole(codes.column_multiple * per_byte) / per_byte;
-  s.scale_columns = whole(scales.column_multiple * spec.block) / spec.block;
   return with_sizes(s, layout);
 }
 
@@ -70,18 +89,13 @@ struct GroupStart {
 };
 // Where the group after one of `rows` rows begins.
 BLOCKSCALE_HD constexpr GroupStart next_group(GroupStart at, const QuantSpec& spec,
-                                              const StorageLayout& layout, int axis, int64_t rows,
-                                              int64_t columns) {
-  const StoredShape s = stored_shape(spec, layout, axis, rows, columns);
+                                              const StorageLayout& layout, int axis, int64_t rows) {
+  const GroupUnits u = group_units(spec, layout, axis);
+  const auto up = [&](int64_t multiple) { return (rows + multiple - 1) & -multiple; };
   at.row += rows;
-  if (axis == -1) {
-    at.codes += padded_rows(layout.codes, s.code_rows);
-    at.scales += padded_rows(layout.scales, s.scale_rows);
-  } else {
-    at.position += s.padded;
-    at.codes += padded_columns(layout.codes, s.code_columns);
-    at.scales += padded_columns(layout.scales, s.scale_columns);
-  }
+  if (axis == -2) at.position += up(u.position);
+  at.codes += up(u.codes) / u.per_code;
+  at.scales += up(u.scales) / u.per_scale;
   return at;
 }
 

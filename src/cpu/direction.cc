@@ -27,7 +27,7 @@ void fill_padding(const Quantized& q) {
   if (!q.groups || gaps) return;
   GroupStart end;
   for (int64_t g = 0; g < q.groups.count; ++g)
-    end = next_group(end, q.spec, q.layout, q.axis, q.groups.end(g) - end.row, q.columns);
+    end = next_group(end, q.spec, q.layout, q.axis, q.groups.end(g) - end.row);
   if (linear_codes) clear_rows(q.codes, end.codes, whole.code_rows, whole.code_columns);
   if (linear_scales)
     clear_rows(q.scales, end.scales, whole.scale_rows, whole.scale_columns * bytes);

@@ -51,7 +51,7 @@ HWY_INLINE void encode_row_within(const Encoder<kM>& encoder, const Signs& signs
                                   Ahead& ahead) {
   const DB db;
   const DH dh;
-  const DU du;
+  [[maybe_unused]] const DU du;
   const int shift = log_block(block);
   for (int64_t i = 0; i < count; i += 2 * kPair) {
     ahead.fetch(2 * kPair * sizeof(uint16_t));

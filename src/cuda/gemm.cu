@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(256)
     spread_scales_kernel(const float* from, float* to, Layout layout, int lines, int blocks,
                          int64_t scale_rows, int repeat) {
   constexpr int kSide = 32, kDown = 256 / kSide;
+  after_previous();
   __shared__ float tile[kSide][kSide + 1];
   const int pitch = static_cast<int>(padded_rows(Layout::mn_major, lines));
   from += blockIdx.z * layout_size(layout, scale_rows, blocks);
@@ -36,8 +37,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// `by_line`: one a line also for 128x128 blocks. Groups of rows lie as the kernel reads them where
-// a row of scales is that of its codes, which is so in the linear layout.
+// `by_line`: one a line also for 128x128 blocks. Where groups of rows begin stays as it is.
 const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream& stream) {
   const float* scales = reinterpret_cast<const float*>(q.scales);
   const bool aligned = reinterpret_cast<uintptr_t>(scales) % 16 == 0;
@@ -50,18 +50,18 @@ const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream
   float* spread = static_cast<float*>(stream.workspace(q.batch * count * 4));
   const auto tiles = [](int64_t n) { return static_cast<unsigned>(ceil_div(n, 32)); };
   const dim3 grid(tiles(lines), tiles(s.blocks), static_cast<unsigned>(q.batch));
-  spread_scales_kernel<<<grid, 256, 0, native(stream)>>>(
-      scales, spread, q.layout.scales, static_cast<int>(lines), static_cast<int>(s.blocks),
-      s.scale_rows, repeated ? q.spec.block : 1);
+  start(spread_scales_kernel, grid, 256, 0, native(stream), scales, spread, q.layout.scales,
+        static_cast<int>(lines), static_cast<int>(s.blocks), s.scale_rows,
+        repeated ? q.spec.block : 1);
   return spread;
 }
 
 void check_groups(const ConstQuantized& a) {
   if (a.groups.count > sm90::kMaxGroups)
     fail("gemm", "groups", a.groups.count, std::to_string(sm90::kMaxGroups) + " or fewer on a GPU");
-  if (a.groups && a.axis == -1 && (a.spec.square || a.layout.scales != Layout::linear))
-    fail("gemm", "a", to_string(a.spec) + " as " + to_string(a.layout) + ", rows in groups",
-         "blocks of 1x128 with linear scales on a GPU", "relayout a, or quantize it as fp8_1x128");
+  if (a.groups && a.axis == -1 && a.spec.square)
+    fail("gemm", "a", to_string(a.spec) + ", rows in groups", "blocks of 1x128 on a GPU",
+         "quantize it as fp8_1x128");
 }
 
 }  // namespace
@@ -90,6 +90,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   if (a.groups) {
     g.grouping = b.groups ? sm90::Grouping::contraction : sm90::Grouping::rows;
     g.groups = static_cast<int>(a.groups.count);
+    g.group_rows = a.rows;
+    g.a_scale_line = padded_rows(Layout::mn_major, sa.scale_rows);
+    g.a_scale_unit = a.layout.scales == Layout::mn_major ? 4 : 1;
     g.offsets = a.groups.offsets;
     g.wide_offsets = a.groups.wide;
   }
@@ -111,9 +114,6 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess)
     fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
          "see `blockscale doctor`");
-  // The kernel has written what empty groups along the contraction axis have.
-  const bool along = b.groups.count != 0;
-  if (a.groups) settle(d, a.groups, a.rows, along, !along && !options.accumulate, stream);
 }
 
 }  // namespace blockscale::gpu

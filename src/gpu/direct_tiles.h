@@ -3,6 +3,7 @@
 
 #include "gpu/columns.h"
 #include "gpu/direct.h"
+#include "gpu/fill.h"
 #include "gpu/kept.h"
 
 namespace blockscale::gpu {
@@ -10,7 +11,7 @@ namespace blockscale::gpu {
 struct TilesParams {
   Source x;
   Side row, column;
-  Plan plan;  // of groups, or empty
+  GroupGrid groups;  // or none
 };
 
 inline constexpr int kDirectWarps = kDirectThreads / 32;
@@ -29,7 +30,9 @@ template <bool kGrouped>
 struct OutputAt {
   const Side& side;
 
-  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const Plan&, int, const TileAt&) : side(whole) {}
+  template <int kOperand>
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupTile&, Constant<kOperand>)
+      : side(whole) {}
   // Its matrix; the first tile of one stores the outer scale.
   template <Pass kPass>
   BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt& at, const Outer& outer) const {
@@ -44,8 +47,9 @@ struct OutputAt<true> {
   Side side;
   MatrixAt group;  // but for the outer scale
 
-  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const Plan& plan, int which, const TileAt& at)
-      : side(whole), group(group_at(side, whole, plan, which, at.batch, no_outer())) {}
+  template <int kOperand>
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupTile& tile, Constant<kOperand>)
+      : side(whole), group(group_at<kOperand>(side, whole, tile)) {}
   template <Pass kPass>
   BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt&, const Outer& outer) const {
     MatrixAt m = group;
@@ -333,6 +337,7 @@ struct TileMemory {
   std::conditional_t<kKeeps, KeptTile, None> kept;
   std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
   DirectMemory direct;
+  GroupTile group;
 };
 
 template <class Row, class Column, bool kAligned, bool kGrouped>
@@ -353,9 +358,10 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
     const auto reader_at = [&](int line, int run, int lines) {
       return LineReader<kAligned>(x, at.batch, at.row + line, at.column + run * kRun, lines);
     };
-    rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, p.plan, 0, at), at, direct, reader_at, loaded);
+    rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
+                       reader_at, loaded);
   } else {
-    const OutputAt<kGrouped> column(p.column, p.plan, 1, at);
+    const OutputAt<kGrouped> column(p.column, memory.group, Constant<1>{});
     KeptTile* kept = nullptr;
     if constexpr (Memory::kKeeps) kept = &memory.kept;
     columns_of_tile<kColumn, kAligned>(x, column, at, direct, memory.stage, kept, loaded);
@@ -365,7 +371,8 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
         memory.stage);
     if constexpr (Memory::kKeeps) {
       const auto reader_at = [&](int line, int run, int) { return KeptReader(*kept, line, run); };
-      rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, p.plan, 0, at), at, direct, reader_at, [] {});
+      rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
+                         reader_at, [] {});
     }
   }
 }
@@ -382,14 +389,36 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
     quantize_tile<Row, Column, kAligned, false>(p, p.x, at, memory);
   } else {
     // The tiles of a group start anew at its first row, and end with its last.
-    const int tile_row = at.row / kTile;
-    if (tile_row >= p.plan.head->tile_rows) return;
-    const TileRow row = p.plan.tile_rows[tile_row];
+    const GroupTile& tile = memory.group;
+    if (threadIdx.x < 32)
+      find_tile(p.groups, p.row.groups, p.column.groups, at.row / kTile, memory.group);
+    __syncthreads();
+    const auto for_each_operand = [&](const auto& does) {
+      if constexpr (Row::kPass.present()) does(p.row, Constant<0>{});
+      if constexpr (Column::kPass.present()) does(p.column, Constant<1>{});
+    };
+    const int across = (p.x.columns + kTile - 1) / kTile, place = at.column / kTile;
+    if (tile.group < 0) {
+      for_each_operand([&](const Side& side, auto operand) {
+        const GroupRows& end = tile.before[decltype(operand)::value];
+        fill_behind_groups(side, end.codes >> side.groups.code_shift,
+                           end.scales >> side.groups.scale_shift,
+                           static_cast<int>(p.groups.groups.count), tile.bad,
+                           {tile.row * across + place, tile.rows * across});
+      });
+      return;
+    }
     Source x = p.x;
-    x.data = static_cast<const uint16_t*>(x.data) + row.begin * x.row_stride;
-    x.rows = row.rows;
+    const int begin = p.groups.positions ? tile.before[1].position : tile.begin;
+    x.data = static_cast<const uint16_t*>(x.data) + begin * x.row_stride;
+    x.rows = p.groups.positions ? round_up_by(tile.rows, p.column.groups.position) : tile.rows;
     x.batch_stride = 0;
-    quantize_tile<Row, Column, kAligned, true>(p, x, {row.group, row.row, at.column}, memory);
+    quantize_tile<Row, Column, kAligned, true>(p, x, {tile.group, tile.row, at.column}, memory);
+    for_each_operand([&](const Side& side, auto operand) {
+      if (!side.groups.pads(tile.rows)) return;
+      fill_around_group<decltype(operand)::value>(
+          side, tile, {tile.row / kTile * across + place, (x.rows + kTile - 1) / kTile * across});
+    });
   }
 }
 

@@ -1,3 +1,4 @@
+#include "gpu/fill.h"
 #include "gpu/groups.h"
 #include "gpu/launch.h"
 
@@ -5,7 +6,6 @@ namespace blockscale::gpu {
 namespace {
 
 constexpr int kPlanThreads = 256;
-constexpr int kFillThreads = 256;
 
 // One operand, as the plan needs it.
 struct PlanSide {
@@ -35,7 +35,7 @@ struct Sums {
   BLOCKSCALE_DEVICE void add(const PlanParams& p, int64_t rows) {
     for (int i = 0; i < 2; ++i) {
       const PlanSide& s = p.side[i];
-      if (s.at) side[i] = next_group(side[i], s.spec, s.layout, s.axis, rows, p.columns);
+      if (s.at) side[i] = next_group(side[i], s.spec, s.layout, s.axis, rows);
     }
     tiles += ceil_div(source_rows(p, rows), kTile);
   }
@@ -145,102 +145,28 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   }
 }
 
-// ---- what no group writes ----
-
-// A buffer as a matrix in memory in which groups come one after another, from left to right.
-struct Memory {
-  int64_t rows, pitch;  // in elements
-  int64_t used;         // columns
-};
-BLOCKSCALE_DEVICE Memory memory_of(Layout l, int axis, int64_t rows, int64_t columns,
-                                   int64_t used) {
-  const int64_t all_rows = padded_rows(l, rows), all_columns = padded_columns(l, columns);
-  if (l == Layout::linear && axis == -2) return {rows, columns, used};
-  if (l == Layout::mn_major && axis == -1) return {columns, all_rows, used};
-  return {1, all_rows * all_columns, used * (axis == -1 ? all_columns : all_rows)};
-}
-
-// Fills what lies behind the last group, T at a time; `ratio` elements of the layout are one T.
-template <class T>
-BLOCKSCALE_DEVICE void fill_behind(T* to, const Memory& m, int ratio, T value) {
-  const int64_t pitch = m.pitch / ratio, used = m.used / ratio, left = pitch - used;
-  if (m.rows >= gridDim.x) {  // without a division for every element
-    for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x)
-      for (int64_t c = used + threadIdx.x; c < pitch; c += kFillThreads)
-        to[row * pitch + c] = value;
-    return;
-  }
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kFillThreads;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kFillThreads) + threadIdx.x; i < m.rows * left;
-       i += step)
-    to[i / left * pitch + used + i % left] = value;
-}
-
-// Fills what the layout of one group holds besides its rows x columns; `slice` of `slices` parts.
-template <class T>
-BLOCKSCALE_DEVICE void fill_around(T* to, Layout l, int64_t all_rows, int64_t all_columns,
-                                   int64_t rows, int64_t columns, T value, int64_t slice,
-                                   int64_t slices) {
-  const int64_t high = padded_rows(l, rows), wide = padded_columns(l, columns);
-  const int64_t below = (high - rows) * wide, right = rows * (wide - columns);
-  for (int64_t i = slice * kFillThreads + threadIdx.x; i < below + right;
-       i += slices * kFillThreads) {
-    const int64_t row = i < below ? rows + i / wide : (i - below) / (wide - columns);
-    const int64_t column = i < below ? i % wide : columns + (i - below) % (wide - columns);
-    to[layout_offset(l, all_rows, all_columns, row, column)] = value;
-  }
-}
-
 struct FillParams {
   Side side[2];
   Plan plan;
 };
 
-template <class Scale>
-BLOCKSCALE_DEVICE void fill_side(const Side& side, const GroupAt* at, int count, bool bad,
-                                 Scale padding, Scale nan) {
-  const Quantized& out = side.out;
-  const StoredShape& s = side.shape;
-  const GroupAt& end = at[count];
-  const int axis = out.axis;
-  const Layout codes = out.layout.codes, scales = out.layout.scales;
-  auto* to_scales = reinterpret_cast<Scale*>(out.scales);
-  // Lines of codes, and where groups start in them, are multiples of 8 bytes.
-  fill_behind(reinterpret_cast<uint2*>(out.codes),
-              memory_of(codes, axis, s.code_rows, s.code_columns, end.codes), 8, uint2{});
-  fill_behind(to_scales, memory_of(scales, axis, s.scale_rows, s.scale_columns, end.scales), 1,
-              bad ? nan : padding);
-  if (out.spec.outer && (bad || side.amax))
-    for (int g = static_cast<int>(blockIdx.x * kFillThreads + threadIdx.x); g < count;
-         g += static_cast<int>(gridDim.x) * kFillThreads)
-      out.outer[g] = bad ? bit_cast<float>(kNanBits) : outer_of(side, g).dec;
-  if (codes == Layout::linear && scales == Layout::linear) return;
-  const int64_t slices = max(static_cast<int>(gridDim.x) / count, 1);
-  for (int64_t i = blockIdx.x; i < count * slices; i += gridDim.x) {
-    const GroupAt& g = at[i % count];
-    const int64_t slice = i / count;
-    if (codes != Layout::linear)
-      fill_around(out.codes + g.codes, codes, s.code_rows, g.code_columns, g.lines,
-                  g.padded / codes_per_byte(out.spec.element), uint8_t{0}, slice, slices);
-    if (scales != Layout::linear)
-      fill_around(to_scales + g.scales, scales, s.scale_rows, g.scale_columns,
-                  ceil_div(g.lines, s.scale_lines), g.blocks, padding, slice, slices);
-  }
-}
-
+// One block of threads after another for every group, and all for what lies behind them.
 __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ FillParams p) {
   after_previous();
-  const bool bad = p.plan.head->bad;
+  const int count = p.plan.count, blocks = static_cast<int>(gridDim.x);
+  const int slices = max(blocks / count, 1);
   for (int i = 0; i < 2; ++i) {
-    if (!p.plan.side[i]) continue;
-    const Side& side = p.side[i];
-    const Quantized& out = side.out;
-    if (out.spec.scale == Format::fp32)
-      fill_side(side, p.plan.side[i], p.plan.count, bad, 0u, kNanBits);
-    else
-      fill_side(side, p.plan.side[i], p.plan.count, bad,
-                padding_fill(out.layout.scales, out.spec.scale),
-                static_cast<uint8_t>(traits(out.spec.scale).nan_code()));
+    const GroupAt* at = p.plan.side[i];
+    if (!at) continue;
+    const Side& whole = p.side[i];
+    fill_behind_groups(whole, at[count].codes, at[count].scales, count, p.plan.head->bad,
+                       {static_cast<int>(blockIdx.x), blocks});
+    if (whole.plain) continue;
+    for (int n = static_cast<int>(blockIdx.x); n < count * slices; n += blocks) {
+      Side side = whole;
+      const MatrixAt m = group_at(side, whole, p.plan, i, n % count, no_outer());
+      fill_around_group(side, m, {n / count, slices});
+    }
   }
 }
 
@@ -254,7 +180,7 @@ Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQ
   plan.count = static_cast<int>(groups.count);
   // With a block (or transform) of more rows than are there, positions go further than rows.
   const int64_t source = positions ? (a ? a : b)->shape().padded : rows;
-  plan.most_tile_rows = static_cast<int>(rounded_parts(source, groups.count, kTile) / kTile);
+  plan.most_tile_rows = most_tile_rows(source, groups.count);
   const auto take = [&stream](auto*& to, int64_t count) {
     using T = std::remove_reference_t<decltype(*to)>;
     to = static_cast<T*>(stream.workspace(count * static_cast<int64_t>(sizeof(T))));

@@ -40,14 +40,14 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
 }
 template <class Row, class Column, bool kAligned, bool kGrouped = false>
 void launch_tiles(QuantizeParams& p, NativeStream stream) {
-  const int down = kGrouped ? p.plan.most_tile_rows : p.tiles_down;
+  const int down = kGrouped ? p.groups.tile_rows : p.tiles_down;
   const dim3 grid(static_cast<unsigned>(down * kSideways),
                   static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
                   static_cast<unsigned>(p.batch));
   constexpr auto kKernel = tiles_kernel<Row, Column, kAligned, kGrouped>;
   constexpr int kBytes = sizeof(TileMemory<Row, Column>);
   prepare<kKernel>(kBytes);
-  start(kKernel, grid, kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, p.column, p.plan});
+  start(kKernel, grid, kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, p.column, p.groups});
 }
 
 using None = PassType<Encoder::none>;
@@ -68,17 +68,14 @@ template <Format kScale>
 using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
 
 // Groups are rows of tokens: no square blocks, and what is not plain is wanted in both directions.
-// The rest runs as `any`, which keeps the number of kernels down. Rows alone go 2 to 5% faster by
-// blocks that walk over tiles: finding a group is a tile's start.
+// The rest runs as `any`, which keeps the number of kernels down.
 template <class Row, class Column>
 constexpr Launcher grouped_launcher() {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
-  constexpr bool kPlain = [](Pass p) {
-    return !p.square && !p.hadamard && p.encoder != Encoder::fp4_stochastic;
-  }(kRow.present() ? kRow : kColumn);
-  if constexpr (!kColumn.present() && kPlain)
-    return launch<Row, None, AlignedLoader, true>;
-  else if constexpr (kColumn.present() && !kColumn.square && (kRow.present() || kPlain))
+  constexpr bool kBoth = kRow.present() && kColumn.present();
+  constexpr Pass kOne = kRow.present() ? kRow : kColumn;
+  constexpr bool kPlain = !kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic;
+  if constexpr (!kRow.square && !kColumn.square && (kBoth || kPlain))
     return launch_tiles<Row, Column, true, true>;
   else
     return nullptr;

@@ -26,6 +26,8 @@
 namespace blockscale::gpu {
 
 #define BLOCKSCALE_DEVICE __device__ __forceinline__
+// What hardly ever runs, or not for long: kept out of the code of those that do.
+#define BLOCKSCALE_DEVICE_CALL __device__ __noinline__ inline
 
 // ---- the copy engine of sm_90 (TMA): brings boxes of a matrix into shared memory on its own ----
 #if defined(__HIPCC__)
@@ -248,12 +250,12 @@ BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
 #endif
 }
 
-// The value of the lane before; of its own for the first of a warp.
-BLOCKSCALE_DEVICE uint32_t shuffle_up(uint32_t value) {
+// The value of the lane `by` before; of its own for the first ones of a warp.
+BLOCKSCALE_DEVICE uint32_t shuffle_up(uint32_t value, int by = 1) {
 #if defined(__HIPCC__)
-  return static_cast<uint32_t>(__shfl_up(static_cast<int>(value), 1, 32));
+  return static_cast<uint32_t>(__shfl_up(static_cast<int>(value), by, 32));
 #else
-  return __shfl_up_sync(~0u, value, 1);
+  return __shfl_up_sync(~0u, value, by);
 #endif
 }
 
@@ -274,6 +276,16 @@ BLOCKSCALE_DEVICE uint32_t warp_max(uint32_t value) {
     const uint32_t other = shuffle_xor(value, step);
     value = value > other ? value : other;
   }
+  return value;
+#endif
+}
+
+// The sum over the 32 lanes of a warp.
+BLOCKSCALE_DEVICE uint32_t warp_sum(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(~0u, value);
+#else
+  for (int step = 1; step < 32; step *= 2) value += shuffle_xor(value, step);
   return value;
 #endif
 }

@@ -1,3 +1,5 @@
+#include <bit>
+
 #include "gpu/instances.h"
 
 namespace blockscale::gpu {
@@ -31,7 +33,8 @@ void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeSt
   launch<Any, Any, AnyLoader, kGrouped>(p, stream);
 }
 
-void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+// The compiled quantizer for these passes and this input, if there is one.
+const Entry* entry_for(const QuantizeParams& p, const Pass& row, const Pass& column) {
   const bool bf16 = p.x.dtype == DType::bf16 && p.x.column_stride == 1;
   // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
   // bytes of 128 rows in 32, unsigned.
@@ -39,16 +42,43 @@ void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream
   const bool fits = p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 &&
                     runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
                     2 * kTile * p.x.row_stride < int64_t{1} << 32;
-  const Entry* e = bf16 && fits ? find(row, column) : nullptr;
-  if (p.plan.head)
-    return e && e->grouped && p.aligned && p.copies ? e->grouped(p, stream)
-                                                    : launch_any<true>(p, row, column, stream);
+  return bf16 && fits ? find(row, column) : nullptr;
+}
+
+void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+  const Entry* e = entry_for(p, row, column);
   if (e) return p.aligned ? e->aligned(p, stream) : e->unaligned(p, stream);
   if (p.tiles == 0) {  // no element, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = p.batch;
   }
   launch_any<false>(p, row, column, stream);
+}
+
+// The same as next_group() and group_part().
+GroupRule rule_of(const Quantized& out, const StoredShape& s) {
+  const Layout codes = out.layout.codes, scales = out.layout.scales;
+  const GroupUnits u = group_units(out.spec, out.layout, out.axis);
+  const auto shift = [](int64_t n) { return std::countr_zero(static_cast<uint64_t>(n)); };
+  // From one row or column of a layout's matrix to the next, where groups begin.
+  const auto pitch = [&](Layout l, int64_t rows, int64_t columns) {
+    const bool beside = l == (out.axis == -1 ? Layout::mn_major : Layout::linear);
+    return beside ? 1 : out.axis == -1 ? padded_columns(l, columns) : padded_rows(l, rows);
+  };
+  GroupRule r{};
+  r.position = static_cast<int>(u.position) - 1;
+  r.codes = static_cast<int>(u.codes) - 1;
+  r.scales = static_cast<int>(u.scales) - 1;
+  r.code_shift = shift(u.per_code);
+  r.scale_shift = shift(u.per_scale);
+  r.code_pitch = static_cast<int>(pitch(codes, s.code_rows, s.code_columns));
+  r.scale_pitch = static_cast<int>(pitch(scales, s.scale_rows, s.scale_columns));
+  const auto pads = [&](Layout l, int64_t rows, int64_t columns) {
+    return out.axis == -1 ? padded_columns(l, columns) != columns : padded_rows(l, rows) != rows;
+  };
+  r.pads_across =
+      pads(codes, s.code_rows, s.code_columns) || pads(scales, s.scale_rows, s.scale_columns);
+  return r;
 }
 
 Side side_of(const Quantized& out, const QuantizeOptions& o) {
@@ -74,6 +104,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.linear_scales = out.layout.scales == Layout::linear;
   s.plain = s.linear_codes && s.linear_scales;
   for (int i = 0; i < kRun; ++i) s.transform_signs[i] = out.spec.hadamard.negates(i) ? -1.0f : 1.0f;
+  if (out.groups) s.groups = rule_of(out, s.shape);
   // Of every matrix; where groups lie is told on the device.
   const auto aligned = [](const uint8_t* p, int64_t size, int64_t to) {
     return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(size)) % to == 0;
@@ -131,21 +162,22 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   }
   const Groups groups = (row_out ? row_out : column_out)->groups;
   const bool positions = groups && wide && column_out;
-  Plan plan;
-  if (groups) {
+  Plan plan{};
+  const auto planned = [&] {
+    if (plan.head) return;
     ConstQuantized a, b;
     if (row_out) a = as_const(*row_out);
     if (column_out) b = as_const(*column_out);
     plan = make_plan(groups, x.rows, x.columns, row_out ? &a : nullptr, column_out ? &b : nullptr,
                      positions, stream);
-  }
+  };
   QuantizeParams p{};
   ConstMatrix y = x;
   Pass row, column;
   if (row_out) p.row = side_of(*row_out, row_options);
   if (column_out) p.column = side_of(*column_out, column_options);
   find_amaxes(x, groups, p.row, p.column, stream);
-  if (groups) fill_groups(p.row, p.column, plan, stream);
+  if (positions) planned();
   auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
     if (!out) return;
     if (!groups) fill_padding(*out, stream);
@@ -159,8 +191,19 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   };
   prepare(row_out, p.row, row);
   prepare(column_out, p.column, column);
-  set_input(p, y, groups ? &plan : nullptr);
-  launch(p, row, column, native(stream));
+  set_input(p, y);
+  if (!groups) {
+    launch(p, row, column, native(stream));
+  } else if (const Entry* e = entry_for(p, row, column); e && e->grouped && p.aligned) {
+    p.groups = {groups, static_cast<int>(x.rows), most_tile_rows(y.rows, groups.count) + 1,
+                positions};
+    e->grouped(p, native(stream));
+  } else {
+    planned();
+    fill_groups(p.row, p.column, plan, stream);
+    set_input(p, y, &plan);
+    launch_any<true>(p, row, column, native(stream));
+  }
   check_launch("quantize");
 }
 

@@ -19,6 +19,7 @@ struct Side {
   // Those of `shape`, or of the group at hand; line_bytes and scale_columns are what layouts ask
   // for.
   int lines, padded, blocks, line_bytes, scale_columns;
+  GroupRule groups;  // where there are
   // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
   int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
   // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
@@ -73,6 +74,29 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
   const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
   return {outer, whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
           static_cast<uint32_t>(whole.origin_line + at.line)};
+}
+
+// The group of a tile, with the same result. Operand 1 has groups along the contraction axis.
+template <int kOperand>
+BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const GroupTile& tile) {
+  const GroupRule& rule = whole.groups;
+  const GroupRows& before = tile.before[kOperand];
+  const int64_t codes = rule.codes_at(before.codes), scales = rule.scales_at(before.scales);
+  uint32_t line = static_cast<uint32_t>(whole.origin_line);
+  if constexpr (kOperand == 0) {
+    s.lines = tile.rows;
+    line += static_cast<uint32_t>(tile.begin);
+  } else {
+    s.padded = round_up_by(tile.rows, rule.position);
+    s.blocks = s.padded >> rule.scale_shift;
+    if (!whole.linear_codes) s.line_bytes = s.padded >> rule.code_shift;
+    if (!whole.linear_scales) s.scale_columns = s.blocks;
+    s.origin_pos = whole.origin_pos + before.position;
+  }
+  s.code_pairs = whole.code_pairs && (codes | s.line_bytes | s.padded / 2) % 16 == 0;
+  s.scale_words = whole.scale_words && (s.blocks | s.scale_columns | scales) % 4 == 0;
+  const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
+  return {no_outer(), whole.out.codes + codes, whole.out.scales + scales * bytes, line};
 }
 
 BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {

@@ -18,7 +18,9 @@ struct QuantizeParams {
   int step_first, step_second, step_batch;
   bool copies;   // whether x.map describes x
   bool aligned;  // whether rows start at multiples of 16 bytes
-  Plan plan;     // of groups; tiles_down is not known then, and tiles the most there can be
+  // Of groups; tiles_down is not known then, and tiles the most there can be.
+  GroupGrid groups;
+  Plan plan;
 };
 
 // Walks over tiles, gridDim.x at a time. Down first when columns leave: neighbours in time then

@@ -56,6 +56,8 @@ struct Case {
   DType bias_dtype = DType::f32;
   bool exact = true;
   int tile = -1;
+  bool spread = false;  // groups of rows start at multiples of 4 among the scales
+  int64_t behind = 0;   // rows of no group
   int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
 };
 
@@ -71,7 +73,12 @@ class Product {
       if (c.grouping == Grouping::rows) c_.m += size;
       if (c.grouping == Grouping::contraction) c_.k += round_up(size, 128);
       ends_.push_back((ends_.empty() ? 0 : ends_.back()) + size);
+      scale_starts_.push_back(scale_rows_);
+      scale_rows_ += round_up(size, c.spread ? 4 : 1);
     }
+    if (c.grouping == Grouping::rows) c_.m += c.behind;
+    if (c.grouping != Grouping::rows || !c.spread) scale_rows_ = c_.m;
+    scale_rows_ = round_up(scale_rows_, 4);
     batch_ = c.grouping == Grouping::rows ? static_cast<int64_t>(ends_.size()) : 1;
     outs_ = c.grouping == Grouping::contraction ? static_cast<int64_t>(ends_.size()) : 1;
     padded_ = round_up(c_.k, 128);
@@ -81,7 +88,7 @@ class Product {
     a_values_ = decoded(a_, c.a_e5m2);
     b_values_ = decoded(b_, c.b_e5m2);
     b_lines_ = c.square ? ceil_div(c.n, 128) : c.n;
-    a_scales_ = scales(round_up(c_.m, 4) * blocks_);
+    a_scales_ = scales(scale_rows_ * blocks_);
     b_scales_ = scales(batch_ * round_up(b_lines_, 4) * blocks_);
     bias_ = scales(std::max(batch_, outs_) * c.n);
     for (float& b : bias_) {  // the same value in every dtype
@@ -121,6 +128,8 @@ class Product {
                      .as<void>();
       g.bias_dtype = c_.bias_dtype;
       g.grouping = c_.grouping, g.groups = static_cast<int>(std::max<size_t>(ends_.size(), 1));
+      g.group_rows = c_.grouping == Grouping::rows ? c_.m : c_.k;
+      g.a_scale_line = scale_rows_, g.a_scale_unit = c_.spread ? 4 : 1;
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
       g.tile = c_.tile;
       ASSERT_EQ(sm90::fp8_gemm(g, nullptr), cudaSuccess);
@@ -169,6 +178,10 @@ class Product {
     Sum s;
     double magnitude = 0;
     const float* a = &a_values_[static_cast<size_t>(row * padded_)];
+    int64_t scale_row = row;
+    if (c_.grouping == Grouping::rows)
+      scale_row += scale_starts_[static_cast<size_t>(group)] -
+                   (group > 0 ? ends_[static_cast<size_t>(group - 1)] : 0);
     const float* b =
         &b_values_[static_cast<size_t>(((batch_ > 1 ? group : 0) * c_.n + column) * padded_)];
     for (int64_t block = first; block < last; ++block) {
@@ -180,7 +193,7 @@ class Product {
       }
       const int64_t b_block = (batch_ > 1 ? group : 0) * blocks_ + block;
       const double scale =
-          static_cast<double>(a_scales_[static_cast<size_t>(block * round_up(c_.m, 4) + row)]) *
+          static_cast<double>(a_scales_[static_cast<size_t>(block * scale_rows_ + scale_row)]) *
           b_scales_[static_cast<size_t>(b_block * round_up(b_lines_, 4) +
                                         (c_.square ? column / 128 : column))];
       s.exact += scale * part;
@@ -202,14 +215,20 @@ class Product {
         if (row == 0 && line > 0) first += ceil_div(c_.groups[static_cast<size_t>(group++)], 128);
         last = first + ceil_div(c_.groups[static_cast<size_t>(group)], 128);
       }
+      const auto groups = static_cast<int64_t>(ends_.size());
       if (c_.grouping == Grouping::rows)
-        while (row >= ends_[static_cast<size_t>(group)]) ++group;
+        while (group < groups && row >= ends_[static_cast<size_t>(group)]) ++group;
+      const bool of_none = c_.grouping == Grouping::rows && group == groups;
       for (int64_t column = 0; column < c_.n; ++column) {
         const auto at = static_cast<size_t>((kGuard + c_.pad + line * stride + column) * size);
         for (int64_t i = 0; i < size; ++i) written[at + static_cast<size_t>(i)] = true;
         uint32_t bits = 0;
         std::memcpy(&bits, &got[at], static_cast<size_t>(size));
         const double value = c_.f32 ? float_of(bits) : float_of(bits << 16);
+        if (of_none) {
+          ASSERT_EQ(value, c_.accumulate ? kBefore : 0) << "row " << line << ", column " << column;
+          continue;
+        }
         const Sum s = sum(row, group, column, first, last);
         const double alpha = c_.alpha ? 2 : 1;
         const double exact = alpha * s.exact + (c_.accumulate ? kBefore : 0) +
@@ -228,7 +247,8 @@ class Product {
 
   Case c_;
   Random random_;
-  std::vector<int64_t> ends_;
+  std::vector<int64_t> ends_, scale_starts_;
+  int64_t scale_rows_ = 0;
   std::vector<uint8_t> a_, b_;
   std::vector<float> a_values_, b_values_, a_scales_, b_scales_, bias_;
   std::vector<uint16_t> bias_bf16_, bias_fp16_;
@@ -291,6 +311,7 @@ TEST_F(Fp8GemmTest, EveryTileEveryTail) {
                              : random.one_in(3) ? 1
                                                 : static_cast<int64_t>(random.below(40)));
         c.groups[random.below(count)] = 300;
+        c.spread = random.one_in(2), c.behind = random.one_in(2) ? 0 : 37;
         run(c, seed);
       }
       if (HasFatalFailure()) return;

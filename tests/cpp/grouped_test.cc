@@ -332,7 +332,7 @@ TEST(Grouped, BuffersAreLargeEnoughForAnyGroupsAndNoLarger) {
               for (int64_t g = 0; g < count; ++g) {
                 const int64_t left = rows - end.row;
                 end = next_group(end, spec, layout, axis,
-                                 g + 1 < count ? std::min(step, left) : left, 200);
+                                 g + 1 < count ? std::min(step, left) : left);
               }
               most_codes = std::max(most_codes, end.codes);
               most_scales = std::max(most_scales, end.scales);
@@ -361,7 +361,7 @@ TEST(Grouped, Places) {
     GroupStart at;
     for (int64_t rows : {5, 0, 130, 7}) {
       list.emplace_back(at.codes, at.scales);
-      at = next_group(at, spec, layout, axis, rows, 256);
+      at = next_group(at, spec, layout, axis, rows);
     }
     return list;
   };

@@ -23,7 +23,11 @@ enum class Grouping : int { dense, rows, contraction };
 //                the one before ends, rounded up to 128; k is the length of the whole storage
 // Codes have rows of `k` rounded up to 128 bytes, zero padded; scales are mn_major: for every block
 // of 128 along K a line of one value a row (1x128) or one every 128 rows (128x128, B only), padded
-// to 4; B's groups follow each other. All start at multiples of 16 bytes.
+// to 4; B's groups follow each other. All start at multiples of 16 bytes. Groups of rows lie among
+// the scales of A as they do among its rows, or each starts at a multiple of 4.
+//
+// Rows of no group become 0 unless D is accumulated; offsets that decrease or pass the end make all
+// of D NaN.
 struct Fp8Gemm {
   int64_t m = 0, n = 0, k = 0;
   const void* a = nullptr;
@@ -42,6 +46,9 @@ struct Fp8Gemm {
   DType bias_dtype = DType::f32;
   Grouping grouping = Grouping::dense;
   int groups = 1;
+  int64_t group_rows = 0;         // that the groups divide
+  int64_t a_scale_line = 0;       // rows: values of a line of A's scales
+  int a_scale_unit = 1;           // rows: 4 where groups start at multiples of 4 there
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory
   bool wide_offsets = false;      // int64 instead of int32
   int tile = -1;                  // index into kTiles; chosen when negative

@@ -60,6 +60,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   }
   p.a_scales = g.a_scales;
   p.b_scales = g.b_scales;
+  p.a_scale_line = static_cast<int>(by_rows ? g.a_scale_line : up(g.m, 4));
   p.b_scale_group = blocks * up(kSquare ? ceil_of(g.n, kBlock) : g.n, 4);
 
   Problem& problem = p.problem;
@@ -68,6 +69,8 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   problem.k_blocks = static_cast<int>(blocks);
   problem.grouping = g.grouping;
   problem.groups = g.grouping == Grouping::dense ? 1 : g.groups;
+  problem.group_rows = static_cast<int>(g.group_rows);
+  problem.scale_unit = g.a_scale_unit;
   problem.offsets = g.offsets;
   problem.wide_offsets = g.wide_offsets;
   const int64_t across = ceil_of(g.n, T::kUnitColumns), down = ceil_of(g.m, T::kUnitRows);

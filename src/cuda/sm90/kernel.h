@@ -33,6 +33,7 @@ struct GemmParams {
   // every 128 rows.
   const float* a_scales;
   const float* b_scales;
+  int a_scale_line;       // values of a line of A's scales
   int64_t b_scale_group;  // from one group of B to the next
   uint32_t stage_bytes;   // that the copy engine brings: with few rows less than there is room for
   Problem problem;
@@ -88,7 +89,8 @@ inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierB
 // `groups` is 0 for a dense product. The base is aligned by hand.
 template <class T, bool kSquare>
 constexpr int shared_bytes(int groups) {
-  return kStartsAt<T, kSquare> + (groups ? (groups + 1) * 4 : 0) + 1024;
+  return kStartsAt<T, kSquare> +
+         (groups ? (groups + 1) * static_cast<int>(sizeof(GroupStart)) : 0) + 1024;
 }
 
 // A position in the ring of stages.
@@ -135,11 +137,11 @@ struct ScaleCopy {
   const float* from;
   int64_t line;  // values between blocks of K
   int values;    // 0 where the tile lies outside of the matrix
-  BLOCKSCALE_INLINE ScaleCopy(const float* scales, int rows, int first, int lane) {
-    line = (rows + 3) / 4 * 4;
+  BLOCKSCALE_INLINE ScaleCopy(const float* scales, int in_line, int first, int lane) {
+    line = in_line;
     const int start = first / 4 * 4;
     from = scales + start + lane * 4;
-    values = min(kCount, static_cast<int>(line) - start) - lane * 4;  // of this lane on
+    values = min(kCount, in_line - start) - lane * 4;  // of this lane on
   }
   BLOCKSCALE_INLINE void issue(int block, uint32_t to) const {
 #pragma unroll
@@ -152,7 +154,7 @@ struct ScaleCopy {
 // block when its stage is free.
 template <class T, bool kSquare, class Start>
 BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const int* starts, int rank, Start start) {
+                                      const GroupStart* starts, int rank, Start start) {
   const int units = unit_count(p.problem, starts);
   const int step = static_cast<int>(gridDim.x) / T::kCluster;
   int group = 0;
@@ -170,7 +172,7 @@ BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSqua
 // One thread keeps the ring full of codes. An operand that two CTAs share is brought by the first.
 template <class T, bool kSquare>
 BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                   const int* starts, int rank) {
+                                   const GroupStart* starts, int rank) {
   constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
   constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
   for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
@@ -187,14 +189,14 @@ BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
 // And one warp of scales: the copy engine has enough to do, small copies hold it up.
 template <class T, bool kSquare>
 BLOCKSCALE_INLINE void bring_scales(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                    const int* starts, int rank) {
+                                    const GroupStart* starts, int rank) {
   const int lane = lane_index(), n = p.problem.n;
+  const int b_scale_line = ((kSquare ? (n + kBlock - 1) / kBlock : n) + 3) / 4 * 4;
   for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
     const float* b_line = p.b_scales + b_batch * p.b_scale_group;
-    const ScaleCopy<T::kRows + 4> a_scales(p.a_scales, p.problem.m, w.row, lane);
+    const ScaleCopy<T::kRows + 4> a_scales(p.a_scales, p.a_scale_line, w.scale_row, lane);
     const ScaleCopy<kSquare ? 8 : T::kColumns> b_scales(
-        b_line, kSquare ? (n + kBlock - 1) / kBlock : n, kSquare ? w.column / kBlock : w.column,
-        lane);
+        b_line, b_scale_line, kSquare ? w.column / kBlock : w.column, lane);
     return [=, &shared](int block, int stage) {
       a_scales.issue(block, shared.a_scales(stage) + lane * 16);
       b_scales.issue(block, shared.b_scales(stage) + lane * 16);

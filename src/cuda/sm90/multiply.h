@@ -52,37 +52,38 @@ struct ColumnScales {
 template <class T>
 struct LoadedScales {
   static constexpr int kRows = 2 * T::kWaves;
-  const float* a_line;
-  const float* b_line;
-  uint32_t a_step, b_step;  // from block to block
-  bool there[kRows];
+  const GemmParams& p;
+  uint32_t a_at, b_at, b_line;
+  int line_left;  // from this thread's first row on
   float a[kRows], b;
 
-  BLOCKSCALE_INLINE void start(const GemmParams& p, const Work& w, int row, int column) {
+  BLOCKSCALE_INLINE explicit LoadedScales(const GemmParams& all) : p(all) {}
+  // `row` counts from the tile's first.
+  BLOCKSCALE_INLINE void start(const Work& w, int row, int column) {
     const int batch = p.problem.grouping == Grouping::rows ? w.group : 0;
-    const int blocks = (p.problem.n + kBlock - 1) / kBlock;
-    a_step = (p.problem.m + 3) / 4 * 4;
-    b_step = (blocks + 3) / 4 * 4;
-    a_line = p.a_scales + int64_t{w.first_block} * a_step + row;
-    // Each lane has an address of its own, for all that the compiler knows: it would wait for what
-    // is the same in a warp as soon as it is asked for, to move it to a uniform register.
+    const int blocks = (p.problem.n + kBlock - 1) / kBlock, first = w.scale_row + row;
+    // Each lane has a place of its own, for all that the compiler knows: it would wait for what is
+    // the same in a warp as soon as it is asked for, to move it to a uniform register.
     const int own = threadIdx.x >= blockDim.x;
-    b_line = p.b_scales + batch * p.b_scale_group + int64_t{w.first_block} * b_step +
-             min(column / kBlock, blocks - 1) + own;
+    b_line = (blocks + 3) / 4 * 4;
+    a_at = w.first_block * p.a_scale_line + first;
+    b_at = static_cast<uint32_t>(batch * p.b_scale_group) + w.first_block * b_line +
+           min(column / kBlock, blocks - 1) + own;
+    line_left = p.a_scale_line - first;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      there[i] = row + i / 2 * T::kWaveRows + i % 2 * 8 < p.problem.m;
-      a[i] = 0;
-    }
+    for (int i = 0; i < kRows; ++i) a[i] = 0;
     if (w.blocks > 0) load();
   }
   BLOCKSCALE_INLINE void load() {
+    const float* line = p.a_scales + a_at;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (there[i]) a[i] = __ldg(a_line + i / 2 * T::kWaveRows + i % 2 * 8);
-    b = __ldg(b_line);
-    a_line += a_step;
-    b_line += b_step;
+    for (int i = 0; i < kRows; ++i) {
+      const int row = i / 2 * T::kWaveRows + i % 2 * 8;
+      if (row < line_left) a[i] = __ldg(line + row);
+    }
+    b = __ldg(p.b_scales + b_at);
+    a_at += p.a_scale_line;
+    b_at += b_line;
   }
 };
 
@@ -202,6 +203,16 @@ BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, f
   }
 }
 
+// Rows [first, last) of D, counted through its matrices; by kWarps warps of every CTA.
+template <int kWarps>
+BLOCKSCALE_INLINE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
+                                 int warp) {
+  const int step = static_cast<int>(gridDim.x) * kWarps;
+  for (int64_t row = first + static_cast<int>(blockIdx.x) * kWarps + warp; row < last; row += step)
+    for (int c = lane_index() * 2; c < p.problem.n; c += 64)
+      store_pair(p, row * p.out.row_stride + c, c, value, value);
+}
+
 // Straight from registers: the tail of a group of rows, and outputs that the copy engine cannot
 // describe.
 template <class T>
@@ -265,7 +276,7 @@ BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const
 
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const int* starts, int rank) {
+                                      const GroupStart* starts, int rank) {
   constexpr int kN = T::kN;
   constexpr bool kLoads = kLoadsScales<T, kSquare>;
   // So that the end of a block and the start of the next overlap; a scale for each column leaves no
@@ -298,9 +309,9 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     float part[kN / 2];
     // Of the 128x128 blocks of B that these columns lie in, the first in its copy.
     const int square = column / kBlock - w.column / kBlock / 4 * 4;
-    const int first_scale = w.row % 4 + group_row + thread_row;
-    LoadedScales<T> loaded;
-    if constexpr (kLoads) loaded.start(p, w, row + thread_row, column);
+    const int first_scale = w.scale_row % 4 + group_row + thread_row;
+    LoadedScales<T> loaded(p);
+    if constexpr (kLoads) loaded.start(w, group_row + thread_row, column);
     // No row of the group is this warpgroup's.
     const auto pass_over = [&] {
       for (int i = 0; i < w.blocks; ++i, ring.next()) {
@@ -403,7 +414,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   extern __shared__ uint8_t memory[];
   const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
-  int* starts = reinterpret_cast<int*>(memory + (base - start) + kStartsAt<T, kSquare>);
+  auto* starts = reinterpret_cast<GroupStart*>(memory + (base - start) + kStartsAt<T, kSquare>);
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
@@ -412,6 +423,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
     }
     barrier_init_done();
+    if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
   }
   if constexpr (T::kCluster > 1)
     cluster_sync();
@@ -419,7 +431,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     __syncthreads();
   after_previous();
   if (p.problem.grouping != Grouping::dense) {
-    list_groups<T::kUnitRows>(p.problem, starts);
+    if (!list_groups<T::kUnitRows>(p.problem, starts)) {
+      const int matrices = p.problem.grouping == Grouping::rows ? 1 : p.problem.groups;
+      fill_rows<T::kThreads / 32>(p, 0, int64_t{1} * matrices * p.problem.m,
+                                  __uint_as_float(kNanBits), static_cast<int>(threadIdx.x) / 32);
+      return;
+    }
     __syncthreads();
   }
 
@@ -428,6 +445,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
     if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
     if (!kLoadsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
+    // Nobody else writes rows of no group.
+    if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add)
+      fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, warp - 2);
     __syncwarp();
     if constexpr (T::kSplit) cluster_sync();  // that of add_parts
   } else {

@@ -2,7 +2,6 @@
 // contraction-grouped) are an enumeration of tiles, and the kernel below them is one.
 #pragma once
 
-#include <climits>
 #include <cstdint>
 
 #include "cuda/sm90/gemm.h"
@@ -16,6 +15,8 @@ struct Problem {
   int k_blocks = 0;  // blocks of 128 along K; contraction: of the whole storage
   Grouping grouping = Grouping::dense;
   int groups = 1;
+  int group_rows = 0;             // that the groups divide
+  int scale_unit = 1;             // rows: where groups start among the scales of A
   const void* offsets = nullptr;  // cumulative ends of the groups, int32 or int64
   bool wide_offsets = false;
   Divisor units_across;             // along N
@@ -27,71 +28,84 @@ struct Problem {
 // The work of a cluster for one output tile pair.
 struct Work {
   int row, row_end;  // first row in A and D, and the end of its group
+  int scale_row;     // where the first row's scales of A lie
   int column;
   int group;
   int first_block, blocks;  // along K
 };
 
-__device__ __forceinline__ int group_end(const Problem& p, int group) {
+__device__ __forceinline__ int64_t group_end(const Problem& p, int group) {
   if (group < 0) return 0;
-  const int64_t limit =
-      p.grouping == Grouping::rows ? p.m : static_cast<int64_t>(p.k_blocks) * kBlock;
-  const int64_t end = p.wide_offsets ? static_cast<const int64_t*>(p.offsets)[group]
-                                     : static_cast<const int32_t*>(p.offsets)[group];
-  return static_cast<int>(end < 0 ? 0 : end > limit ? limit : end);
+  return p.wide_offsets ? static_cast<const int64_t*>(p.offsets)[group]
+                        : static_cast<const int32_t*>(p.offsets)[group];
 }
 
-// starts[g]: units (rows) or blocks along K (contraction) before group g. All threads call it; the
-// caller synchronizes.
+// What comes before a group.
+struct GroupStart {
+  int work;    // units (rows) or blocks along K (contraction)
+  int scales;  // rows: of A's scales
+};
+
+// The starts of all groups, and of what would come after them. False where the offsets make no
+// sense: then there are none. All threads call it; the caller synchronizes.
 template <int kUnitRows>
-__device__ __forceinline__ void list_groups(const Problem& p, int* starts) {
+__device__ __forceinline__ bool list_groups(const Problem& p, GroupStart* starts) {
+  const auto up = [](int size, int unit) { return (size + unit - 1) / unit; };
+  bool wrong = false;
   for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += static_cast<int>(blockDim.x)) {
-    const int size = max(0, group_end(p, g) - group_end(p, g - 1));
-    starts[g + 1] = p.grouping == Grouping::rows
-                        ? (size + kUnitRows - 1) / kUnitRows * static_cast<int>(p.units_across.by())
-                        : (size + kBlock - 1) / kBlock;
+    const int64_t begin = group_end(p, g - 1), end = group_end(p, g);
+    wrong |= begin > end || end > p.group_rows;
+    const int size = static_cast<int>(end - begin);
+    if (p.grouping == Grouping::rows)
+      starts[g + 1] = {up(size, kUnitRows) * static_cast<int>(p.units_across.by()),
+                       up(size, p.scale_unit) * p.scale_unit};
+    else
+      starts[g + 1] = {up(size, kBlock), 0};
   }
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
+  if (__syncthreads_or(wrong)) return false;
+  if (threadIdx.x >= 32) return true;
   const int lane = static_cast<int>(threadIdx.x);
-  int before = 0;
-  if (lane == 0) starts[0] = 0;
+  GroupStart before{0, 0};
+  if (lane == 0) starts[0] = before;
   for (int base = 0; base < p.groups; base += 32) {
-    int sum = base + lane < p.groups ? starts[base + lane + 1] : 0;
+    GroupStart sum = base + lane < p.groups ? starts[base + lane + 1] : GroupStart{0, 0};
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
+      const int work = __shfl_up_sync(~0u, sum.work, step);
+      const int scales = __shfl_up_sync(~0u, sum.scales, step);
+      if (lane >= step) sum.work += work, sum.scales += scales;
     }
-    // Offsets that decrease come to more than there is.
-    const int most = p.grouping == Grouping::rows ? INT_MAX : p.k_blocks;
-    if (base + lane < p.groups) starts[base + lane + 1] = min(before + sum, most);
-    before += __shfl_sync(~0u, sum, 31);
+    sum.work += before.work, sum.scales += before.scales;
+    if (base + lane < p.groups) starts[base + lane + 1] = sum;
+    before = {__shfl_sync(~0u, sum.work, 31), __shfl_sync(~0u, sum.scales, 31)};
   }
+  return true;
 }
 
-__device__ __forceinline__ int unit_count(const Problem& p, const int* starts) {
-  if (p.grouping == Grouping::rows) return starts[p.groups];
+__device__ __forceinline__ int unit_count(const Problem& p, const GroupStart* starts) {
+  if (p.grouping == Grouping::rows) return starts[p.groups].work;
   return static_cast<int>(p.group_units.by()) * p.groups;
 }
 
 // The work of CTA `rank` in unit `unit`; `group` is where the last call left off, 0 at first.
 template <class Tile>
-__device__ __forceinline__ Work work_of(const Problem& p, const int* starts, int unit, int rank,
-                                        int& group) {
-  Work w{0, p.m, 0, 0, 0, p.k_blocks};
+__device__ __forceinline__ Work work_of(const Problem& p, const GroupStart* starts, int unit,
+                                        int rank, int& group) {
+  Work w{0, p.m, 0, 0, 0, 0, p.k_blocks};
   int units_down = p.units_down;
   auto left = static_cast<uint32_t>(unit);
   if (p.grouping == Grouping::rows) {
-    while (unit >= starts[group + 1]) ++group;
-    left -= starts[group];
-    units_down = static_cast<int>(p.units_across.quotient(starts[group + 1] - starts[group]));
-    w.row = group_end(p, group - 1);
-    w.row_end = group_end(p, group);
+    while (unit >= starts[group + 1].work) ++group;
+    left -= starts[group].work;
+    units_down =
+        static_cast<int>(p.units_across.quotient(starts[group + 1].work - starts[group].work));
+    w.row = static_cast<int>(group_end(p, group - 1));
+    w.row_end = static_cast<int>(group_end(p, group));
+    w.scale_row = starts[group].scales;
   } else if (p.grouping == Grouping::contraction) {
     group = static_cast<int>(p.group_units.divide(left));
-    w.first_block = starts[group];
-    w.blocks = starts[group + 1] - starts[group];
+    w.first_block = starts[group].work;
+    w.blocks = starts[group + 1].work - starts[group].work;
   }
   w.group = group;
   const int most = static_cast<int>(p.band.by());
@@ -100,7 +114,9 @@ __device__ __forceinline__ Work work_of(const Problem& p, const int* starts, int
   const int across = height == most ? static_cast<int>(p.band.quotient(left)) : here / height;
   const int down = first + here - across * height;
   const int place = Tile::kSplit ? 0 : rank;
-  w.row += down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : place * Tile::kRows);
+  const int row = down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : place * Tile::kRows);
+  w.row += row;
+  w.scale_row += row;
   w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? place * Tile::kColumns : 0);
   if constexpr (Tile::kSplit) {
     const int first = w.blocks * rank / Tile::kCluster;

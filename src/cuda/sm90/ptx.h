@@ -16,6 +16,10 @@ BLOCKSCALE_INLINE uint32_t shared_address(const void* p) {
 BLOCKSCALE_INLINE void after_previous() {
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 }
+// Brings a tensor map to where the copy engine reads it from.
+BLOCKSCALE_INLINE void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 BLOCKSCALE_INLINE bool elect_one() {
   uint32_t elected;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }"
