@@ -8,10 +8,12 @@ namespace blockscale::cuda {
 namespace {
 
 constexpr double kSharedBytes = 128;  // a multiprocessor's shared memory moves in a cycle
-constexpr double kL2Bytes = 33;       // a multiprocessor gets from L2 in a cycle when all ask
+constexpr double kL2Bytes = 37;       // a multiprocessor gets from L2 in a cycle when all ask
+constexpr double kL2Shared = 33;      // the same of clusters that share an operand
 constexpr double kL2Most = 48;        // and when few ask
 constexpr double kLatency = 200;      // of a wgmma chain: barrier, issue, drain
 constexpr double kTileStart = 1500;   // the first stage of a tile that found the ring empty
+constexpr double kGather = 1500;      // CTAs of a cluster wait for each other, first and last
 constexpr double kMeeting = 1.05;     // of two warpgroups
 constexpr double kJoin = 2000;        // the parts of a cluster meet and are added
 
@@ -49,11 +51,13 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
   // What splits K does not stay for a second tile.
   if (t.split && (units > clusters || s.grouped)) return std::numeric_limits<double>::infinity();
   const double asking = static_cast<double>(std::min(units, clusters) * t.cluster);
-  const double l2_bytes = std::min(kL2Most, kL2Bytes * s.multiprocessors / asking);
+  const double l2_all = t.sharing() > 1 ? kL2Shared : kL2Bytes;
+  const double l2_bytes = std::min(kL2Most, l2_all * s.multiprocessors / asking);
   const double store = t.rows() * t.columns() * 2.0 / 64;
   return static_cast<double>(ceil_div(units, clusters)) *
-         (static_cast<double>(ceil_div(s.blocks, t.parts())) * step_cost(t, s, l2_bytes) +
-          kTileStart + store + (t.split ? kJoin : 0));
+             (static_cast<double>(ceil_div(s.blocks, t.parts())) * step_cost(t, s, l2_bytes) +
+              kTileStart + store + (t.split ? kJoin : 0)) +
+         (t.sharing() > 1 ? kGather : 0);
 }
 
 int choose_tile(const GemmSize& s) {

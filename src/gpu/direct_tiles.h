@@ -416,8 +416,9 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
     quantize_tile<Row, Column, kAligned, true>(p, x, {tile.group, tile.row, at.column}, memory);
     for_each_operand([&](const Side& side, auto operand) {
       if (!side.groups.pads(tile.rows)) return;
-      fill_around_group<decltype(operand)::value>(
-          side, tile, {tile.row / kTile * across + place, (x.rows + kTile - 1) / kTile * across});
+      const OutputAt<true> out(side, tile, operand);
+      fill_around_group(out.side, out.group,
+                        {tile.row / kTile * across + place, (x.rows + kTile - 1) / kTile * across});
     });
   }
 }

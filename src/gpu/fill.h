@@ -26,22 +26,16 @@ BLOCKSCALE_DEVICE Memory memory_of(Layout l, int axis, int64_t rows, int64_t col
   return {1, all_rows * all_columns, used * (axis == -1 ? all_columns : all_rows)};
 }
 
-// Fills what lies behind the last group, T at a time; `ratio` elements of the layout are one T.
+// Fills what lies behind the last group, T at a time; `ratio` elements of the layout are one T. A
+// warp takes a row, or all threads where there is but one.
 template <class T>
 BLOCKSCALE_DEVICE void fill_behind(T* to, const Memory& m, int ratio, T value, const Share& share) {
-  const int64_t pitch = m.pitch / ratio, used = m.used / ratio, left = pitch - used;
-  if (m.rows >= share.of) {  // without a division for every element
-    for (int64_t row = share.at; row < m.rows; row += share.of)
-      for (int64_t c = used + threadIdx.x; c < pitch; c += kFillThreads)
-        to[row * pitch + c] = value;
-    return;
-  }
-  const int64_t step = static_cast<int64_t>(share.of) * kFillThreads;
-  for (int64_t i = share.at * static_cast<int64_t>(kFillThreads) + threadIdx.x; i < m.rows * left;
-       i += step) {
-    const int64_t row = m.rows == 1 ? 0 : i / left;
-    to[row * pitch + used + i - row * left] = value;
-  }
+  const int64_t pitch = m.pitch / ratio, used = m.used / ratio;
+  const int thread = share.at * kFillThreads + static_cast<int>(threadIdx.x);
+  const int threads = share.of * kFillThreads, together = m.rows == 1 ? threads : 32;
+  for (int64_t row = thread / together; row < m.rows; row += threads / together)
+    for (int64_t c = used + thread % together; c < pitch; c += together)
+      to[row * pitch + c] = value;
 }
 
 // Fills what the layout of one group holds besides its rows x columns.
@@ -70,8 +64,8 @@ BLOCKSCALE_DEVICE void with_scales(const Quantized& out, uint8_t* at, const Fill
 
 // What lies behind the last group, from these steps of the layouts on, and all outer scales. With
 // bad offsets that is everything.
-BLOCKSCALE_DEVICE_CALL void fill_behind_groups(const Side& side, int64_t codes, int64_t scales,
-                                               int count, bool bad, const Share& share) {
+BLOCKSCALE_DEVICE void fill_behind_groups(const Side& side, int64_t codes, int64_t scales,
+                                          int count, bool bad, const Share& share) {
   const Quantized& out = side.out;
   const StoredShape& s = side.shape;
   // Lines of codes, and where groups start in them, are multiples of 8 bytes.
@@ -99,14 +93,6 @@ BLOCKSCALE_DEVICE void fill_around_group(const Side& s, const MatrixAt& m, const
       fill_around(to, scales, s.shape.scale_rows, s.scale_columns,
                   ceil_div(s.lines, s.shape.scale_lines), s.blocks, padding, share);
     });
-}
-
-template <int kOperand>
-BLOCKSCALE_DEVICE_CALL void fill_around_group(const Side& whole, const GroupTile& tile,
-                                              const Share& share) {
-  Side side = whole;
-  const MatrixAt m = group_at<kOperand>(side, whole, tile);
-  fill_around_group(side, m, share);
 }
 
 }  // namespace blockscale::gpu

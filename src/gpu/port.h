@@ -26,8 +26,6 @@
 namespace blockscale::gpu {
 
 #define BLOCKSCALE_DEVICE __device__ __forceinline__
-// What hardly ever runs, or not for long: kept out of the code of those that do.
-#define BLOCKSCALE_DEVICE_CALL __device__ __noinline__ inline
 
 // ---- the copy engine of sm_90 (TMA): brings boxes of a matrix into shared memory on its own ----
 #if defined(__HIPCC__)
