@@ -45,15 +45,20 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
   const StoredShape& s = p.shape;
   const int scale_bytes = p.q.spec.scale == Format::fp32 ? 4 : 1;
   if (!p.plan.head) {
-    at = {p.q.codes + batch * s.code_bytes,
-          p.q.scales + batch * s.scale_count * scale_bytes,
+    at = {p.q.codes,
+          p.q.scales,
           nullptr,
-          batch * p.x.batch_stride,
+          0,
           0,
           p.rows,
           static_cast<int>(s.padded),
           static_cast<int>(s.code_columns),
           static_cast<int>(s.scale_columns)};
+    if (p.x.batch > 1) {
+      at.codes += batch * s.code_bytes;
+      at.scales += batch * s.scale_count * scale_bytes;
+      at.x = batch * p.x.batch_stride;
+    }
   } else {
     if (batch >= p.plan.head->tile_rows) return false;
     const TileRow row = p.plan.tile_rows[batch];
@@ -121,6 +126,20 @@ BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c
   }
 }
 
+// Where rows start anywhere, the first piece of a warp, or of a row of a tile, is the last of the
+// one before: a lane stores what the lane before has, too.
+template <Rows kRows>
+constexpr int kHalo = kRows == Rows::anywhere ? 1 : 0;  // pieces
+
+// Pieces that were stored with the conversion's NaN, one below the other, get the definition's.
+BLOCKSCALE_DEVICE void define_nans(uint16_t* to, int64_t stride, int count) {
+#pragma unroll 1
+  for (int i = 0; i < count; ++i, to += stride) {
+    auto* piece = reinterpret_cast<uint4*>(to);
+    *piece = define_nan(*piece);
+  }
+}
+
 // The codes and scales of pieces one below the other, of which `left` are there; all loads first.
 template <class Codes>
 BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, int first, int c,
@@ -128,17 +147,26 @@ BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, i
   const uint8_t* from = code_at<true>(p, at, first, byte);
   // The lines of a thread are of one row of a grid of square blocks.
   const bool grid = p.shape.scale_lines != 1;
-  const int row = grid ? first >> p.block_shift : first, scale_bytes = p.wide_scales ? 4 : 1;
-  const uint8_t* scales =
-      at.scales +
-      (static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift)) * scale_bytes;
-  const int64_t step = grid ? 0 : static_cast<int64_t>(at.scale_columns) * scale_bytes;
+  const int row = grid ? first >> p.block_shift : first;
+  const int64_t scale = static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift);
+  const int step = grid ? 0 : at.scale_columns;
+  int further[kRowLines];  // what stands for lines that are not there is the last that is
 #pragma unroll
   for (int i = 0; i < kRowLines; ++i) {
-    codes[i] = load_once(reinterpret_cast<const Codes*>(from));
-    stored[i] =
-        p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(scales)) : load_once(scales);
-    if (i + 1 < left) from += at.code_columns, scales += step;
+    further[i] = min(i, left - 1);
+    codes[i] = load_once(
+        reinterpret_cast<const Codes*>(from + static_cast<int64_t>(further[i]) * at.code_columns));
+  }
+  if (p.wide_scales) {
+    const auto* scales = reinterpret_cast<const uint32_t*>(at.scales) + scale;
+#pragma unroll
+    for (int i = 0; i < kRowLines; ++i)
+      stored[i] = load_once(scales + static_cast<int64_t>(further[i]) * step);
+  } else {
+    const uint8_t* scales = at.scales + scale;
+#pragma unroll
+    for (int i = 0; i < kRowLines; ++i)
+      stored[i] = load_once(scales + static_cast<int64_t>(further[i]) * step);
   }
 }
 template <class Codes>
@@ -158,7 +186,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
   after_previous();
   constexpr int kPerWord = codes_per_word(kCodec), kWords = kPiece / kPerWord;
   using Codes = std::conditional_t<kWords == 1, uint32_t, uint2>;
-  const uint32_t thread = blockIdx.x * kDecodeThreads + threadIdx.x;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  uint32_t thread = blockIdx.x * kDecodeThreads + threadIdx.x;
+  if (kHalo<kRows>) thread -= thread / 32 + 1;  // the first: beyond all
   uint32_t n = min(thread, p.all - 1);
   uint32_t lines = p.runs.divide(n);
   const uint32_t part = p.parts.divide(lines);
@@ -179,6 +209,10 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
   const float outer = outer_of(at);
   int64_t row = at.x + first * p.x.row_stride;
+  const int count = kHalo<kRows> == 0 || lane > 0 ? p.columns - c : 0;
+  const bool direct = kRows == Rows::aligned && count >= kPiece;
+  auto* to = static_cast<uint16_t*>(p.x.data) + row + c;
+  uint32_t largest = 0;
 #pragma unroll
   for (int line = 0; line < kRowLines; ++line) {
     if (kRows != Rows::anywhere && line >= left) break;
@@ -194,36 +228,36 @@ __global__ void __launch_bounds__(kDecodeThreads)
       for (int j = 0; j < 2; ++j)
         v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
     }
-    const int lane = static_cast<int>(threadIdx.x) % 32, count = line < left ? p.columns - c : 0;
-    store_piece<kRows>(p, row, c, {count, lane > 0 && c > 0, lane == 31}, v,
-                       has_specials(kCodec) || !is_finite(factor));
-    row += p.x.row_stride;
+    if (direct) {
+      store_vector(to + line * p.x.row_stride, convert_bf16x8(v, largest));
+    } else {
+      store_piece<kRows>(p, row + line * p.x.row_stride, c, {line < left ? count : 0, c > 0}, v,
+                         has_specials(kCodec) || !is_finite(factor));
+    }
   }
+  if (direct && has_nan(largest)) define_nans(to, p.x.row_stride, min(left, kRowLines));
 }
 
 // ---- down columns ----
 
-// A tile: kTile positions of as many lines as make 16 KB of codes. Words are permuted so that
-// neither the chunks of a line, as they come in, nor a word of every eighth line, as they are
-// decoded, share banks.
+// A tile: kTile positions of as many lines. Chunks are permuted so that those of every eighth line,
+// as they are decoded, lie in banks of their own.
 template <Codec kCodec>
 struct CodeTile {
+  static constexpr int kLines = kTile;
   static constexpr int kWords = kTile / codes_per_word(kCodec);  // of a line
   static constexpr int kChunks = kWords / 4;
-  static constexpr int kLines = 4096 / kWords;
   static constexpr int kLoads = kLines * kChunks / kDecodeThreads;  // of a thread
   static constexpr int kMostBlocks = kTile / kRun;                  // of a line
   uint4 codes[kLines * kChunks];
   float4 factors[kMostBlocks * kLines / 4];  // by block, then line
 
-  BLOCKSCALE_DEVICE void put(int line, int chunk, uint4 v) {
-    const int turn = line >> 3 & 3;
-    if (turn & 1) v = {v.y, v.x, v.w, v.z};
-    if (turn & 2) v = {v.z, v.w, v.x, v.y};
-    codes[(line * kChunks + chunk) ^ (line >> 5)] = v;
+  BLOCKSCALE_DEVICE uint4& chunk(int line, int which) {
+    return codes[(line * kChunks + which) ^ (line >> 3 & 7)];
   }
   BLOCKSCALE_DEVICE uint32_t word(int line, int which) const {
-    return reinterpret_cast<const uint32_t*>(codes)[(line * kWords + which) ^ (line >> 3)];
+    const int at = (line * kChunks + which / 4) ^ (line >> 3 & 7);
+    return reinterpret_cast<const uint32_t*>(codes)[4 * at + which % 4];
   }
   BLOCKSCALE_DEVICE float& factor(int line, int block) {
     return reinterpret_cast<float*>(factors)[block * kLines + line];
@@ -260,133 +294,161 @@ BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, 
   return {word[0], word[1]};
 }
 
-// A tile on its way: where it lies, and what a thread brings of it, in registers.
-template <Codec kCodec>
-struct Ahead {
+// Tile n of all: which one it is, and what it becomes.
+template <Codec kCodec, Rows kRows>
+struct Columns {
   using Tile = CodeTile<kCodec>;
+  static constexpr int kPerByte = kCodec == Codec::fp4 ? 2 : 1;
+  const DequantizeParams& p;
+  Tile& tile;
   Place at;
   int r, c;    // its first row and column
   bool there;  // the same for all threads of a block
-  uint4 chunk[Tile::kLoads];
-  uint2 stored;
 
-  BLOCKSCALE_DEVICE int lines(const DequantizeParams& p) const {
-    return min(p.columns - c, Tile::kLines);
-  }
-  BLOCKSCALE_DEVICE int rows() const { return min(at.padded - r, kTile); }
-  BLOCKSCALE_DEVICE int blocks(const DequantizeParams& p) const {
-    return ((rows() - 1) >> p.block_shift) + 1;
-  }
-  // Tile n; no load waits for another.
-  BLOCKSCALE_DEVICE void load(const DequantizeParams& p, uint32_t n) {
+  BLOCKSCALE_DEVICE Columns(const DequantizeParams& params, Tile& memory, uint32_t n)
+      : p(params), tile(memory) {
     const uint32_t band = p.bands.divide(n);
     uint32_t row = n / kAcross;
-    c = static_cast<int>(band * kAcross + n % kAcross) * Tile::kLines;
+    c = static_cast<int>(band * kAcross + n % kAcross) * (Tile::kLines - kHalo<kRows> * kPiece) -
+        kHalo<kRows> * kPiece;
     const uint32_t part = p.parts.divide(row);
     there = c < p.columns && find(p, part, at);
-    if (!there) return;
-    r = at.row + static_cast<int>(row) * kTile;
-    p.linear ? load_from<true>(p) : load_from<false>(p);
+    if (there) r = at.row + static_cast<int>(row) * kTile;
   }
-  template <bool kLinear>
-  BLOCKSCALE_DEVICE void load_from(const DequantizeParams& p) {
-    constexpr int kPerByte = kCodec == Codec::fp4 ? 2 : 1;
-    const int thread = static_cast<int>(threadIdx.x);
-    // Then what lies behind the codes of a line, if anything, is part of the buffer too.
-    const bool whole =
-        (reinterpret_cast<uintptr_t>(at.codes) | static_cast<unsigned>(at.code_columns)) % 16 == 0;
-#pragma unroll
-    for (int i = 0; i < Tile::kLoads; ++i) {
-      const int n = thread + i * kDecodeThreads, line = n / Tile::kChunks;
-      const int byte = n % Tile::kChunks * 16, left = rows() / kPerByte - byte;
-      chunk[i] = {};
-      if (line < lines(p) && left > 0)
-        chunk[i] = load_chunk(code_at<kLinear>(p, at, c + line, r / kPerByte + byte), left, whole);
-    }
-    if (thread < lines(p))
-      stored = load_scales<kLinear>(p, at, c + thread, r >> p.block_shift, blocks(p));
+
+  // ---- in ----
+
+  BLOCKSCALE_DEVICE bool has_line(int line) const {
+    return static_cast<unsigned>(c + line) < static_cast<unsigned>(p.columns);
   }
-  BLOCKSCALE_DEVICE void put(const DequantizeParams& p, Tile& tile) const {
+  BLOCKSCALE_DEVICE int rows() const { return min(at.padded - r, kTile); }
+  BLOCKSCALE_DEVICE int blocks() const { return ((rows() - 1) >> p.block_shift) + 1; }
+
+  BLOCKSCALE_DEVICE void load() {
+    uint2 stored{};
+    p.linear ? load_from<true>(stored) : load_from<false>(stored);
     const int thread = static_cast<int>(threadIdx.x);
     const float outer = outer_of(at);
+    if (thread < Tile::kLines && has_line(thread)) {
+      tile.factor(thread, 0) =
+          factor_of(p, outer, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
 #pragma unroll
-    for (int i = 0; i < Tile::kLoads; ++i) {
-      const int n = thread + i * kDecodeThreads;
-      tile.put(n / Tile::kChunks, n % Tile::kChunks, chunk[i]);
+      for (int i = 1; i < Tile::kMostBlocks; ++i)
+        if (i < blocks())
+          tile.factor(thread, i) =
+              factor_of(p, outer, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
     }
-    if (thread >= lines(p)) return;
-    tile.factor(thread, 0) =
-        factor_of(p, outer, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
+    wait_for_chunks();
+  }
+  template <bool kLinear>
+  BLOCKSCALE_DEVICE void load_from(uint2& stored) {
+    const int thread = static_cast<int>(threadIdx.x);
+    // Then what lies behind the codes of a line, if anything, is part of the buffer too.
+    const bool aligned =
+        (reinterpret_cast<uintptr_t>(at.codes) | static_cast<unsigned>(at.code_columns)) % 16 == 0;
+    const int first = thread / Tile::kChunks, chunk = thread % Tile::kChunks;
+    constexpr int kStep = kDecodeThreads / Tile::kChunks;
+    if (kLinear && aligned && rows() == kTile && c >= 0 && c + Tile::kLines <= p.columns) {
+      const uint8_t* from = code_at<true>(p, at, c + first, r / kPerByte + chunk * 16);
 #pragma unroll
-    for (int i = 1; i < Tile::kMostBlocks; ++i)
-      if (i < blocks(p))
-        tile.factor(thread, i) =
-            factor_of(p, outer, permute_bytes(i < 4 ? stored.x : stored.y, 0, 0x4440 + i % 4));
+      for (int i = 0; i < Tile::kLoads; ++i, from += static_cast<int64_t>(kStep) * at.code_columns)
+        begin_chunk(&tile.chunk(first + i * kStep, chunk), from);
+    } else {
+      uint4 v[Tile::kLoads];
+      const int left = rows() / kPerByte - chunk * 16;
+#pragma unroll
+      for (int i = 0; i < Tile::kLoads; ++i) {
+        const int line = first + i * kStep;
+        v[i] = {};
+        if (has_line(line) && left > 0)
+          v[i] = load_chunk(code_at<kLinear>(p, at, c + line, r / kPerByte + chunk * 16), left,
+                            aligned);
+      }
+#pragma unroll
+      for (int i = 0; i < Tile::kLoads; ++i) tile.chunk(first + i * kStep, chunk) = v[i];
+    }
+    if (thread < Tile::kLines && has_line(thread))
+      stored = load_scales<kLinear>(p, at, c + thread, r >> p.block_shift, blocks());
+  }
+
+  // ---- out ----
+
+  // A thread decodes a word or two of eight lines, and stores a piece of as many rows.
+  BLOCKSCALE_DEVICE void store() {
+    constexpr int kPieces = Tile::kLines / kPiece, kPerWord = codes_per_word(kCodec);
+    constexpr int kEach = Tile::kWords * kPieces / kDecodeThreads;  // words
+    const int thread = static_cast<int>(threadIdx.x), piece = thread % kPieces;
+    const int first = thread / kPieces * kEach, line = piece * kPiece;
+    const int row = r + first * kPerWord, column = c + line, count = p.columns - column;
+    if (kRows != Rows::anywhere && count <= 0) return;
+    float factor[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j)
+      factor[j] = tile.factor(line + j, first * kPerWord >> p.block_shift);
+    const bool whole =
+        kRows == Rows::aligned && count >= kPiece && row + kEach * kPerWord <= at.rows;
+    const int64_t x = at.x + row * p.x.row_stride;
+    auto* to = static_cast<uint16_t*>(p.x.data) + x + column;
+    uint32_t largest = 0;
+#pragma unroll 1
+    for (int w = 0; w < kEach; ++w) {
+      uint32_t word[kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) word[j] = tile.word(line + j, first + w);
+      // The rows of a pair.
+      auto decode = [&](int pair, float(&v)[2][kPiece]) {
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          float two[2];
+          decode_pair<kCodec>(p.element, as_fp8<kCodec>(word[j], pair / 2), pair, two);
+          v[0][j] = __fmul_rn(factor[j], two[0]);
+          v[1][j] = __fmul_rn(factor[j], two[1]);
+        }
+      };
+      if (whole) {
+#pragma unroll
+        for (int pair = 0; pair < kPerWord / 2; ++pair) {
+          float v[2][kPiece];
+          decode(pair, v);
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            store_vector(to + code_of(kCodec, pair, i) * p.x.row_stride,
+                         convert_bf16x8(v[i], largest));
+        }
+        to += kPerWord * p.x.row_stride;
+      } else {
+#pragma unroll 1
+        for (int pair = 0; pair < kPerWord / 2; ++pair) {
+          float v[2][kPiece];
+          decode(pair, v);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int down = w * kPerWord + code_of(kCodec, pair, i);
+            const bool mine = row + down < at.rows && piece >= kHalo<kRows>;
+            store_piece<kRows>(p, x + down * p.x.row_stride, column, {mine ? count : 0, column > 0},
+                               v[i], true);
+          }
+        }
+      }
+    }
+    if (whole && has_nan(largest))
+      define_nans(to - kEach * kPerWord * p.x.row_stride, p.x.row_stride, kEach * kPerWord);
   }
 };
 
-// The tile at (tile_r, tile_c) of a matrix of `rows` rows at element x. A warp decodes a word, or
-// two, of every line, and stores whole pieces of rows.
-template <Codec kCodec, Rows kRows>
-BLOCKSCALE_DEVICE void decode_tile(const DequantizeParams& p, CodeTile<kCodec>& tile, int64_t x,
-                                   int rows, int tile_r, int tile_c) {
-  using Tile = CodeTile<kCodec>;
-  constexpr int kPerWord = codes_per_word(kCodec);
-  constexpr int kPieces = Tile::kLines / kPiece;  // of a row
-  const int thread = static_cast<int>(threadIdx.x), piece = thread % kPieces;
-  const int line = piece * kPiece, c = tile_c + line;
-#pragma unroll 1
-  for (int i = 0; i < kPieces * Tile::kWords; i += kDecodeThreads) {
-    // Two words of a warp are half a line apart, which is where their banks differ.
-    constexpr int kHalves = 32 / kPieces;
-    const int which = (i + thread) / 32 + thread % 32 / kPieces * (Tile::kWords / kHalves);
-    const int r = tile_r + which * kPerWord;
-    if (kRows != Rows::anywhere && (r >= rows || c >= p.columns)) continue;
-    uint32_t word[kPiece];
-    float factor[kPiece];
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) {
-      word[j] = tile.word(line + j, which);
-      factor[j] = tile.factor(line + j, which * kPerWord >> p.block_shift);
-    }
-    auto decode = [&](int pair) {
-      float v[2][kPiece];
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        float two[2];
-        decode_pair<kCodec>(p.element, as_fp8<kCodec>(word[j], pair / 2), pair, two);
-        v[0][j] = __fmul_rn(factor[j], two[0]);
-        v[1][j] = __fmul_rn(factor[j], two[1]);
-      }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int row = r + code_of(kCodec, pair, k), count = row < rows ? p.columns - c : 0;
-        store_piece<kRows>(p, x + row * p.x.row_stride, c, {count, piece > 0, piece == kPieces - 1},
-                           v[k], true);
-      }
-    };
-#pragma unroll 1
-    for (int pair = 0; pair < kPerWord / 2; pair += 2) {
-      decode(pair);
-      decode(pair + 1);
-    }
-  }
-}
-
 // Blocks of threads on a multiprocessor: as many as do not put registers into memory.
-constexpr int column_blocks(Rows rows) { return rows == Rows::aligned ? 5 : 4; }
+constexpr int kColumnBlocks = 4;
 
 template <Codec kCodec, Rows kRows>
-__global__ void __launch_bounds__(kDecodeThreads, column_blocks(kRows))
+__global__ void __launch_bounds__(kDecodeThreads, kColumnBlocks)
     dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
   after_previous();
   __shared__ CodeTile<kCodec> tile;
-  Ahead<kCodec> ahead;
-  ahead.load(p, blockIdx.x);
-  if (!ahead.there) return;
-  ahead.put(p, tile);
+  Columns<kCodec, kRows> columns(p, tile, blockIdx.x);
+  if (!columns.there) return;
+  columns.load();
   __syncthreads();
-  decode_tile<kCodec, kRows>(p, tile, ahead.at.x, ahead.at.rows, ahead.r, ahead.c);
+  columns.store();
 }
 
 // Rows of no group are 0; where offsets are wrong, everything is NaN.
@@ -415,10 +477,12 @@ void launch(DequantizeParams& p, NativeStream stream) {
     const int64_t all = runs * each * (groups ? tile_rows : p.x.batch);
     p.runs = Divisor(runs), p.parts = Divisor(each);
     p.all = static_cast<uint32_t>(all);
-    start(dequantize_rows_kernel<kCodec, kRows>,
-          static_cast<unsigned>(ceil_div(all, kDecodeThreads)), kDecodeThreads, 0, stream, p);
+    constexpr int kPieces = kDecodeThreads / 32 * (32 - kHalo<kRows>);  // of a block of threads
+    start(dequantize_rows_kernel<kCodec, kRows>, static_cast<unsigned>(ceil_div(all, kPieces)),
+          kDecodeThreads, 0, stream, p);
   } else {
-    const int64_t bands = ceil_div(p.columns, CodeTile<kCodec>::kLines * kAcross);
+    const int64_t bands =
+        ceil_div(p.columns, (CodeTile<kCodec>::kLines - kHalo<kRows> * kPiece) * kAcross);
     const int64_t all = bands * tile_rows * kAcross;
     p.bands = Divisor(tile_rows * kAcross), p.parts = Divisor(groups ? 1 : tiles_down);
     start(dequantize_columns_kernel<kCodec, kRows>, static_cast<unsigned>(all), kDecodeThreads, 0,

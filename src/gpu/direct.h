@@ -32,23 +32,30 @@ struct LineReader {
   using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
   const uint16_t* at;
   int64_t stride;
-  int before, count, left;
+  int count, left;
+  int most, least;  // of `left`, where all chunks around a run lie in the matrix
 
   BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
-      : at(static_cast<const uint16_t*>(x.data) + batch * x.batch_stride +
-           (lines > 0 ? line : 0) * x.row_stride + pos),
-        stride(x.row_stride),
-        before(pos),
-        count(x.columns - pos),
-        left(lines) {
+      : stride(x.row_stride), count(x.columns - pos), left(lines) {
+    const auto* matrix = static_cast<const uint16_t*>(x.data) + batch * x.batch_stride;
+    at = matrix + (lines > 0 ? line : 0) * stride + pos;
+    if constexpr (!kAligned) {
+      constexpr int kNone = 1 << 30;
+      const int64_t first = at - matrix, last = first + max(lines - 1, 0) * stride;
+      const int64_t end = (x.rows - 1) * stride + x.columns - 24;
+      most = first >= 7 ? lines : stride >= 7 && lines > 1 ? lines - 1 : -kNone;
+      least = last <= end ? -kNone : last - stride <= end ? 2 : kNone;
+    }
     keep(at);
   }
   BLOCKSCALE_DEVICE Run next() {
     Run run;
-    if constexpr (kAligned)
+    if constexpr (kAligned) {
       run = load_aligned(at, count);
-    else
-      run = load_around(at, before, count);
+    } else {
+      const bool inside = left <= most && left >= least;
+      run = load_around(at, inside || left > 0 ? count : 0, inside);
+    }
     if (--left > 0) at += stride;
     return run;
   }
@@ -123,9 +130,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
 
 // Blocks of threads that a multiprocessor holds.
 template <Pass kPass, bool kAligned>
-inline constexpr int kRowBlocks = kPass.fp4() ? 4
-                                  : kAligned  ? 3
-                                              : 2;
+inline constexpr int kRowBlocks = kPass.fp4() ? 4 : 3;
 
 template <class Row, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAligned>))

@@ -18,20 +18,25 @@ void launch(QuantizeParams& p, NativeStream stream) {
       set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
   start(kKernel, blocks, kThreads, kBytes, stream, p);
 }
-// FP4 goes by twos, and by eights where that leaves enough rounds of blocks of threads for the last
-// one not to count: its threads have much to do before they start.
+// Lines of a thread, of `lines` with `runs` runs each. The threads of FP4 have much to do before
+// they start: there are as many as the multiprocessors hold at a time, or, where that would leave
+// each with many lines, enough rounds of them for the last one not to count.
 template <Pass kPass>
-int lines_of_a_thread(int64_t runs) {
-  if (!kPass.fp4()) return lines_of_a_thread(runs, kDirectLines);
-  constexpr int kMost = 8, kRounds = 6;
-  const int64_t blocks = runs / (kMost * kDirectThreads);
-  if (blocks >= kRounds * kRowBlocks<kPass, true> * multiprocessors(current_device())) return kMost;
-  return std::max(2, lines_of_a_thread(runs, kDirectLines));
+int lines_of_a_thread(int64_t runs, int64_t lines) {
+  if (!kPass.fp4()) return lines_of_a_thread(runs * lines, kDirectLines);
+  constexpr int kMost = 24, kOften = 8, kRounds = 6;
+  constexpr bool kHeavy = kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic;
+  const int64_t threads =
+      int64_t{kRowBlocks<kPass, true>} * multiprocessors(current_device()) * kDirectThreads;
+  const int64_t each = ceil_div(lines, std::max<int64_t>(threads / runs, 1));
+  if (each <= kMost) return static_cast<int>(round_up(each, 2));
+  return kHeavy || runs * lines >= kRounds * kOften * threads ? kOften : kOften / 2;
 }
 template <class Row, bool kAligned>
 void launch_rows(QuantizeParams& p, NativeStream stream) {
   const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
-  const int each = lines_of_a_thread<Row::kPass>(int64_t{runs} * p.row.lines * p.row.out.batch);
+  const int each =
+      lines_of_a_thread<Row::kPass>(int64_t{runs} * p.row.out.batch, int64_t{p.row.lines});
   const int64_t all = runs * ceil_div(p.row.lines, each);
   const RowsParams d{p.x, p.row, Divisor(runs), static_cast<uint32_t>(all), each};
   const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),

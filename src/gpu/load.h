@@ -5,10 +5,11 @@
 
 namespace blockscale::gpu {
 
-// A run on its way, as the chunks of 16 bytes around it; `skew` elements lie before it.
+// A run on its way, as the chunks of 16 bytes around it; `skew` elements lie before it, and those
+// from `count` on are not of its row.
 struct RunAround {
   uint4 chunk[3];
-  int skew;
+  int skew, count;
 
   // All of it moves down by the skew: by 4 elements, by 2, and by 1.
   BLOCKSCALE_DEVICE PairRun pairs() const {
@@ -21,34 +22,41 @@ struct RunAround {
 #pragma unroll
     for (int i = 0; i < 9; ++i) by_2[i] = skew & 2 ? by_4[i + 1] : by_4[i];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      run.pair[i] = skew & 1 ? shift_right_in(by_2[i + 1], by_2[i], 16) : by_2[i];
+    for (int i = 0; i < 8; ++i) run.pair[i] = shift_right_in(by_2[i + 1], by_2[i], skew % 2 * 16);
+    if (count < kRun) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (2 * i >= count)
+          run.pair[i] = 0;
+        else if (2 * i + 1 == count)
+          run.pair[i] &= 0xFFFF;
+      }
+    }
     return run;
   }
 };
 
-// Eight BF16 at p, of which those from `begin` up to `end` are there, and zeros.
-BLOCKSCALE_DEVICE uint4 load_some(const uint16_t* p, int begin, int end) {
+// Eight BF16 at p, of which `count` are there, and zeros.
+BLOCKSCALE_DEVICE uint4 load_some(const uint16_t* p, int count) {
   uint32_t word[4] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (i >= begin && i < end) word[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
+    if (i < count) word[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
   return {word[0], word[1], word[2], word[3]};
 }
-// The run at p, zeros beyond the `count` elements that are there; of the same row `before` lie
-// before p. Nothing outside of the row is read, and no load waits for another.
-BLOCKSCALE_DEVICE RunAround load_around(const uint16_t* p, int before, int count) {
-  RunAround run;
-  run.skew = static_cast<int>(reinterpret_cast<uintptr_t>(p) / 2 % 8);
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const int first = 8 * i - run.skew;
-    run.chunk[i] = {};
-    if (i == 2 && run.skew == 0) continue;
-    if (first >= -before && first + 8 <= count)
-      run.chunk[i] = load_once(reinterpret_cast<const uint4*>(p + first));
-    else if (first < count)
-      run.chunk[i] = load_some(p + first, -before - first, count - first);
+// The run at p, zeros beyond the `count` elements of its row. `inside`: of the 24 elements from the
+// chunk of p on, all lie in the matrix, so that they can be read whatever their rows.
+BLOCKSCALE_DEVICE RunAround load_around(const uint16_t* p, int count, bool inside) {
+  RunAround run{{}, 0, count};
+  if (inside) {
+    run.skew = static_cast<int>(reinterpret_cast<uintptr_t>(p) / 2 % 8);
+    const auto* chunk = reinterpret_cast<const uint4*>(p - run.skew);
+    run.chunk[0] = load_once(chunk);
+    run.chunk[1] = load_once(chunk + 1);
+    if (run.skew != 0) run.chunk[2] = load_once(chunk + 2);
+  } else {
+    run.chunk[0] = load_some(p, count);
+    run.chunk[1] = load_some(p + 8, count - 8);
   }
   return run;
 }
@@ -65,7 +73,7 @@ struct RunAligned {
 BLOCKSCALE_DEVICE RunAligned load_aligned(const uint16_t* p, int count) {
   const auto* chunk = reinterpret_cast<const uint4*>(p);
   if (count >= kRun) return {load_once(chunk), load_once(chunk + 1)};
-  return {load_some(p, 0, count), load_some(p + 8, 0, count - 8)};
+  return {load_some(p, count), load_some(p + 8, count - 8)};
 }
 
 }  // namespace blockscale::gpu

@@ -101,6 +101,22 @@ inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, 
 }
 #endif
 
+// 16 bytes to shared memory without a register in between; they are there for all threads after
+// wait_for_chunks() and a barrier.
+BLOCKSCALE_DEVICE void begin_chunk(void* to, const void* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+#else
+  *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+#endif
+}
+BLOCKSCALE_DEVICE void wait_for_chunks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 #if defined(__HIPCC__)
 using Error_t = hipError_t;
 using NativeStream = hipStream_t;
@@ -288,12 +304,19 @@ BLOCKSCALE_DEVICE uint32_t warp_sum(uint32_t value) {
 #endif
 }
 
-// (high : low) >> n: the low word of the result. 0 < n < 32.
+// (high : low) >> n: the low word of the result; and << n: the high one. n < 32.
 BLOCKSCALE_DEVICE uint32_t shift_right_in(uint32_t high, uint32_t low, int n) {
 #if defined(__HIPCC__)
-  return high << (32 - n) | low >> n;
+  return high << 1 << (31 - n) | low >> n;
 #else
   return __funnelshift_r(low, high, static_cast<uint32_t>(n));
+#endif
+}
+BLOCKSCALE_DEVICE uint32_t shift_left_in(uint32_t high, uint32_t low, int n) {
+#if defined(__HIPCC__)
+  return high << n | low >> 1 >> (31 - n);
+#else
+  return __funnelshift_l(low, high, static_cast<uint32_t>(n));
 #endif
 }
 
@@ -345,6 +368,17 @@ BLOCKSCALE_DEVICE T& in_place(T& shared) {
   return *static_cast<T*>(__cvta_shared_to_generic(in_register(shared_address(&shared))));
 #else
   return shared;
+#endif
+}
+
+// 16 bytes at once, which the compiler would rather store word by word than bring together.
+BLOCKSCALE_DEVICE void store_vector(void* to, const uint4& v) {
+#if defined(__CUDACC__)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+#else
+  *static_cast<uint4*>(to) = v;
 #endif
 }
 

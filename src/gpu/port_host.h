@@ -118,6 +118,9 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t n) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (n & 31));
 }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t n) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << (n & 31) >> 32);
+}
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
   if (which & 0xFFFF8888) emulated::misuse("a permutation that replicates signs");
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;

@@ -29,6 +29,7 @@ struct RelayoutParams {
   int scale_bytes;
   LayoutTraits code_traits, scale_traits;  // of `to`
   Parts codes, scales;                     // found once: their divisions take a while
+  int copies_scales;                       // as they lie
   Extent used, padded;                     // scales of `to`, without and with its padding
   uint32_t spread;                         // every how many parts one is of scales
   Plan plan;                               // of groups: side 0 is `from`
@@ -78,15 +79,16 @@ BLOCKSCALE_DEVICE void store_chunk(uint8_t* to, int64_t count, const uint4& v) {
 // lie in pieces of 64 bytes or more then.
 constexpr int kCopied = 4, kPieceLines = 16, kPieceBytes = 1024;
 
-BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
-  const int64_t all = p.to.batch * p.t.code_bytes;
+// Part `part` of `all` bytes.
+BLOCKSCALE_DEVICE void copy_part(uint8_t* target, const uint8_t* source, int64_t all,
+                                 int64_t part) {
   const int64_t first = (part * kBlock * kCopied + threadIdx.x) * 16;
   const uintptr_t places =
-      reinterpret_cast<uintptr_t>(p.from.codes) | reinterpret_cast<uintptr_t>(p.to.codes);
+      reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target);
   uint4 v[kCopied];
   if (places % 16 == 0 && (part + 1) * kBlock * kCopied * 16 <= all) {
-    const auto* from = reinterpret_cast<const uint4*>(p.from.codes + first);
-    auto* to = reinterpret_cast<uint4*>(p.to.codes + first);
+    const auto* from = reinterpret_cast<const uint4*>(source + first);
+    auto* to = reinterpret_cast<uint4*>(target + first);
 #pragma unroll
     for (int i = 0; i < kCopied; ++i) v[i] = load_once(from + i * kBlock);
 #pragma unroll
@@ -96,33 +98,54 @@ BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
 #pragma unroll
   for (int i = 0; i < kCopied; ++i) {
     const int64_t at = first + i * kBlock * 16;
-    v[i] = load_chunk(p.from.codes + at, all - at);
+    v[i] = load_chunk(source + at, all - at);
   }
 #pragma unroll
   for (int i = 0; i < kCopied; ++i) {
     const int64_t at = first + i * kBlock * 16;
-    store_chunk(p.to.codes + at, all - at, v[i]);
+    store_chunk(target + at, all - at, v[i]);
   }
 }
-// How far 64 bytes of a line are from the next 64.
+BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
+  copy_part(p.to.codes, p.from.codes, p.to.batch * p.t.code_bytes, part);
+}
+
+// Where chunk (line, byte) of codes lies, and how far 64 bytes of a line are from the next 64.
+BLOCKSCALE_DEVICE int64_t chunk_at(Layout codes, const StoredShape& s, int line, int byte) {
+  const auto columns = static_cast<int>(s.code_columns);
+  if (codes == Layout::linear) return static_cast<int64_t>(line) * columns + byte;
+  constexpr int kMultiple = traits(Layout::mfma_16x16).column_multiple;
+  const int across = (columns + kMultiple - 1) & -kMultiple;
+  return static_cast<int64_t>(line / 16) * (16 * across) + byte * 16 + line % 16 * 16;
+}
 BLOCKSCALE_DEVICE int next_64(Layout codes) { return codes == Layout::linear ? 64 : 1024; }
 
 BLOCKSCALE_DEVICE void move_codes(const RelayoutParams& p, int batch, int row, int column) {
   const Layout from = p.from.layout.codes, to = p.to.layout.codes;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int64_t r = row * kPieceLines + warp % 2 * 8 + lane % 8;
-  const int64_t c = column * kPieceBytes + warp / 2 * 256 + lane / 8 * 16;
-  const uint8_t* source = p.from.codes + batch * p.f.code_bytes +
-                          layout_offset(from, p.f.code_rows, p.f.code_columns, r, c);
-  uint8_t* target = p.to.codes + batch * p.t.code_bytes +
-                    layout_offset(to, p.t.code_rows, p.t.code_columns, r, c);
-  const int64_t left = (r < p.t.lines ? p.t.line_bytes : 0) - c;
-  // Beyond the codes of a line is the padding of the layout, which is 0.
-  const int64_t kept = (r < round_up(p.t.lines, p.code_traits.row_multiple)
-                            ? round_up(p.t.line_bytes, p.code_traits.column_multiple)
-                            : 0) -
-                       c;
+  const int r = row * kPieceLines + warp % 2 * 8 + lane % 8;
+  const int c = column * kPieceBytes + warp / 2 * 256 + lane / 8 * 16;
+  const uint8_t* source = p.from.codes + batch * p.f.code_bytes + chunk_at(from, p.f, r, c);
+  uint8_t* target = p.to.codes + batch * p.t.code_bytes + chunk_at(to, p.t, r, c);
+  const auto lines = static_cast<int>(p.t.lines), bytes = static_cast<int>(p.t.line_bytes);
   uint4 v[4];
+  const uintptr_t places =
+      reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target);
+  if (places % 16 == 0 && r < lines && c + 256 <= bytes) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i] = load_once(reinterpret_cast<const uint4*>(source + i * next_64(from)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(target + i * next_64(to)) = v[i];
+    return;
+  }
+  const int left = (r < lines ? bytes : 0) - c;
+  // Beyond the codes of a line is the padding of the layout, which is 0.
+  const auto padded = [](int n, int multiple) { return (n + multiple - 1) & -multiple; };
+  const int kept =
+      (r < padded(lines, p.code_traits.row_multiple) ? padded(bytes, p.code_traits.column_multiple)
+                                                     : 0) -
+      c;
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = load_chunk(source + i * next_64(from), left - i * 64);
 #pragma unroll
@@ -278,6 +301,10 @@ BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_
 
 // ---- both ----
 
+BLOCKSCALE_HD Parts copied_parts(int64_t bytes) {
+  const int64_t count = ceil_div(bytes, kBlock * kCopied * 16);
+  return {1, static_cast<int>(count), count};
+}
 BLOCKSCALE_HD Parts parts_of(const LayoutTraits& layout, int64_t rows, int64_t columns,
                              int64_t batch, int part_rows, int part_columns) {
   const auto down = static_cast<int>(ceil_div(round_up(rows, layout.row_multiple), part_rows));
@@ -286,6 +313,7 @@ BLOCKSCALE_HD Parts parts_of(const LayoutTraits& layout, int64_t rows, int64_t c
   return {down, across, batch * down * across};
 }
 BLOCKSCALE_HD Parts scale_parts(const RelayoutParams& p) {
+  if (p.copies_scales) return copied_parts(p.to.batch * p.t.scale_count * p.scale_bytes);
   return parts_of(p.scale_traits, ceil_div(p.t.lines, p.t.scale_lines), p.t.blocks, p.to.batch,
                   kTile, 4 * kWords / p.scale_bytes);
 }
@@ -294,10 +322,7 @@ BLOCKSCALE_HD bool copies_codes(const RelayoutParams& p) {
   return p.from.layout.codes == p.to.layout.codes;
 }
 BLOCKSCALE_HD Parts code_parts(const RelayoutParams& p) {
-  if (copies_codes(p)) {
-    const int64_t count = ceil_div(p.to.batch * p.t.code_bytes, kBlock * kCopied * 16);
-    return {1, static_cast<int>(count), count};
-  }
+  if (copies_codes(p)) return copied_parts(p.to.batch * p.t.code_bytes);
   return parts_of(p.code_traits, p.t.lines, p.t.line_bytes, p.to.batch, kPieceLines, kPieceBytes);
 }
 
@@ -322,6 +347,10 @@ BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
     const uint32_t part = is_scales ? turn : n - min(turn + (between != 0), of_scales);
     if (!is_scales && copies_codes(p)) {
       copy_codes(p, part);
+      continue;
+    }
+    if (is_scales && p.copies_scales) {
+      copy_part(p.to.scales, p.from.scales, p.to.batch * p.t.scale_count * p.scale_bytes, part);
       continue;
     }
     const Parts& parts = is_scales ? p.scales : p.codes;
@@ -405,6 +434,13 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
   p.outers = to.spec.outer ? to.matrices() : 0;
   p.scale_bytes = scale_bytes(to.spec.scale);
   p.code_traits = traits(to.layout.codes), p.scale_traits = traits(to.layout.scales);
+  // Scales that keep their places, where they lie in halves of chunks.
+  const int64_t bytes = to.batch * p.t.scale_count * p.scale_bytes;
+  const auto places = reinterpret_cast<uintptr_t>(from.scales) |
+                      reinterpret_cast<uintptr_t>(to.scales) | static_cast<uintptr_t>(bytes);
+  p.copies_scales = !to.groups && from.layout.scales == Layout::linear &&
+                    to.layout.scales == Layout::linear && p.f.scale_lines == p.t.scale_lines &&
+                    places % 8 == 0;
   find_parts(p, true);
   const int64_t parts = p.scales.count + p.codes.count;
   if (parts == 0 && p.outers == 0 && !to.groups) return;

@@ -20,23 +20,35 @@ BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
     static_cast<uint16_t*>(x.data)[at] = x.dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
 }
 
-// Eight values as BF16. The conversion's NaN is 0x7FFF, the definition's 0x7FC0; where there may be
-// one, a maximum tells whether there is.
-BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v, bool may_be_nan) {
-  uint32_t pair[4], largest = 0;
+// Whether a maximum by max_magnitude_bf16x2() is NaN in either half.
+BLOCKSCALE_DEVICE bool has_nan(uint32_t largest) {
+  return (largest & 0x7FFF) > 0x7F80 || (largest >> 16 & 0x7FFF) > 0x7F80;
+}
+// The conversion's NaN is 0x7FFF, the definition's 0x7FC0.
+BLOCKSCALE_DEVICE uint32_t define_nan(uint32_t pair) {
+  if ((pair & 0x7FFF) > 0x7F80) pair = (pair & 0xFFFF0000) | 0x7FC0;
+  if ((pair >> 16 & 0x7FFF) > 0x7F80) pair = (pair & 0xFFFF) | 0x7FC00000;
+  return pair;
+}
+BLOCKSCALE_DEVICE uint4 define_nan(const uint4& v) {
+  return {define_nan(v.x), define_nan(v.y), define_nan(v.z), define_nan(v.w)};
+}
+// Eight values as BF16, with the conversion's NaN, and the largest magnitude of those and
+// `largest`.
+BLOCKSCALE_DEVICE uint4 convert_bf16x8(const float* v, uint32_t& largest) {
+  uint32_t pair[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     pair[i] = to_bf16x2(v[2 * i], v[2 * i + 1]);
-    if (may_be_nan) largest = max_magnitude_bf16x2(largest, pair[i]);
-  }
-  if ((largest & 0x7FFF) > 0x7F80 || (largest >> 16 & 0x7FFF) > 0x7F80) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((pair[i] & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF0000) | 0x7FC0;
-      if ((pair[i] >> 16 & 0x7FFF) > 0x7F80) pair[i] = (pair[i] & 0xFFFF) | 0x7FC00000;
-    }
+    largest = max_magnitude_bf16x2(largest, pair[i]);
   }
   return {pair[0], pair[1], pair[2], pair[3]};
+}
+// Eight values as BF16; where there may be a NaN, a maximum tells whether there is.
+BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v, bool may_be_nan) {
+  uint32_t largest = 0;
+  const uint4 piece = convert_bf16x8(v, largest);
+  return may_be_nan && has_nan(largest) ? define_nan(piece) : piece;
 }
 
 // Elements [begin, end) of the eight in `words`, whose first belongs at `to`.
@@ -47,15 +59,15 @@ BLOCKSCALE_DEVICE void store_some(uint16_t* to, const uint4& words, int begin, i
     if (i >= begin && i < end) to[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
 }
 
-// Where a piece lies in its row, for store_shifted(): how many of its elements are there, whether
-// the lane before holds the piece before, and whether no lane after could hold the one after.
+// Where a piece lies in its row, for store_shifted(): how many of its elements are there, and
+// whether there is a piece before, which the lane before holds then.
 struct PieceAt {
   int count;
-  bool follows, last;
+  bool follows;
 };
 // Pieces anywhere as whole 16 bytes of memory: a lane stores up to the last boundary within its
 // piece, from the boundary before, which lies in the piece of the lane before. All lanes of a warp
-// come here; those without a piece have a count of 0.
+// come here; those without a piece to store have a count of 0.
 BLOCKSCALE_DEVICE void store_shifted(uint16_t* to, const uint4& own, const PieceAt& at) {
   const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(to) / 2 % kPiece);
   const uint32_t w[8] = {shuffle_up(own.x),
@@ -74,14 +86,13 @@ BLOCKSCALE_DEVICE void store_shifted(uint16_t* to, const uint4& own, const Piece
 #pragma unroll
   for (int i = 0; i < 5; ++i) by_2[i] = skew & 2 ? by_4[i] : by_4[i + 1];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    out[i] = skew & 1 ? shift_right_in(by_2[i + 1], by_2[i], 16) : by_2[i + 1];
+  for (int i = 0; i < 4; ++i) out[i] = shift_left_in(by_2[i + 1], by_2[i], skew % 2 * 16);
   const uint4 chunk = {out[0], out[1], out[2], out[3]};
   if ((at.follows || skew == 0) && at.count + skew >= kPiece)
-    *reinterpret_cast<uint4*>(to - skew) = chunk;
+    store_vector(to - skew, chunk);
   else
     store_some(to - skew, chunk, at.follows ? 0 : skew, at.count + skew);
-  if ((at.last || at.count <= kPiece) && skew != 0) store_some(to, own, kPiece - skew, at.count);
+  if (at.count <= kPiece && skew != 0) store_some(to, own, kPiece - skew, at.count);
 }
 
 }  // namespace blockscale::gpu

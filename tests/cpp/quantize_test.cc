@@ -223,6 +223,27 @@ TEST_P(QuantizeTest, DequantizeIsTheReferenceInAnyStrides) {
   }
 }
 
+// BF16 rows that are wider than what a GPU's warp stores of one, each at another address.
+TEST_P(QuantizeTest, DequantizeStoresRowsThatStartAnywhere) {
+  constexpr int64_t kRows = 135, kColumns = 523;
+  for (const char* name : {"fp8_1x128", "fp8_128x128", "mxfp8", "nvfp4", "mxfp4"})
+    for (const int axis : {-1, -2}) {
+      SCOPED_TRACE(std::string(name) + " axis " + std::to_string(axis));
+      Random random(seed());
+      const QuantSpec spec = parse_spec(name);
+      const Input x(DType::bf16, 1, kRows, kColumns, Strides::row_major, random_values(random));
+      Output q(spec, {}, axis, kRows, kColumns);
+      reference::quantize(x.view(), q.view, {});
+      Guarded want(2 * kRows * kColumns), got(2 * kRows * kColumns);
+      const auto matrix = [](Guarded& g) {
+        return Matrix{g.data(), DType::bf16, kRows, kColumns, kColumns, 1, 1, 0};
+      };
+      reference::dequantize(as_const(q.view), matrix(want));
+      runner->dequantize(q, matrix(got), got, seed());
+      ASSERT_EQ(got.difference(want), "");
+    }
+}
+
 TEST_P(QuantizeTest, RelayoutIsQuantizingIntoThatLayoutAndComesBack) {
   for (int i = 0; i < kCases; ++i) {
     const Case c(seed(), 4000000 + i);
