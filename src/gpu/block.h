@@ -46,14 +46,16 @@ BLOCKSCALE_DEVICE bool is_far(float inv, uint32_t amax) {
          __fmul_rn(bit_cast<float>(amax), inv) > kStochasticSafe;
 }
 
-// The random bits of the runs at `pos`, a global coordinate, of all lines.
+// The random bits of the runs at `pos` of a matrix, of all lines.
 struct RandomRuns : RandomLines {
   uint32_t beside;  // kBesideRandom
 };
 template <Pass kPass>
-BLOCKSCALE_DEVICE RandomRuns random_runs(const Side& s, const Rng& rng, int plane, int64_t pos) {
+BLOCKSCALE_DEVICE RandomRuns random_runs(const Side& s, const MatrixAt& m, int plane, int pos) {
   if (kPass.encoder == Encoder::fp4_stochastic || (kPass.any() && s.out.spec.stochastic()))
-    return {RandomLines(rng, plane, static_cast<uint32_t>(pos / kElementsPerPhilox)),
+    return {RandomLines(m.rng, plane,
+                        (static_cast<uint32_t>(s.origin_pos) + static_cast<uint32_t>(pos)) /
+                            kElementsPerPhilox),  // global coordinates are below 2^32
             in_register(kBesideRandom)};
   return {};
 }

@@ -218,8 +218,8 @@ BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_li
 
 template <Pass kPass, class Loader, class Turn>
 BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::Tile& tile,
-                                        const Side& s, const MatrixAt& m, const Rng& rng,
-                                        const TileAt& at, BlockTables* tables, Stage<kPass>& stage,
+                                        const Side& s, const MatrixAt& m, const TileAt& at,
+                                        BlockTables* tables, Stage<kPass>& stage,
                                         const Turn& turn) {
   const bool square = is_square<kPass>(s);
   const int block = block_length<kPass>(s);
@@ -242,7 +242,7 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
     __syncthreads();
     tables->clear(turn.three == 0 ? 2 : turn.three - 1);
   }
-  const RandomRuns random = random_runs<kPass>(s, rng, 1, s.origin_pos + at.row + g * kRun);
+  const RandomRuns random = random_runs<kPass>(s, m, 1, at.row + g * kRun);
   auto column = [&](auto which) {
     constexpr int kWhich = decltype(which)::value;
     const int line = first + kWhich;

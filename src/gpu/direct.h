@@ -70,7 +70,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
   if constexpr (kPass.fp4()) {
     typename Reader::Run even = reader.next();
     const MatrixAt m = loaded();
-    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
     RowTarget<kPass> to(s, m, line, pos);
     auto quantize = [&](const typename Reader::Run& run, int i) {
       Values values;
@@ -94,7 +94,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) runs[i] = reader.next();
     const MatrixAt m = loaded();
-    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
     RowTarget<kPass> to(s, m, line, pos);
     Values values[kDirectLines];
     uint32_t amax[kDirectLines];

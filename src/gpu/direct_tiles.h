@@ -24,6 +24,8 @@ struct DirectMemory {
   uint32_t column_amax[kDirectWarps][kTile];       // by warp
   float column_inv[kTile];
   Outer outer[2];
+
+  BLOCKSCALE_DEVICE static void sync() { __syncthreads(); }
 };
 // One output at a tile: as it was given, or with the extents of the tile's group.
 template <bool kGrouped>
@@ -60,8 +62,8 @@ struct OutputAt<true> {
 
 // The rows of a tile: a warp has 16 lines of 8 runs. reader_at(line and run of the tile, lines that
 // are there) is what reads them.
-template <Pass kPass, class Output, class ReaderAt, class Loaded>
-BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, DirectMemory& memory,
+template <Pass kPass, class Output, class Memory, class ReaderAt, class Loaded>
+BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory& memory,
                                     const ReaderAt& reader_at, const Loaded& loaded) {
   const Side& s = out.side;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -95,12 +97,12 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, DirectM
     if constexpr (kWarps > 1) {
       const int run = lane % kRunsPerLine;
       memory.row_amax[warp * kRunsPerLine + run] = amax;
-      __syncthreads();
+      memory.sync();
 #pragma unroll
       for (int i = 0; i < kWarps; ++i)
         amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
     }
-    const RandomRuns random = random_runs<kPass>(s, rng_of(s), 0, s.origin_pos + pos);
+    const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
     const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) {
 #pragma unroll
       for (auto& run : values) run.cut(inv);
@@ -173,6 +175,21 @@ struct ColumnPart {
     else
       load_rows(false);
   }
+  // The same of a tile that is there.
+  BLOCKSCALE_DEVICE void read(const Bf16Tile& tile, PairColumns* in) const {
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(tile.chunk) + (run * kRun * kTile + first) / 2;
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i, words += kTile / 2) {
+      if constexpr (kWide == 4) {
+        const uint2 four = *reinterpret_cast<const uint2*>(words);
+        in[0].pair[i] = four.x;
+        in[1].pair[i] = four.y;
+      } else {
+        in[i / kRun].pair[i % kRun] = *words;
+      }
+    }
+  }
   BLOCKSCALE_DEVICE void keep(const PairColumns* in, KeptTile& tile) const {
     uint8_t* to = tile.at(run * kRun, first);
 #pragma unroll
@@ -187,14 +204,14 @@ struct ColumnPart {
 };
 
 // 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
-template <Pass kPass>
+template <Pass kPass, class Memory>
 BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint32_t* amax,
-                                    int first, DirectMemory& memory, Stage<kPass>& stage) {
+                                    int first, Memory& memory, Stage<kPass>& stage) {
   static_assert(kPass.block() == kTile && ColumnPart<kPass>::kWide == 4);
   const int warp = static_cast<int>(threadIdx.x / 32), line = static_cast<int>(threadIdx.x);
   *reinterpret_cast<uint4*>(&memory.column_amax[warp][first]) = {amax[0], amax[1], amax[2],
                                                                  amax[3]};
-  __syncthreads();
+  memory.sync();
   if (line < kTile) {
     uint32_t largest = memory.column_amax[0][line];
 #pragma unroll
@@ -203,28 +220,25 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
     memory.column_inv[line] = b.inv;
     stage_scale<kPass>(s, stage, b.stored, line, 0);
   }
-  __syncthreads();
+  memory.sync();
 }
 
-// The columns of a tile, into the stage; the tile itself is kept where there is `kept`.
-template <Pass kPass, bool kAligned, class Output, class Loaded>
-BLOCKSCALE_DEVICE void columns_of_tile(const Source& x, const Output& out, const TileAt& at,
-                                       DirectMemory& memory, Stage<kPass>& stage, KeptTile* kept,
-                                       const Loaded& loaded) {
+// The columns of a tile, into the stage; load(part, where to) brings them.
+template <Pass kPass, class Output, class Memory, class Load>
+BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memory& memory,
+                                       Stage<kPass>& stage, const Load& load) {
   const Side& s = out.side;
   using Part = ColumnPart<kPass>;
   using Values = ColumnValues<kPass, Bf16Tile>;
   constexpr int kBlock = kPass.block(), kWide = Part::kWide;
   const Part part;
   PairColumns in[2];
-  part.template load<kAligned>(x, at, in);
-  loaded();
-  if (kept) part.keep(in, *kept);
+  load(part, in);
   const MatrixAt m = out.template matrix<kPass>(at, memory.outer[1]);
   RandomRuns random[Part::kRuns];
 #pragma unroll
   for (int i = 0; i < Part::kRuns; ++i)
-    random[i] = random_runs<kPass>(s, rng_of(s), 1, s.origin_pos + at.row + (part.run + i) * kRun);
+    random[i] = random_runs<kPass>(s, m, 1, at.row + (part.run + i) * kRun);
   auto encode = [&](const Values& values, auto which, float inv, uint32_t amax,
                     const RandomRuns& runs, uint32_t line) {
     constexpr int kWhich = decltype(which)::value;
@@ -362,15 +376,19 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
                        reader_at, loaded);
   } else {
     const OutputAt<kGrouped> column(p.column, memory.group, Constant<1>{});
-    KeptTile* kept = nullptr;
-    if constexpr (Memory::kKeeps) kept = &memory.kept;
-    columns_of_tile<kColumn, kAligned>(x, column, at, direct, memory.stage, kept, loaded);
+    columns_of_tile<kColumn>(column, at, direct, memory.stage, [&](const auto& part, auto* in) {
+      part.template load<kAligned>(x, at, in);
+      loaded();
+      if constexpr (Memory::kKeeps) part.keep(in, memory.kept);
+    });
     __syncthreads();
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
         memory.stage);
     if constexpr (Memory::kKeeps) {
-      const auto reader_at = [&](int line, int run, int) { return KeptReader(*kept, line, run); };
+      const auto reader_at = [&](int line, int run, int) {
+        return KeptReader(memory.kept, line, run);
+      };
       rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
                          reader_at, [] {});
     }

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "gpu/direct_tiles.h"
+#include "gpu/copied_tiles.h"
 #include "gpu/kernels.h"
 #include "gpu/quantize.h"
 
@@ -55,6 +55,41 @@ void launch_tiles(QuantizeParams& p, NativeStream stream) {
   start(kKernel, grid, kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, p.column, p.groups});
 }
 
+// Tiles by the copy engine, where there are enough for its longer start not to count.
+template <class Row, class Column>
+void launch_copied(QuantizeParams& p, NativeStream stream) {
+  constexpr auto kKernel = copied_kernel<Row, Column>;
+  using Memory = CopiedMemory<Row, Column>;
+  const int most = prepare<kKernel>(sizeof(Memory));
+  constexpr int kRounds = 8;
+  if (!p.copies || p.tiles < kRounds * Memory::kRows * most)
+    return launch_tiles<Row, Column, true>(p, stream);
+  const int bands = static_cast<int>(ceil_div(p.tiles_across, kSideways));
+  const CopiedParams d{p.x,
+                       p.row,
+                       p.column,
+                       Divisor(int64_t{p.tiles_down} * p.tiles_across),
+                       Divisor(int64_t{p.tiles_down} * kSideways),
+                       Divisor(p.tiles_across - (bands - 1) * kSideways),
+                       static_cast<uint32_t>(bands),
+                       static_cast<uint32_t>(p.tiles)};
+  start(kKernel, dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows),
+        sizeof(Memory), stream, d);
+}
+// Whether they go faster so: where a tile takes many instructions, a few percent.
+template <Pass kRow, Pass kColumn>
+inline constexpr bool kCopied = kCopyEngine&& kColumn.fp4() &&
+                                ((kColumn.hadamard &&
+                                  (kRow.present() || kColumn.encoder == Encoder::fp4_nearest)) ||
+                                 (kRow.square && kColumn.square));
+template <class Row, class Column>
+constexpr Launcher aligned_launcher() {
+  if constexpr (kCopied<Row::kPass, Column::kPass>)
+    return launch_copied<Row, Column>;
+  else
+    return launch_tiles<Row, Column, true>;
+}
+
 using None = PassType<Encoder::none>;
 using Any = PassType<Encoder::any>;
 template <Encoder kElement, Format kScale>
@@ -86,7 +121,7 @@ constexpr Launcher grouped_launcher() {
     return nullptr;
 }
 template <class Row, class Column>
-inline constexpr Entry kEntry{Row::kPass, Column::kPass, launch_tiles<Row, Column, true>,
+inline constexpr Entry kEntry{Row::kPass, Column::kPass, aligned_launcher<Row, Column>(),
                               launch_tiles<Row, Column, false>, grouped_launcher<Row, Column>()};
 template <class P>
 inline constexpr Entry kRows{P::kPass, None::kPass, launch_rows<P, true>, launch_rows<P, false>,

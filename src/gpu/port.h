@@ -31,7 +31,9 @@ namespace blockscale::gpu {
 #if defined(__HIPCC__)
 #define __grid_constant__  // parameters of a kernel are in constant memory anyway
 #endif
-#if !defined(__CUDACC__)
+#if defined(BLOCKSCALE_EMULATE)
+inline constexpr bool kCopyEngine = true;  // port_host.h
+#elif !defined(__CUDACC__)
 inline constexpr bool kCopyEngine = false;
 struct CopyMap {};
 struct CopyBarrier {};
@@ -95,7 +97,7 @@ BLOCKSCALE_DEVICE void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-#if !defined(__CUDACC__)
+#if defined(__HIPCC__)
 inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
   return false;
 }
@@ -224,7 +226,7 @@ inline std::string device_text() {
 // A launch. On CUDA its blocks may enter the device while the kernel before is in its last ones, so
 // that the start of one hides behind the end of the other: see after_previous().
 template <class... Params, class... Args>
-void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t shared_bytes,
+void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
            NativeStream stream, const Args&... args) {
 #if defined(__CUDACC__)
   cudaLaunchAttribute early{};
@@ -232,7 +234,7 @@ void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
-  config.blockDim = dim3(threads);
+  config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
@@ -270,6 +272,16 @@ BLOCKSCALE_DEVICE uint32_t shuffle_up(uint32_t value, int by = 1) {
   return static_cast<uint32_t>(__shfl_up(static_cast<int>(value), by, 32));
 #else
   return __shfl_up_sync(~0u, value, by);
+#endif
+}
+
+// Waits for the kThreads threads of the calling one's row (threadIdx.y) of the block.
+template <int kThreads>
+BLOCKSCALE_DEVICE void sync_row() {
+#if defined(__CUDACC__)
+  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "n"(kThreads) : "memory");
+#elif defined(BLOCKSCALE_EMULATE)
+  emulated::barrier(threadIdx.y + 1);
 #endif
 }
 

@@ -23,7 +23,7 @@ namespace {
 constexpr unsigned kWarp = 32, kMaxThreads = 1024;
 constexpr size_t kStackBytes = 256 * 1024;
 
-enum class State { ready, at_exchange, at_barrier, done };
+enum class State { ready, at_exchange, at_barrier, yielding, done };
 
 // One of the contexts that the calling thread switches between. A context is entered by ucontext,
 // and then by the cheaper longjmp; AddressSanitizer is told of every change of stacks.
@@ -41,6 +41,7 @@ struct Fiber {
   State state = State::done;
   uint32_t value = 0;  // given to an exchange, and got from it
   unsigned from = 0;
+  unsigned barrier = 0;  // its number
   std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
 };
 
@@ -48,6 +49,8 @@ struct Machine {
   std::vector<std::unique_ptr<Fiber>> fibers;
   Context scheduler;
   unsigned current = 0, threads = 0;
+  dim3 shape;  // of the threads
+  bool progress = false;
   const std::function<void()>* body = nullptr;
   bool backwards = false;
 };
@@ -105,7 +108,7 @@ void make_fibers(unsigned count) {
 
 void resume(unsigned thread) {
   machine.current = thread;
-  threadIdx = dim3(thread, 0, 0);
+  threadIdx = dim3(thread % machine.shape.x, thread / machine.shape.x, 0);
   change(machine.scheduler, machine.fibers[thread]->context, nullptr);
 }
 
@@ -134,7 +137,7 @@ void complete_exchange(unsigned first) {
   }
 }
 
-// Until every lane is at a barrier of the block, or done.
+// Until every lane is at a barrier of the block, has given way to others, or is done.
 void run_warp(unsigned first) {
   const unsigned end = std::min(first + kWarp, machine.threads);
   for (;;) {
@@ -144,6 +147,7 @@ void run_warp(unsigned first) {
     }
     const unsigned waiting = count_in(State::at_exchange, first, end);
     if (waiting == 0) return;
+    if (waiting < kWarp && count_in(State::yielding, first, end) > 0) return;
     if (waiting < kWarp)
       misuse("warp " + std::to_string(first / kWarp) + ": " + std::to_string(waiting) +
              " lanes at an exchange, " + std::to_string(count_in(State::at_barrier, first, end)) +
@@ -152,17 +156,34 @@ void run_warp(unsigned first) {
   }
 }
 
+// Lets threads [first, end) go on, if all of them are at barrier `number`.
+bool release(unsigned number, unsigned first, unsigned end) {
+  for (unsigned t = first; t < end; ++t) {
+    const Fiber& f = *machine.fibers[t];
+    if (f.state != State::at_barrier || f.barrier != number) return false;
+  }
+  for (unsigned t = first; t < end; ++t) machine.fibers[t]->state = State::ready;
+  return true;
+}
+
 void run_block() {
   const unsigned threads = machine.threads, warps = (threads + kWarp - 1) / kWarp;
+  const dim3& shape = machine.shape;
   for (unsigned t = 0; t < threads; ++t) machine.fibers[t]->state = State::ready;
   for (;;) {
+    machine.progress = false;
     for (unsigned i = 0; i < warps; ++i) run_warp(turn(i, warps) * kWarp);
-    const unsigned waiting = count_in(State::at_barrier, 0, threads);
-    if (waiting == 0) return;
-    if (waiting < threads)
-      misuse(std::to_string(waiting) + " of " + std::to_string(threads) +
-             " threads at a barrier, the others returned");
-    for (unsigned t = 0; t < threads; ++t) machine.fibers[t]->state = State::ready;
+    if (count_in(State::done, 0, threads) == threads) return;
+    bool released = release(0, 0, threads);
+    for (unsigned row = 0; row < shape.y; ++row)
+      released |= release(row + 1, row * shape.x, (row + 1) * shape.x);
+    if (!released && !machine.progress)
+      misuse(std::to_string(count_in(State::at_barrier, 0, threads)) + " of " +
+             std::to_string(threads) + " threads at a barrier, " +
+             std::to_string(count_in(State::yielding, 0, threads)) +
+             " waiting for a copy, the others returned");
+    for (unsigned t = 0; t < threads; ++t)
+      if (machine.fibers[t]->state == State::yielding) machine.fibers[t]->state = State::ready;
   }
 }
 
@@ -174,7 +195,12 @@ void misuse(const std::string& what) {
   std::abort();
 }
 
-void barrier() { pause(State::at_barrier); }
+void barrier(unsigned number) {
+  machine.fibers[machine.current]->barrier = number;
+  pause(State::at_barrier);
+}
+void yield() { pause(State::yielding); }
+void progress() { machine.progress = true; }
 
 uint32_t exchange(uint32_t value, unsigned from) {
   Fiber& self = *machine.fibers[machine.current];
@@ -183,16 +209,18 @@ uint32_t exchange(uint32_t value, unsigned from) {
   return self.value;
 }
 
-void run(const dim3& grid, unsigned threads, size_t shared_bytes,
+void run(const dim3& grid, const dim3& shape, size_t shared_bytes,
          const std::function<void()>& body) {
+  const unsigned threads = shape.x * shape.y;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y >= 1 << 16 || grid.z >= 1 << 16 ||
       threads == 0 || threads > kMaxThreads || shared_bytes > kSharedBytes)
     misuse("a launch that no GPU would take");
   make_fibers(threads);
   machine.threads = threads;
+  machine.shape = shape;
   machine.body = &body;
   machine.backwards = !machine.backwards;
-  gridDim = grid, blockDim = dim3(threads);
+  gridDim = grid, blockDim = shape;
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {

@@ -52,10 +52,13 @@ extern uint8_t dynamic_shared[kSharedBytes];
 extern const void* last_kernel;  // the one that was launched last
 
 // Runs body() as every thread of every block of the grid.
-void run(const dim3& grid, unsigned threads, size_t shared_bytes,
+void run(const dim3& grid, const dim3& threads, size_t shared_bytes,
          const std::function<void()>& body);
-// From within a kernel: until all threads of the block that have not returned are there.
-void barrier();
+// From within a kernel: until all threads of the block are there, or those of row `number` - 1.
+void barrier(unsigned number = 0);
+// Lets the other threads go on; some have to, until one calls progress().
+void yield();
+void progress();
 // The value of lane `from` of the warp, once all 32 lanes are there.
 uint32_t exchange(uint32_t value, unsigned from);
 [[noreturn]] void misuse(const std::string& what);
@@ -66,7 +69,7 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 using NativeStream = void*;
 template <class... Params, class... Args>
-void start(void (*kernel)(Params...), const dim3& grid, unsigned threads, size_t shared_bytes,
+void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
            NativeStream, const Args&... args) {
   emulated::last_kernel = reinterpret_cast<const void*>(kernel);
   const std::tuple<std::remove_const_t<Params>...> given(args...);
@@ -99,6 +102,52 @@ inline uint32_t atomicMax(uint32_t* p, uint32_t value) {
   const uint32_t before = *p;
   *p = std::max(before, value);
   return before;
+}
+
+inline uint32_t atomicAdd(uint32_t* p, uint32_t value) {
+  const uint32_t before = *p;
+  *p += value;
+  return before;
+}
+
+// ---- the copy engine: what is asked for is there at once ----
+
+struct CopyMap {
+  const uint16_t* data;
+  int64_t rows, columns, row_stride, batch_stride;
+  int box;
+};
+inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t,
+                     int64_t row_stride, int64_t batch_stride, int box) {
+  map = {static_cast<const uint16_t*>(data), rows, columns, row_stride, batch_stride, box};
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_stride % 8 == 0 &&
+         batch_stride % 8 == 0 && row_stride >= columns;
+}
+struct CopyBarrier {
+  int arrivals, left;
+  uint32_t phase;
+};
+inline void init(CopyBarrier& b, int arrivals) { b = {arrivals, arrivals, 0}; }
+inline void arrive(CopyBarrier& b) {
+  if (--b.left > 0) return;
+  b.left = b.arrivals;
+  b.phase ^= 1;
+  emulated::progress();
+}
+inline void wait(const CopyBarrier& b, uint32_t parity) {
+  while (b.phase == (parity & 1)) emulated::yield();
+}
+inline void copy_tile(void* to, int bytes, const CopyMap& map, int column, int row, int batch,
+                      CopyBarrier& done) {
+  if (reinterpret_cast<uintptr_t>(to) % 128 != 0 || bytes != 2 * map.box * map.box)
+    emulated::misuse("a copy that the engine would not make");
+  auto* out = static_cast<uint16_t*>(to);
+  for (int64_t r = row; r < row + map.box; ++r)
+    for (int64_t c = column; c < column + map.box; ++c)
+      *out++ = r < map.rows && c < map.columns
+                   ? map.data[batch * map.batch_stride + r * map.row_stride + c]
+                   : uint16_t{0};
+  arrive(done);
 }
 
 // ---- arithmetic; the file is compiled without contraction ----

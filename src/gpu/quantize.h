@@ -93,9 +93,6 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
 
   Current<kGrouped && kRows> row(p.row);
   Current<kGrouped && kColumns> column(p.column);
-  Rng row_rng, column_rng;
-  if constexpr (kRows) row_rng = rng_of(p.row);
-  if constexpr (kColumns) column_rng = rng_of(p.column);
   int before = -1;
   Turn<kAhead + 1> turn;
 #pragma unroll 1
@@ -111,12 +108,12 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     if constexpr (kGrouped) cut(tile, walk.rows_left());
     if constexpr (kRows) {
       row.move(p.plan, 0, at, before);
-      quantize_rows<kRow>(loader, tile, !kColumns, row.side, row.matrix, row_rng, at,
+      quantize_rows<kRow>(loader, tile, !kColumns, row.side, row.matrix, at,
                           shared.row.tables.get(), turn);
     }
     if constexpr (kColumns) {
       column.move(p.plan, 1, at, before);
-      quantize_columns<kColumn>(loader, tile, column.side, column.matrix, column_rng, at,
+      quantize_columns<kColumn>(loader, tile, column.side, column.matrix, at,
                                 shared.column.tables.get(), shared.column.stage[turn.two], turn);
     }
     before = at.batch;

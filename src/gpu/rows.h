@@ -136,8 +136,7 @@ inline constexpr int kRowRuns = kTile / kRowStep;
 template <Pass kPass, class Loader, class Turn>
 BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile& tile,
                                      bool last_reader, const Side& s, const MatrixAt& m,
-                                     const Rng& rng, const TileAt& at, BlockTables* tables,
-                                     const Turn& turn) {
+                                     const TileAt& at, BlockTables* tables, const Turn& turn) {
   using Tile = typename Loader::Tile;
   const bool square = is_square<kPass>(s);
   const int block = block_length<kPass>(s);
@@ -162,7 +161,7 @@ BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile
     tables->clear(turn.three == 0 ? 2 : turn.three - 1);
   }
   const int c = at.column + pos;
-  const RandomRuns random = random_runs<kPass>(s, rng, 0, s.origin_pos + c);
+  const RandomRuns random = random_runs<kPass>(s, m, 0, c);
 #pragma unroll
   for (int i = 0; i < kRowRuns; ++i) {
     const int line = first + i * kRowStep, r = at.row + line;

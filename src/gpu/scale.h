@@ -51,12 +51,17 @@ struct MatrixAt {
   uint8_t* codes;
   uint8_t* scales;
   uint32_t line;  // its first line, counted through the batch and from the origin
+  Rng rng;
 };
+BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
+  if (!s.seed) return s.rng;
+  return {static_cast<uint64_t>(*s.seed) + s.rng.seed, static_cast<uint64_t>(*s.offset)};
+}
 BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch, const Outer& outer) {
   const int bytes = s.out.spec.scale == Format::fp32 ? 4 : 1;
   return {outer, s.out.codes + batch * s.shape.code_bytes,
           s.out.scales + batch * s.shape.scale_count * bytes,
-          static_cast<uint32_t>(s.origin_line + batch * s.shape.lines)};
+          static_cast<uint32_t>(s.origin_line + batch * s.shape.lines), rng_of(s)};
 }
 
 // Group `group` instead: its extents go to `s`, a copy of `whole`.
@@ -73,7 +78,7 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
   s.scale_words = whole.scale_words && (at.blocks | at.scale_columns | at.scales) % 4 == 0;
   const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
   return {outer, whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
-          static_cast<uint32_t>(whole.origin_line + at.line)};
+          static_cast<uint32_t>(whole.origin_line + at.line), rng_of(whole)};
 }
 
 // The group of a tile, with the same result. Operand 1 has groups along the contraction axis.
@@ -96,12 +101,8 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const GroupTile&
   s.code_pairs = whole.code_pairs && (codes | s.line_bytes | s.padded / 2) % 16 == 0;
   s.scale_words = whole.scale_words && (s.blocks | s.scale_columns | scales) % 4 == 0;
   const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
-  return {no_outer(), whole.out.codes + codes, whole.out.scales + scales * bytes, line};
-}
-
-BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
-  if (!s.seed) return s.rng;
-  return {static_cast<uint64_t>(*s.seed) + s.rng.seed, static_cast<uint64_t>(*s.offset)};
+  return {no_outer(), whole.out.codes + codes, whole.out.scales + scales * bytes, line,
+          rng_of(whole)};
 }
 
 struct Block {

@@ -53,6 +53,8 @@ void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
     columns.pair[i] |= bits;
     columns.pair[kRun - 1 - i] |= bits << 16;
   }
+  MatrixAt at{};
+  at.rng = rng;
   RowValues<kPass, Bf16Tile> row;
   row.take(run, side);
   ColumnValues<kPass, Bf16Tile> both;
@@ -64,7 +66,7 @@ void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
     both.template cut<0>(inv);
     both.template cut<1>(inv);
   }
-  const RandomRuns random_of = random_runs<kPass>(side, rng, 1, 16 * position);
+  const RandomRuns random_of = random_runs<kPass>(side, at, 1, 16 * position);
   auto encode = [&](const auto& unpack, const RunSigns& signs) {
     float values[kRun], multiplier = inv;
     unpack(multiplier, values);
