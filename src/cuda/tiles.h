@@ -12,6 +12,7 @@ struct TileShape {
   int waves;          // wgmmas of a warpgroup, 64 rows each
   int n;              // columns of a wgmma
   int stages;         // of the ring
+  int line_stages;    // the same where every column has a scale
   int cluster;        // CTAs that work together
   bool split;         // on one tile, a part of K each; else they share an operand
   bool e5m2;          // also compiled for E5M2 operands
@@ -24,17 +25,27 @@ struct TileShape {
   constexpr int parts() const { return split ? cluster : 1; }
   constexpr int unit_rows() const { return rows() * (pairs_columns() ? 1 : sharing()); }
   constexpr int unit_columns() const { return columns() * (pairs_columns() ? sharing() : 1); }
+
+  // Of the output, 64 rows of 128 bytes each, a warpgroup stages in shared memory at once as many
+  // as fit beside the stages of codes and scales, barriers and 1024 groups.
+  constexpr int chunks(bool square) const {
+    if (split || n % 64 != 0) return 0;
+    const int stage = (rows() + columns()) * (128 + 4) + 256;
+    const int left = 227 * 1024 - 10240 - (square ? stages : line_stages) * stage;
+    const int fit = left / (groups * 8192), all = waves * n / 64;
+    return fit < all ? fit : all;
+  }
 };
 
 inline constexpr TileShape kTiles[] = {
-    {2, false, 2, 128, 3, 2, false, true},   // 256 x 128
-    {3, false, 1, 128, 4, 2, false, false},  // 192 x 128
-    {2, false, 1, 128, 5, 1, false, true},   // 128 x 128
-    {2, true, 1, 64, 8, 1, false, true},     // 64 x 128
-    {2, true, 1, 32, 12, 1, false, false},   // 64 x 64
-    {2, true, 1, 16, 16, 1, false, false},   // 64 x 32
-    {2, true, 1, 64, 8, 4, true, false},     // 64 x 128, K in 4
-    {2, true, 1, 32, 12, 2, true, false},    // 64 x 64, K in 2
+    {2, false, 2, 128, 3, 4, 2, false, true},   // 256 x 128
+    {3, false, 1, 128, 4, 4, 2, false, false},  // 192 x 128
+    {2, false, 1, 128, 5, 5, 1, false, true},   // 128 x 128
+    {2, true, 1, 64, 8, 8, 1, false, true},     // 64 x 128
+    {2, true, 1, 32, 12, 12, 1, false, false},  // 64 x 64
+    {2, true, 1, 16, 16, 16, 1, false, false},  // 64 x 32
+    {2, true, 1, 64, 8, 8, 4, true, false},     // 64 x 128, K in 4
+    {2, true, 1, 32, 12, 12, 2, true, false},   // 64 x 64, K in 2
 };
 inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 

@@ -22,11 +22,16 @@ const TileShape& chosen(const GemmSize& s) { return kTiles[choose_tile(s)]; }
 // What the kernel asks of a tile, whichever is added to the table.
 TEST(Tiles, FitTheMachine) {
   for (const TileShape& t : kTiles) {
-    // Stages of both operands and their scales, and a tile of output in BF16, in 227 KB, with room
-    // for barriers and 1024 groups.
+    // Stages of both operands and their scales, and what is staged of the output, in 227 KB, with
+    // room for barriers and 1024 groups.
     const int stage = (t.rows() + t.columns()) * 128 + (t.rows() + t.columns()) * 4 + 256;
-    const int out = t.split ? 0 : t.rows() * t.columns() * 2;
-    EXPECT_LE(t.stages * stage + out + 10240, 227 * 1024) << t.rows() << " x " << t.columns();
+    for (const bool square : {false, true}) {
+      const int chunks = t.chunks(square);
+      EXPECT_EQ(chunks > 0, !t.split && t.n >= 64) << t.rows() << " x " << t.columns();
+      EXPECT_LE((square ? t.stages : t.line_stages) * stage + t.groups * chunks * 8192 + 10240,
+                227 * 1024)
+          << t.rows() << " x " << t.columns();
+    }
     // Sums and the tensor cores' accumulators, of 224 registers (152 with three warpgroups).
     EXPECT_LE(t.waves * t.n / 2 + t.n / 2, t.groups == 2 ? 200 : 136);
     EXPECT_LE(t.rows(), 256);  // of a box of the copy engine

@@ -24,15 +24,16 @@ struct Extents {
 bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
               int box_across, int box_down, bool swizzled);
 
-template <int kIndex>
+template <int kIndex, bool kSquare>
 struct TileOf {
   static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
-  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.split>;
+  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, kSquare ? s.stages : s.line_stages,
+                    s.cluster, s.split, s.chunks(kSquare)>;
 };
 
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
 cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream_t stream) {
-  using T = typename TileOf<kIndex>::type;
+  using T = typename TileOf<kIndex, kSquare>::type;
   const auto kernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
   constexpr int kDevices = 64;
   static std::atomic<bool> prepared[kDevices];

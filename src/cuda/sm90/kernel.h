@@ -45,7 +45,7 @@ struct GemmParams {
 // group of rows ends early, all of them have less to do. Clusters of two share the operand they
 // have in common; with kSplit each CTA of a cluster sums a part of K instead.
 template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
-          bool kSplit_>
+          bool kSplit_, int kChunks_>
 struct Tile {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
   static constexpr int kCluster = kCluster_;
@@ -67,8 +67,8 @@ struct Tile {
   static constexpr int kAScaleBytes = (kRows * 4 + 16 + 127) / 128 * 128;
   static constexpr int kBScaleBytes = (kColumns * 4 + 127) / 128 * 128;
   // A warpgroup stages its output in chunks of 64 rows of 128 bytes.
-  static constexpr bool kStaged = !kSplit && kN % 64 == 0;
-  static constexpr int kChunkBytes = 8192, kChunks = kStaged ? kWaves * kN / 64 : 0;
+  static constexpr int kChunkBytes = 8192, kChunks = kChunks_;
+  static constexpr bool kStaged = kChunks > 0;
   static constexpr int kChunksAt = kStages * (kABytes + kBBytes);
   static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
 };
