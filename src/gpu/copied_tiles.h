@@ -82,6 +82,7 @@ struct TileReader {
 template <class Row, class Column>
 __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::kRows), 1)
     copied_kernel(const __grid_constant__ CopiedParams p) {
+  after_previous();
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   auto& all = *reinterpret_cast<CopiedMemory<Row, Column>*>(bytes);
@@ -93,7 +94,6 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
     if (threadIdx.y == 0) all.taken = 0;
   }
   __syncthreads();
-  after_previous();
   // Tiles of a block are gridDim.x apart; whichever row of threads is free takes the next.
   auto ask = [&](uint32_t turn) {
     if (threadIdx.x != 0) return;

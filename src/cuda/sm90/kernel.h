@@ -75,7 +75,7 @@ struct Tile {
 // Where columns share a scale and a block takes longer than a load from L2, threads load the scales
 // of their rows themselves, a block ahead; else they come with the codes.
 template <class T, bool kSquare>
-inline constexpr bool kLoadsScales = kSquare&& T::kRows >= 128;
+inline constexpr bool kLoadsScales = T::kRows >= 128 && kSquare;
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>

@@ -167,9 +167,9 @@ BLOCKSCALE_INLINE uint32_t to_bf16x2(float low, float high) {
   return d;
 }
 
-// ---- clusters, registers, lanes
-// ----------------------------------------------------------------------- Kept in a register: as
-// threadIdx.x % 32 it would be read and computed again at every use.
+// ---- clusters, registers, lanes ----------------------------------------------------------------
+
+// Kept in a register: as threadIdx.x % 32 it would be read and computed again at every use.
 BLOCKSCALE_INLINE int lane_index() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
