@@ -34,6 +34,7 @@ struct TileOf {
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
 cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream_t stream) {
   using T = typename TileOf<kIndex, kSquare>::type;
+  static_assert(shared_bytes<T, kSquare>(kMaxGroups) <= 227 * 1024);
   const auto kernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
   constexpr int kDevices = 64;
   static std::atomic<bool> prepared[kDevices];

@@ -46,9 +46,8 @@ BLOCKSCALE_INLINE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
 }
 // What the barriers order are the copy engine's writes and the tensor cores' reads, so neither here
 // nor in the wait is a wider scope than the default asked for: that would flush caches.
-BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier_there, int count = 1) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier_there), "r"(count)
-               : "memory");
+BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier_there) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier_there) : "memory");
 }
 BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
