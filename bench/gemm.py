@@ -2,7 +2,9 @@
 
 Random normal data, quantized beforehand with scales laid out as each side wants them; every product
 is compared with the peer's before it is timed: the median of several runs of 20 calls each, back to
-back in a CUDA graph. `python bench/gemm.py --out FILE` writes one JSON with where it was measured.
+back in a CUDA graph. Layers: `linear` forward and backward, quantization of x, w and dy included,
+beside PyTorch's in BF16. `python bench/gemm.py --out FILE` writes one JSON with where it was
+measured.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ WGRAD = (
     (14336, 4096, 8192),
 )  # fmt: skip
 FEW_ROWS = tuple((m, n, k) for n, k in ((7168, 2048), (2048, 7168)) for m in (1, 16, 64, 128))
+# Rows, N, K of a linear layer.
+LAYERS = ((8192, 14336, 4096), (16384, 4096, 4096), (8192, 8192, 8192))
 CALLS = 20
 
 
@@ -99,6 +103,30 @@ def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
     return row
 
 
+def layer(m: int, n: int, k: int) -> dict[str, Any]:
+    """TFLOP/s of a layer's three products, everything that it takes to make them included."""
+    x, w, dy = (
+        torch.randn(r, c, device="cuda", dtype=torch.bfloat16) for r, c in ((m, k), (n, k), (m, n))
+    )
+    x.requires_grad_(), w.requires_grad_()
+    kept = bs.quantize_weight(w, "fp8_blockwise")
+    forwards: dict[str, Callable[[], torch.Tensor]] = {
+        "blockscale": lambda: bs.linear(x, w, recipe="fp8_blockwise"),
+        "blockscale, w ahead": lambda: bs.linear(
+            x, w, recipe="fp8_blockwise", quantized_weight=kept
+        ),
+        "bf16": lambda: torch.nn.functional.linear(x, w),
+    }
+    row: dict[str, Any] = {"kind": "layer", "m": m, "n": n, "k": k}
+    for name, forward in forwards.items():
+
+        def both(forward: Callable[[], torch.Tensor] = forward) -> Any:
+            return torch.autograd.grad(forward(), (x, w), dy)
+
+        row[name] = round(6e-12 * m * n * k / seconds(both, calls=5), 1)
+    return row
+
+
 def write(rows: list[dict[str, Any]], unit: str, out: Path | None) -> None:
     """One JSON of the rows with where they were measured."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -123,6 +151,9 @@ def main() -> None:
         for shape in shapes:
             rows.append(measure(kind, *shape))
             print(rows[-1], flush=True)
+    for shape in LAYERS:
+        rows.append(layer(*shape))
+        print(rows[-1], flush=True)
     write(rows, "TFLOP/s", arguments.out)
 
 

@@ -67,6 +67,7 @@ BLOCKSCALE_DEVICE void find_matrix(const Side& s, const TileAt& at, MatrixAt& to
 
 // What LineReader is for global memory.
 struct TileReader {
+  using Tile = Bf16Tile;
   using Run = RunAligned;
   const uint4* at;
 
@@ -125,11 +126,12 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
       rows_of_tile<kRow>(OutputHere{p.row, here.row}, at, here, reader_at, [] {});
     }
     const OutputHere column{p.column, here.column};
-    columns_of_tile<kColumn>(column, at, here, memory.stage, [&](const auto& part, auto* in) {
-      part.read(memory.tile, in);
-      here.sync();  // all have read the tile, and the stage of the one before
-      ask(turn ^ 1);
-    });
+    columns_of_tile<kColumn, Bf16Tile>(
+        column, at, here, memory.stage, [&](const auto& part, auto* in) {
+          part.read(memory.tile, in);
+          here.sync();  // all have read the tile, and the stage of the one before
+          ask(turn ^ 1);
+        });
     here.sync();
     const TileAt same = here.at[turn];  // not kept in registers until now
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(

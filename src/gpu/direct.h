@@ -1,4 +1,4 @@
-// Quantizing BF16 straight from global memory: what a thread works on it loads itself, so that
+// Quantizing rows straight from global memory: what a thread works on it loads itself, so that
 // there is nothing to wait for but its own loads, and the hardware hands out the work in small
 // pieces, on odd and small shapes too.
 //
@@ -8,7 +8,7 @@
 #pragma once
 
 #include "divisor.h"
-#include "gpu/load.h"
+#include "gpu/floats.h"
 #include "gpu/rows.h"
 
 namespace blockscale::gpu {
@@ -29,6 +29,7 @@ struct RowsParams {
 // there. What stands for the others is some run that is.
 template <bool kAligned>
 struct LineReader {
+  using Tile = Bf16Tile;
   using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
   const uint16_t* at;
   int64_t stride;
@@ -60,13 +61,39 @@ struct LineReader {
     return run;
   }
 };
+// What the input is: BF16, whose rows start at multiples of 16 bytes or anywhere, or FP32 or FP16.
+template <bool kAligned>
+struct Bf16In {
+  static constexpr bool kFloats = false;
+  using Tile = Bf16Tile;
+  using Reader = LineReader<kAligned>;
+  using Kept = KeptTile;
+  using KeptReader = gpu::KeptReader;
+
+  // The same input from row `rows` on.
+  BLOCKSCALE_DEVICE static void skip(Source& x, int64_t rows) {
+    x.data = static_cast<const uint16_t*>(x.data) + rows * x.row_stride;
+  }
+};
+struct FloatsIn {
+  static constexpr bool kFloats = true;
+  using Tile = FloatTile;
+  using Reader = FloatReader;
+  using Kept = KeptFloats;
+  using KeptReader = KeptFloatReader;
+
+  BLOCKSCALE_DEVICE static void skip(Source& x, int64_t rows) {
+    x.data = static_cast<const uint8_t*>(x.data) + rows * FloatMemory(x).pitch;
+  }
+};
+
 // Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
 // behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
 // `loaded` gives the matrix, after the first loads are on their way.
 template <Pass kPass, class Reader, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos, int lines,
                                       int each, const Loaded& loaded) {
-  using Values = RowValues<kPass, Bf16Tile>;
+  using Values = RowValues<kPass, typename Reader::Tile>;
   if constexpr (kPass.fp4()) {
     typename Reader::Run even = reader.next();
     const MatrixAt m = loaded();
@@ -74,7 +101,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
     RowTarget<kPass> to(s, m, line, pos);
     auto quantize = [&](const typename Reader::Run& run, int i) {
       Values values;
-      values.take(run.pairs(), s);
+      values.take(run.elements(), s);
       const uint32_t amax = row_block_amax<kPass>(s, values.amax);
       if (i < lines) {
         const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values.cut(inv); });
@@ -100,7 +127,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
     uint32_t amax[kDirectLines];
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) {
-      values[i].take(runs[i].pairs(), s);
+      values[i].take(runs[i].elements(), s);
       amax[i] = row_block_amax<kPass>(s, values[i].amax);
     }
     if constexpr (kPass.scale == Format::fp32) {
@@ -129,11 +156,11 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
 }
 
 // Blocks of threads that a multiprocessor holds.
-template <Pass kPass, bool kAligned>
-inline constexpr int kRowBlocks = kPass.fp4() ? 4 : 3;
+template <Pass kPass, class In>
+inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
 
-template <class Row, bool kAligned>
-__global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAligned>))
+template <class Row, class In>
+__global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
     rows_kernel(const __grid_constant__ RowsParams p) {
   after_previous();
   const Side& s = p.row;
@@ -143,7 +170,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, kAlign
   const int line = static_cast<int>(group) * p.each;
   const int pos = static_cast<int>(at - group * p.runs.by()) * kRun;
   const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
-  const LineReader<kAligned> reader(p.x, batch, line, pos, lines);
+  const typename In::Reader reader(p.x, batch, line, pos, lines);
   quantize_lines<Row::kPass>(reader, s, line, pos, lines, p.each, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));

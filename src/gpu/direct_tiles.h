@@ -4,7 +4,6 @@
 #include "gpu/columns.h"
 #include "gpu/direct.h"
 #include "gpu/fill.h"
-#include "gpu/kept.h"
 
 namespace blockscale::gpu {
 
@@ -82,11 +81,11 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory&
     for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
     loaded();
     const MatrixAt m = out.template matrix<kPass>(at, memory.outer[0]);
-    RowValues<kPass, Bf16Tile> values[kDirectLines];
+    RowValues<kPass, typename decltype(reader)::Tile> values[kDirectLines];
     uint32_t amax = 0;
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i) {
-      values[i].take(in[i].pairs(), s);
+      values[i].take(in[i].elements(), s);
       if (i < lines) amax = max(amax, values[i].amax);
     }
     amax = row_block_amax<kPass>(s, amax);
@@ -154,7 +153,8 @@ struct ColumnPart {
   }
   // Both pairs of columns, or both runs of one pair.
   template <bool kAligned>
-  BLOCKSCALE_DEVICE void load(const Source& x, const TileAt& at, PairColumns* in) const {
+  BLOCKSCALE_DEVICE void load(Bf16In<kAligned>, const Source& x, const TileAt& at,
+                              PairColumns* in) const {
     const auto* row =
         static_cast<const uint8_t*>(x.data) +
         2 * (at.batch * x.batch_stride + (at.row + run * kRun) * x.row_stride + at.column + first);
@@ -174,6 +174,18 @@ struct ColumnPart {
       load_rows(true);
     else
       load_rows(false);
+  }
+  BLOCKSCALE_DEVICE void load(FloatsIn, const Source& x, const TileAt& at, FloatColumns* in) const {
+    const FloatMemory memory(x);
+    constexpr int kRows = kRuns * kRun;
+    const int row = at.row + run * kRun, column = at.column + first;
+    load_columns<kWide, kRows>(memory, memory.at(x, at.batch, row, column), x.rows - row,
+                               x.columns - column,
+                               [&](int i, int c) -> float& { return element(in, i, c); });
+  }
+  // Row i of column c.
+  BLOCKSCALE_DEVICE static float& element(FloatColumns* in, int i, int c) {
+    return kWide == 4 ? in[c / 2].run[c % 2].value[i] : in[i / kRun].run[c].value[i % kRun];
   }
   // The same of a tile that is there.
   BLOCKSCALE_DEVICE void read(const Bf16Tile& tile, PairColumns* in) const {
@@ -201,6 +213,18 @@ struct ColumnPart {
         *reinterpret_cast<uint32_t*>(to) = pairs.pair[i % kRun];
     }
   }
+  BLOCKSCALE_DEVICE void keep(FloatColumns* in, KeptFloats& tile) const {
+    float* to = tile.at(run * kRun, first);
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i, to += kTile) {
+      if constexpr (kWide == 4)
+        *reinterpret_cast<float4*>(to) = {element(in, i, 0), element(in, i, 1), element(in, i, 2),
+                                          element(in, i, 3)};
+      else
+        *reinterpret_cast<uint2*>(to) = {bit_cast<uint32_t>(element(in, i, 0)),
+                                         bit_cast<uint32_t>(element(in, i, 1))};
+    }
+  }
 };
 
 // 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
@@ -224,15 +248,15 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
 }
 
 // The columns of a tile, into the stage; load(part, where to) brings them.
-template <Pass kPass, class Output, class Memory, class Load>
+template <Pass kPass, class Tile, class Output, class Memory, class Load>
 BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memory& memory,
                                        Stage<kPass>& stage, const Load& load) {
   const Side& s = out.side;
   using Part = ColumnPart<kPass>;
-  using Values = ColumnValues<kPass, Bf16Tile>;
+  using Values = ColumnValues<kPass, Tile>;
   constexpr int kBlock = kPass.block(), kWide = Part::kWide;
   const Part part;
-  PairColumns in[2];
+  typename Tile::Columns in[2];
   load(part, in);
   const MatrixAt m = out.template matrix<kPass>(at, memory.outer[1]);
   RandomRuns random[Part::kRuns];
@@ -336,28 +360,30 @@ BLOCKSCALE_DEVICE TileAt direct_tile(uint32_t x, uint32_t y, uint32_t z) {
 }
 // Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
 // for FP8 in both directions, which waits for memory more than it computes.
-template <Pass kRow, Pass kColumn>
-inline constexpr int kTileBlocks = kColumn.hadamard || kColumn.encoder == Encoder::fp4_stochastic ||
+template <Pass kRow, Pass kColumn, class In>
+inline constexpr int kTileBlocks = In::kFloats ? 2
+                                   : kColumn.hadamard ||
+                                           kColumn.encoder == Encoder::fp4_stochastic ||
                                            (kRow.present() && kColumn.present() && !kColumn.fp4())
                                        ? 3
                                        : 4;
 
 // What a block of threads has in shared memory.
-template <class Row, class Column>
+template <class Row, class Column, class In>
 struct TileMemory {
   struct None {};
   static constexpr bool kColumns = Column::kPass.present();
   static constexpr bool kKeeps = kColumns && Row::kPass.present();
-  std::conditional_t<kKeeps, KeptTile, None> kept;
+  std::conditional_t<kKeeps, typename In::Kept, None> kept;
   std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
   DirectMemory direct;
   GroupTile group;
 };
 
-template <class Row, class Column, bool kAligned, bool kGrouped>
+template <class Row, class Column, class In, bool kGrouped>
 BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, const TileAt& at,
-                                     TileMemory<Row, Column>& memory) {
-  using Memory = TileMemory<Row, Column>;
+                                     TileMemory<Row, Column, In>& memory) {
+  using Memory = TileMemory<Row, Column, In>;
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   DirectMemory& direct = memory.direct;
   // The outer scales, each found by one warp while the first loads are on their way.
@@ -370,24 +396,25 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
   };
   if constexpr (!Memory::kColumns) {
     const auto reader_at = [&](int line, int run, int lines) {
-      return LineReader<kAligned>(x, at.batch, at.row + line, at.column + run * kRun, lines);
+      return typename In::Reader(x, at.batch, at.row + line, at.column + run * kRun, lines);
     };
     rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
                        reader_at, loaded);
   } else {
     const OutputAt<kGrouped> column(p.column, memory.group, Constant<1>{});
-    columns_of_tile<kColumn>(column, at, direct, memory.stage, [&](const auto& part, auto* in) {
-      part.template load<kAligned>(x, at, in);
+    const auto load = [&](const auto& part, auto* in) {
+      part.load(In{}, x, at, in);
       loaded();
       if constexpr (Memory::kKeeps) part.keep(in, memory.kept);
-    });
+    };
+    columns_of_tile<kColumn, typename In::Tile>(column, at, direct, memory.stage, load);
     __syncthreads();
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
         memory.stage);
     if constexpr (Memory::kKeeps) {
       const auto reader_at = [&](int line, int run, int) {
-        return KeptReader(memory.kept, line, run);
+        return typename In::KeptReader(memory.kept, line, run);
       };
       rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
                          reader_at, [] {});
@@ -395,16 +422,16 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
   }
 }
 
-template <class Row, class Column, bool kAligned, bool kGrouped>
-__global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass>))
+template <class Row, class Column, class In, bool kGrouped>
+__global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass, In>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
   after_previous();
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
-  auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column>*>(bytes));
+  auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column, In>*>(bytes));
   const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
   if (at.column >= p.x.columns) return;
   if constexpr (!kGrouped) {
-    quantize_tile<Row, Column, kAligned, false>(p, p.x, at, memory);
+    quantize_tile<Row, Column, In, false>(p, p.x, at, memory);
   } else {
     // The tiles of a group start anew at its first row, and end with its last.
     const GroupTile& tile = memory.group;
@@ -428,10 +455,10 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
     }
     Source x = p.x;
     const int begin = p.groups.positions ? tile.before[1].position : tile.begin;
-    x.data = static_cast<const uint16_t*>(x.data) + begin * x.row_stride;
+    In::skip(x, begin);
     x.rows = p.groups.positions ? round_up_by(tile.rows, p.column.groups.position) : tile.rows;
     x.batch_stride = 0;
-    quantize_tile<Row, Column, kAligned, true>(p, x, {tile.group, tile.row, at.column}, memory);
+    quantize_tile<Row, Column, In, true>(p, x, {tile.group, tile.row, at.column}, memory);
     for_each_operand([&](const Side& side, auto operand) {
       if (!side.groups.pads(tile.rows)) return;
       const OutputAt<true> out(side, tile, operand);

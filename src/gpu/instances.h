@@ -27,12 +27,12 @@ int lines_of_a_thread(int64_t runs, int64_t lines) {
   constexpr int kMost = 24, kOften = 8, kRounds = 6;
   constexpr bool kHeavy = kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic;
   const int64_t threads =
-      int64_t{kRowBlocks<kPass, true>} * multiprocessors(current_device()) * kDirectThreads;
+      int64_t{kRowBlocks<kPass, Bf16In<true>>} * multiprocessors(current_device()) * kDirectThreads;
   const int64_t each = ceil_div(lines, std::max<int64_t>(threads / runs, 1));
   if (each <= kMost) return static_cast<int>(round_up(each, 2));
   return kHeavy || runs * lines >= kRounds * kOften * threads ? kOften : kOften / 2;
 }
-template <class Row, bool kAligned>
+template <class Row, class In>
 void launch_rows(QuantizeParams& p, NativeStream stream) {
   const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
   const int each =
@@ -41,19 +41,22 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
   const RowsParams d{p.x, p.row, Divisor(runs), static_cast<uint32_t>(all), each};
   const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),
                   static_cast<unsigned>(p.row.out.batch));
-  start(rows_kernel<Row, kAligned>, grid, kDirectThreads, 0, stream, d);
+  start(rows_kernel<Row, In>, grid, kDirectThreads, 0, stream, d);
 }
-template <class Row, class Column, bool kAligned, bool kGrouped = false>
+template <class Row, class Column, class In, bool kGrouped = false>
 void launch_tiles(QuantizeParams& p, NativeStream stream) {
   const int down = kGrouped ? p.groups.tile_rows : p.tiles_down;
   const dim3 grid(static_cast<unsigned>(down * kSideways),
                   static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
                   static_cast<unsigned>(p.batch));
-  constexpr auto kKernel = tiles_kernel<Row, Column, kAligned, kGrouped>;
-  constexpr int kBytes = sizeof(TileMemory<Row, Column>);
+  constexpr auto kKernel = tiles_kernel<Row, Column, In, kGrouped>;
+  constexpr int kBytes = sizeof(TileMemory<Row, Column, In>);
   prepare<kKernel>(kBytes);
   start(kKernel, grid, kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, p.column, p.groups});
 }
+
+using Aligned = Bf16In<true>;
+using Anywhere = Bf16In<false>;
 
 // Tiles by the copy engine, where there are enough for its longer start not to count.
 template <class Row, class Column>
@@ -63,7 +66,7 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
   const int most = prepare<kKernel>(sizeof(Memory));
   constexpr int kRounds = 8;
   if (!p.copies || p.tiles < kRounds * Memory::kRows * most)
-    return launch_tiles<Row, Column, true>(p, stream);
+    return launch_tiles<Row, Column, Aligned>(p, stream);
   const int bands = static_cast<int>(ceil_div(p.tiles_across, kSideways));
   const CopiedParams d{p.x,
                        p.row,
@@ -87,7 +90,7 @@ constexpr Launcher aligned_launcher() {
   if constexpr (kCopied<Row::kPass, Column::kPass>)
     return launch_copied<Row, Column>;
   else
-    return launch_tiles<Row, Column, true>;
+    return launch_tiles<Row, Column, Aligned>;
 }
 
 using None = PassType<Encoder::none>;
@@ -107,25 +110,47 @@ using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
 template <Format kScale>
 using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
 
-// Groups are rows of tokens: no square blocks, and what is not plain is wanted in both directions.
-// The rest runs as `any`, which keeps the number of kernels down.
+// What is not plain is wanted in both directions where rows are those of groups, which also have no
+// square blocks, and of FP32 and FP16: they are what a layer's x and W may be, and only FP4's dy is
+// not plain. The rest runs as `any`, which keeps the number of kernels down.
 template <class Row, class Column>
-constexpr Launcher grouped_launcher() {
+constexpr bool common() {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
-  constexpr bool kBoth = kRow.present() && kColumn.present();
   constexpr Pass kOne = kRow.present() ? kRow : kColumn;
-  constexpr bool kPlain = !kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic;
-  if constexpr (!kRow.square && !kColumn.square && (kBoth || kPlain))
-    return launch_tiles<Row, Column, true, true>;
+  return (kRow.present() && kColumn.present()) ||
+         (!kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic);
+}
+template <class Row, class Column, class In>
+constexpr Launcher grouped_launcher() {
+  if constexpr (common<Row, Column>() && !Row::kPass.square && !Column::kPass.square)
+    return launch_tiles<Row, Column, In, true>;
   else
     return nullptr;
 }
 template <class Row, class Column>
-inline constexpr Entry kEntry{Row::kPass, Column::kPass, aligned_launcher<Row, Column>(),
-                              launch_tiles<Row, Column, false>, grouped_launcher<Row, Column>()};
+constexpr Floats floats() {
+  if constexpr (!common<Row, Column>() || Column::kPass.encoder == Encoder::e5m2 ||
+                Row::kPass.encoder == Encoder::e5m2)
+    return {};
+  else if constexpr (Column::kPass.present() || Row::kPass.square)
+    return {launch_tiles<Row, Column, FloatsIn>, grouped_launcher<Row, Column, FloatsIn>()};
+  else
+    return {launch_rows<Row, FloatsIn>, grouped_launcher<Row, Column, FloatsIn>()};
+}
+template <class Row, class Column>
+inline constexpr Entry kEntry{Row::kPass,
+                              Column::kPass,
+                              aligned_launcher<Row, Column>(),
+                              launch_tiles<Row, Column, Anywhere>,
+                              grouped_launcher<Row, Column, Aligned>(),
+                              floats<Row, Column>()};
 template <class P>
-inline constexpr Entry kRows{P::kPass, None::kPass, launch_rows<P, true>, launch_rows<P, false>,
-                             grouped_launcher<P, None>()};
+inline constexpr Entry kRows{P::kPass,
+                             None::kPass,
+                             launch_rows<P, Aligned>,
+                             launch_rows<P, Anywhere>,
+                             grouped_launcher<P, None, Aligned>(),
+                             floats<P, None>()};
 template <class P>
 inline constexpr Entry kSquareRows = kEntry<P, None>;
 template <class P>

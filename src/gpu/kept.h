@@ -20,6 +20,7 @@ struct KeptTile {
 // What LineReader is for global memory, of at most kKeptLines lines.
 inline constexpr int kKeptLines = 4;
 struct KeptReader {
+  using Tile = Bf16Tile;
   using Run = RunAligned;
   const uint4 *first, *second;
   int left = kKeptLines;

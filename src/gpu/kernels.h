@@ -10,12 +10,15 @@ namespace blockscale::gpu {
 
 using Launcher = void (*)(QuantizeParams&, NativeStream);
 
-// A kernel of BF16 inputs: what recipes ask for, along rows, along columns, or both at once.
-// Whatever is not in the table runs as `any`.
+// Kernels of inputs with contiguous columns: what recipes ask for, along rows, along columns, or
+// both at once. Whatever is not in the table, or null, runs as `any`.
+struct Floats {
+  Launcher matrix = nullptr, grouped = nullptr;
+};
 struct Entry {
   Pass row, column;
-  Launcher aligned, unaligned;
-  Launcher grouped;  // of aligned rows that the copy engine reads, or null
+  Launcher aligned, unaligned, grouped;  // of BF16; groups of aligned rows
+  Floats floats;                         // of FP32 and FP16
 };
 using Table = std::span<const Entry>;
 

@@ -125,7 +125,8 @@ inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis
 // and there are no groups.
 void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
               float* out, float* before, const Stream& stream);
-// Writes the padding of a storage layout and nothing else; not of groups (groups.h).
+// Writes the padding of a storage layout and nothing else: not that of FP32 scales, which
+// store_scale() writes, nor that of groups (fill.h).
 void fill_padding(const Quantized& out, const Stream& stream);
 // Writes what no tile of a group does: the padding of layouts, what lies behind the last group, and
 // all outer scales of a side that has amaxes. Where offsets are wrong that is everything, as NaN.

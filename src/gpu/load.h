@@ -12,7 +12,7 @@ struct RunAround {
   int skew, count;
 
   // All of it moves down by the skew: by 4 elements, by 2, and by 1.
-  BLOCKSCALE_DEVICE PairRun pairs() const {
+  BLOCKSCALE_DEVICE PairRun elements() const {
     const uint32_t w[12] = {chunk[0].x, chunk[0].y, chunk[0].z, chunk[0].w, chunk[1].x, chunk[1].y,
                             chunk[1].z, chunk[1].w, chunk[2].x, chunk[2].y, chunk[2].z, chunk[2].w};
     uint32_t by_4[10], by_2[9];
@@ -65,7 +65,7 @@ BLOCKSCALE_DEVICE RunAround load_around(const uint16_t* p, int count, bool insid
 struct RunAligned {
   uint4 chunk[2];
 
-  BLOCKSCALE_DEVICE PairRun pairs() const {
+  BLOCKSCALE_DEVICE PairRun elements() const {
     const uint4 a = chunk[0], b = chunk[1];
     return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
   }

@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <string>
 
-#include "blockscale/formats.h"
+#include "blockscale/rounding.h"
 
 namespace blockscale::gpu {
 
@@ -511,6 +511,16 @@ BLOCKSCALE_DEVICE void from_fp8x2(uint32_t codes, float* v) {
 #else
   for (int i = 0; i < 2; ++i)
     v[i] = decode(kE5m2 ? Format::e5m2 : Format::e4m3fn, codes >> (8 * i) & 0xFF) * kFactor;
+#endif
+}
+
+BLOCKSCALE_DEVICE float float_of_fp16(uint16_t bits) {
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+#else
+  return from_fp16(bits);
 #endif
 }
 

@@ -33,21 +33,24 @@ void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeSt
   launch<Any, Any, AnyLoader, kGrouped>(p, stream);
 }
 
-// The compiled quantizer for these passes and this input, if there is one.
-const Entry* entry_for(const QuantizeParams& p, const Pass& row, const Pass& column) {
-  const bool bf16 = p.x.dtype == DType::bf16 && p.x.column_stride == 1;
+// The compiled quantizer for these passes and this input, or null.
+Launcher launcher_for(const QuantizeParams& p, const Pass& row, const Pass& column, bool grouped) {
   // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
   // bytes of 128 rows in 32, unsigned.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
+  const int64_t size = p.x.dtype == DType::f32 ? 4 : 2;
   const bool fits = p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 &&
                     runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
-                    2 * kTile * p.x.row_stride < int64_t{1} << 32;
-  return bf16 && fits ? find(row, column) : nullptr;
+                    size * kTile * p.x.row_stride < int64_t{1} << 32;
+  const Entry* e = fits && p.x.column_stride == 1 ? find(row, column) : nullptr;
+  if (!e) return nullptr;
+  if (p.x.dtype != DType::bf16) return grouped ? e->floats.grouped : e->floats.matrix;
+  if (grouped) return p.aligned ? e->grouped : nullptr;
+  return p.aligned ? e->aligned : e->unaligned;
 }
 
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
-  const Entry* e = entry_for(p, row, column);
-  if (e) return p.aligned ? e->aligned(p, stream) : e->unaligned(p, stream);
+  if (const Launcher compiled = launcher_for(p, row, column, false)) return compiled(p, stream);
   if (p.tiles == 0) {  // no element, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = p.batch;
@@ -104,7 +107,11 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.linear_scales = out.layout.scales == Layout::linear;
   s.plain = s.linear_codes && s.linear_scales;
   for (int i = 0; i < kRun; ++i) s.transform_signs[i] = out.spec.hadamard.negates(i) ? -1.0f : 1.0f;
-  if (out.groups) s.groups = rule_of(out, s.shape);
+  if (out.groups)
+    s.groups = rule_of(out, s.shape);
+  else if (out.layout.scales == Layout::mn_major)
+    s.rows_behind =
+        static_cast<int>(padded_rows(Layout::mn_major, s.shape.scale_rows) - s.shape.scale_rows);
   // Of every matrix; where groups lie is told on the device.
   const auto aligned = [](const uint8_t* p, int64_t size, int64_t to) {
     return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(size)) % to == 0;
@@ -194,10 +201,10 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   set_input(p, y);
   if (!groups) {
     launch(p, row, column, native(stream));
-  } else if (const Entry* e = entry_for(p, row, column); e && e->grouped && p.aligned) {
+  } else if (const Launcher compiled = launcher_for(p, row, column, true)) {
     p.groups = {groups, static_cast<int>(x.rows), most_tile_rows(y.rows, groups.count) + 1,
                 positions};
-    e->grouped(p, native(stream));
+    compiled(p, native(stream));
   } else {
     planned();
     fill_groups(p.row, p.column, plan, stream);

@@ -385,10 +385,9 @@ __global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
 
 // What lies outside rows x columns of every matrix in a layout: the rows below first, then what is
 // to the right of the matrix.
-template <class T>
 __global__ void __launch_bounds__(kBlock)
-    fill_kernel(T* to, Layout layout, int64_t batch, int64_t rows, int64_t columns,
-                int64_t all_rows, int64_t all_columns, T value) {
+    fill_kernel(uint8_t* to, Layout layout, int64_t batch, int64_t rows, int64_t columns,
+                int64_t all_rows, int64_t all_columns, uint8_t value) {
   after_previous();
   const int64_t below = (all_rows - rows) * all_columns;
   const int64_t right = rows * (all_columns - columns), each = below + right;
@@ -403,14 +402,13 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-template <class T>
-void fill(T* to, Layout layout, int64_t batch, int64_t rows, int64_t columns, T value,
+void fill(uint8_t* to, Layout layout, int64_t batch, int64_t rows, int64_t columns, uint8_t value,
           NativeStream stream) {
   const int64_t all_rows = padded_rows(layout, rows), all_columns = padded_columns(layout, columns);
   const int64_t count = (all_rows * all_columns - rows * columns) * batch;
   if (count == 0) return;
-  start(fill_kernel<T>, grid_for(count), kBlock, 0, stream, to, layout, batch, rows, columns,
-        all_rows, all_columns, value);
+  start(fill_kernel, grid_for(count), kBlock, 0, stream, to, layout, batch, rows, columns, all_rows,
+        all_columns, value);
   check_launch("quantize");
 }
 
@@ -418,14 +416,10 @@ void fill(T* to, Layout layout, int64_t batch, int64_t rows, int64_t columns, T 
 
 void fill_padding(const Quantized& out, const Stream& stream) {
   const StoredShape s = out.shape();
-  fill<uint8_t>(out.codes, out.layout.codes, out.batch, s.code_rows, s.code_columns, 0,
-                native(stream));
-  if (out.spec.scale == Format::fp32)
-    fill<uint32_t>(reinterpret_cast<uint32_t*>(out.scales), out.layout.scales, out.batch,
-                   s.scale_rows, s.scale_columns, 0, native(stream));
-  else
-    fill<uint8_t>(out.scales, out.layout.scales, out.batch, s.scale_rows, s.scale_columns,
-                  padding_fill(out.layout.scales, out.spec.scale), native(stream));
+  fill(out.codes, out.layout.codes, out.batch, s.code_rows, s.code_columns, 0, native(stream));
+  if (out.spec.scale != Format::fp32)
+    fill(out.scales, out.layout.scales, out.batch, s.scale_rows, s.scale_columns,
+         padding_fill(out.layout.scales, out.spec.scale), native(stream));
 }
 
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream) {

@@ -26,10 +26,16 @@ struct RowValues {
   // What block_of() asks for. Rounding to nearest takes pairs, the other way floats: unpack().
   BLOCKSCALE_DEVICE void cut(float inv) {
     if constexpr (kPass.fp4()) {
-      if (kPass.hadamard) transformed.settle();
-      PairRun& run = kPass.hadamard ? transformed.run : plain;
-      if (kPass.encoder == Encoder::fp4_nearest) run.limit(nearest_limit(inv));
-      run.keep_if(inv != 0.0f);
+      const auto cut_run = [&](auto& run) {
+        if (kPass.encoder == Encoder::fp4_nearest) run.limit(nearest_limit(inv));
+        run.keep_if(inv != 0.0f);
+      };
+      if constexpr (kPass.hadamard) {
+        transformed.settle();
+        cut_run(transformed.run);
+      } else {
+        cut_run(plain);
+      }
     }
   }
   // The values, and `inv` for them.

@@ -24,6 +24,7 @@ struct Side {
   int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
   // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
   int code_pairs, scale_words;
+  int rows_behind;  // of padding, behind the scales of mn_major without groups
   float transform_signs[kRun];
 };
 
@@ -228,10 +229,14 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
                           ? static_cast<uint32_t>(row * s.scale_columns + block)
                           : layout_offset_as<uint32_t>(s.out.layout.scales, shape.scale_rows,
                                                        s.scale_columns, row, block);
-  if (has_wide_scales<kPass>(s))
-    reinterpret_cast<uint32_t*>(m.scales)[at] = stored;
-  else
+  if (has_wide_scales<kPass>(s)) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(m.scales) + at;
+    *to = stored;
+    if (s.rows_behind > 0 && row == shape.scale_rows - 1)
+      for (int i = 1; i <= s.rows_behind; ++i) to[i] = 0;
+  } else {
     m.scales[at] = static_cast<uint8_t>(stored);
+  }
 }
 
 // Where the codes of `line` from `pos` on lie.

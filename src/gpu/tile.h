@@ -261,7 +261,29 @@ struct FloatRun {
     for (int i = 0; i < kRun; ++i) largest = max(largest, bit_cast<uint32_t>(value[i]) & kAbsMask);
     return largest;
   }
-  BLOCKSCALE_DEVICE RunSigns signs() const { return {}; }  // the encoder of any format has its own
+  BLOCKSCALE_DEVICE RunSigns signs() const {
+    RunSigns signs;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto tops = [&](int a, int b) {
+        return permute_bytes(bit_cast<uint32_t>(value[8 * i + a]),
+                             bit_cast<uint32_t>(value[8 * i + b]), 0x0073);
+      };
+      signs.of_8[i] = {permute_bytes(tops(0, 2), tops(4, 6), 0x5410),
+                       permute_bytes(tops(1, 3), tops(5, 7), 0x5410)};
+    }
+    return signs;
+  }
+  // As of PairRun.
+  BLOCKSCALE_DEVICE void limit(uint32_t largest) {
+    const float most = bit_cast<float>(largest & 0x7FFF0000);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) value[i] = fmaxf(fminf(value[i], most), -most);
+  }
+  BLOCKSCALE_DEVICE void keep_if(bool condition) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) value[i] = condition ? value[i] : 0.0f;
+  }
   BLOCKSCALE_DEVICE void unpack(float* v) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) v[i] = value[i];
@@ -273,6 +295,14 @@ struct FloatColumns {
   BLOCKSCALE_DEVICE void amax_bits(uint32_t* largest) const {
     largest[0] = run[0].amax_bits();
     largest[1] = run[1].amax_bits();
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE void limit(uint32_t largest) {
+    run[kWhich].limit(largest);
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE void keep_if(bool condition) {
+    run[kWhich].keep_if(condition);
   }
   template <int kWhich>
   BLOCKSCALE_DEVICE RunSigns signs() const {
@@ -311,30 +341,64 @@ struct FloatTile {
 struct AnyLoader {
   using Tile = FloatTile;
   static constexpr int kBlocks = 1, kStages = 2;
+  static constexpr int kSteps = kTile * kTile / kThreads;
   struct Shared {};
+  uint32_t held[kSteps];  // elements, as they lie in memory
+  DType dtype;
+  bool down;  // neighbouring threads read neighbouring addresses, whichever extent is contiguous
 
   BLOCKSCALE_DEVICE explicit AnyLoader(Shared&) {}
+  BLOCKSCALE_DEVICE static float value(DType dtype, uint32_t bits) {
+    if (dtype == DType::f32) return bit_cast<float>(bits);
+    const auto half = static_cast<uint16_t>(bits);
+    return dtype == DType::bf16 ? from_bf16(half) : float_of_fp16(half);
+  }
   BLOCKSCALE_DEVICE static float load(const Source& x, int64_t batch, int r, int c) {
     if (r >= x.rows || c >= x.columns) return 0.0f;
     const int64_t at = batch * x.batch_stride + r * x.row_stride + c * x.column_stride;
     if (x.dtype == DType::f32) return static_cast<const float*>(x.data)[at];
-    const uint16_t half = static_cast<const uint16_t*>(x.data)[at];
-    return x.dtype == DType::bf16 ? from_bf16(half) : from_fp16(half);
+    return value(x.dtype, static_cast<const uint16_t*>(x.data)[at]);
   }
-  BLOCKSCALE_DEVICE void begin(const Source& x, const TileAt& at, Tile& tile, int) {
-    // Neighbouring threads read neighbouring addresses, whichever extent is contiguous.
-    const bool down = x.row_stride == 1;
-#pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < kTile * kTile; i += kThreads) {
-      const int r = down ? i % kTile : i / kTile, c = down ? i / kTile : i % kTile;
-      tile.value[r * Tile::kPitch + c] = load(x, at.batch, at.row + r, at.column + c);
-    }
+  // A thread has one place along the first extent, and every kThreads / kTile-th of the other.
+  BLOCKSCALE_DEVICE static int first() { return static_cast<int>(threadIdx.x) % kTile; }
+  BLOCKSCALE_DEVICE static int second(int step) {
+    return static_cast<int>(threadIdx.x) / kTile + step * (kThreads / kTile);
+  }
+  BLOCKSCALE_DEVICE void begin(const Source& x, const TileAt& at, Tile&, int) {
+    dtype = x.dtype;
+    down = x.row_stride == 1;
+    const int firsts = down ? x.rows - at.row : x.columns - at.column;
+    const int seconds = first() >= firsts ? 0 : down ? x.columns - at.column : x.rows - at.row;
+    const int64_t step = down ? x.column_stride : x.row_stride;
+    const int64_t start = at.batch * x.batch_stride + at.row * x.row_stride +
+                          at.column * x.column_stride +
+                          first() * (down ? x.row_stride : x.column_stride) + second(0) * step;
+    const auto bring = [&](const auto* p) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i, p += step * (kThreads / kTile))
+        held[i] = second(i) < seconds ? bits_at(p) : 0;
+    };
+    if (dtype == DType::f32)
+      bring(static_cast<const float*>(x.data) + start);
+    else
+      bring(static_cast<const uint16_t*>(x.data) + start);
   }
   // The barrier is for the readers of both tiles: of this one, and of the one before, which the
-  // next begin() overwrites.
-  BLOCKSCALE_DEVICE void finish(Tile&, int) { __syncthreads(); }
+  // next finish() overwrites.
+  BLOCKSCALE_DEVICE void finish(Tile& tile, int) {
+    float* to =
+        &tile.value[down ? first() * Tile::kPitch + second(0) : second(0) * Tile::kPitch + first()];
+    const int step = (kThreads / kTile) * (down ? 1 : Tile::kPitch);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) to[i * step] = value(dtype, held[i]);
+    __syncthreads();
+  }
   BLOCKSCALE_DEVICE void release(int) {}
   BLOCKSCALE_DEVICE bool asks() const { return true; }
+
+ private:
+  BLOCKSCALE_DEVICE static uint32_t bits_at(const float* p) { return bit_cast<uint32_t>(*p); }
+  BLOCKSCALE_DEVICE static uint32_t bits_at(const uint16_t* p) { return *p; }
 };
 
 }  // namespace blockscale::gpu

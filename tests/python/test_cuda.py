@@ -125,6 +125,33 @@ def test_quantize_dual(row: str, col: str, cuda: torch.device, random: torch.Gen
             same(g, single, (shape, dtype))
 
 
+@pytest.mark.parametrize(
+    ("row", "col"),
+    [
+        (None, "nvfp4[hadamard=16]"),
+        (None, "mxfp4[hadamard=16]"),
+        ("nvfp4[rounding=stochastic]", "nvfp4[rounding=stochastic,hadamard=16]"),
+        ("amdfp4[rounding=stochastic]", "amdfp4[hadamard=16]"),
+        ("nvfp4[block=16x16]", "nvfp4[block=16x16]"),
+        ("mxfp4[block=32x32]", "mxfp4[block=32x32]"),
+        ("fp8_1x128", "fp8_1x128"),
+    ],
+)
+def test_many_tiles(row: str | None, col: str, cuda: torch.device) -> None:
+    """So many that threads take one tile after another, which they do from eight rounds on."""
+    for shape in ((8188, 8184), (3, 4220, 4088)):
+        x = torch.randn(shape, device=cuda, dtype=torch.bfloat16)
+        batch = len(shape) - 2
+        if row is None:
+            made = [[bs.quantize(t, col, -2, rng=RNG, batch_dims=batch)] for t in (x, x.cpu())]
+        else:
+            made = [
+                list(bs.quantize_dual(t, row, col, RNG, batch_dims=batch)) for t in (x, x.cpu())
+            ]
+        for got, want in zip(*made, strict=True):
+            same(got, want, shape)
+
+
 @pytest.mark.parametrize("spec", LAYOUTS)
 def test_layouts(spec: str, cuda: torch.device, random: torch.Generator) -> None:
     """Written by the quantizer, read by dequantize, and between any two by relayout."""

@@ -55,6 +55,14 @@ DUAL = {
     ("nvfp4", "nvfp4"): 0.75,
     (f"nvfp4{STOCHASTIC}", f"nvfp4{BOTH}"): 0.55,
 }
+# What a layer's x and W are with FP32 weights and in autocast, of FP32.
+WIDE_DUAL = {
+    ("fp8_1x128", "fp8_1x128"): 0.90,
+    ("fp8_128x128", "fp8_128x128"): 0.90,
+    ("mxfp8", "mxfp8"): 0.90,
+    ("nvfp4", "nvfp4[hadamard=16]"): 0.75,
+    ("nvfp4[block=16x16]", "nvfp4[block=16x16]"): 0.75,
+}
 AMAX = {("nvfp4", -1): 0.95, ("nvfp4[hadamard=16]", -2): 0.90}
 DEQUANTIZE, DEQUANTIZE_GOAL = ("fp8_1x128", "nvfp4"), 0.92
 RELAYOUT_GOAL = 0.85
@@ -124,13 +132,14 @@ def plausible(name: str, x: Tensor, q: bs.QuantizedTensor) -> None:
 class Data:
     """Inputs of one shape on one device, normally distributed, and the cases on them."""
 
-    def __init__(self, shape: Shape, device: str) -> None:
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
         generator = torch.Generator(device).manual_seed(1)
         self.x = [
-            torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+            torch.randn(shape, dtype=dtype, device=device, generator=generator)
             for _ in range(INPUTS)
         ]
         self.shape, self.device = shape, device
+        self.suffix = "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
         self.batch_dims = len(shape) - 2
         self.rng = bs.Rng(7, 1)
         if device == "cuda":  # a graph replays it
@@ -182,8 +191,17 @@ class Data:
         for (row, col), goal in DUAL.items():
             yield self.quantize_dual(row, col, self.goal(goal))
 
+    def wide_quantizers(self) -> Iterator[Case]:
+        """Those that meet FP32."""
+        for axis in (-1, -2):
+            yield self.quantize("fp8_1x128", axis, self.goal(ROWS_AND_COLUMNS["fp8_1x128"]))
+        for (row, col), goal in WIDE_DUAL.items():
+            yield self.quantize_dual(row, col, self.goal(goal))
+        for (spec, axis), goal in AMAX.items():
+            yield self.find_amax(spec, axis, self.goal(goal))
+
     def quantize(self, spec: str, axis: int, goal: float | None) -> Case:
-        name, amax = f"quantize/{spec}/axis:{axis}", self.amax(spec, axis)
+        name, amax = f"quantize/{spec}/axis:{axis}{self.suffix}", self.amax(spec, axis)
         call = functools.partial(
             bs.quantize, spec=spec, axis=axis, amax=amax, rng=self.rng, batch_dims=self.batch_dims
         )
@@ -197,7 +215,7 @@ class Data:
         )
 
     def quantize_dual(self, row: str, col: str, goal: float | None) -> Case:
-        name = f"quantize_dual/{row}+{col}"
+        name = f"quantize_dual/{row}+{col}{self.suffix}"
         amaxes = self.amax(row, -1), self.amax(col, -2)
         call = functools.partial(
             bs.quantize_dual,
@@ -233,7 +251,7 @@ class Data:
 
     def find_amax(self, spec: str, axis: int, goal: float | None) -> Case:
         call = functools.partial(bs.amax, spec=spec, axis=axis, batch_dims=self.batch_dims)
-        name = f"amax/{spec}/axis:{axis}"
+        name = f"amax/{spec}/axis:{axis}{self.suffix}"
 
         def check() -> None:
             same(name, call(self.x[0]).reshape(-1), call(self.x[0].cpu()).reshape(-1))
@@ -342,6 +360,9 @@ def run(
                 measure(case)
             if len(shape) == 2:
                 measure_peers(data, measure, say)
+            if device == "cuda":
+                for case in Data(shape, device, torch.float32).wide_quantizers():
+                    measure(case)
     if device == "cuda":
         say("launches")
         rows += launches()
