@@ -51,8 +51,13 @@ struct RandomRuns : RandomLines {
   uint32_t beside;  // kBesideRandom
 };
 template <Pass kPass>
+BLOCKSCALE_DEVICE bool draws(const Side& s) {
+  return kPass.encoder == Encoder::fp4_stochastic ||
+         ((kPass.any() || kPass.encoder == Encoder::byte) && s.out.spec.stochastic());
+}
+template <Pass kPass>
 BLOCKSCALE_DEVICE RandomRuns random_runs(const Side& s, const MatrixAt& m, int plane, int pos) {
-  if (kPass.encoder == Encoder::fp4_stochastic || (kPass.any() && s.out.spec.stochastic()))
+  if (draws<kPass>(s))
     return {RandomLines(m.rng, plane,
                         (static_cast<uint32_t>(s.origin_pos) + static_cast<uint32_t>(pos)) /
                             kElementsPerPhilox),  // global coordinates are below 2^32
@@ -66,11 +71,12 @@ template <Pass kPass>
 BLOCKSCALE_DEVICE Codes encode_run(const Side& s, const float* v, const RunSigns& signs, float inv,
                                    const RandomRuns& runs, uint32_t line) {
   constexpr bool kStochastic = kPass.encoder == Encoder::fp4_stochastic;
+  constexpr bool kByte = kPass.encoder == Encoder::byte;
   PhiloxBlock random{};
-  if (kStochastic || (kPass.any() && s.out.spec.stochastic())) random = runs.block(line);
+  if (draws<kPass>(s)) random = runs.block(line);
   Codes out{};
-  if constexpr (kPass.any()) {
-    out = encode_any(s.element, s.out.spec.stochastic(), v, inv, random.word);
+  if constexpr (kPass.any() || kByte) {
+    out = encode_any<kByte>(s.element, s.out.spec.stochastic(), v, inv, random.word);
   } else if constexpr (!kPass.fp4()) {
     constexpr bool kE5m2 = kPass.encoder == Encoder::e5m2;
 #pragma unroll

@@ -9,8 +9,9 @@
 namespace blockscale::gpu {
 
 // How a run is encoded. `any` reads everything from the spec at run time: right for every spec,
-// and slower; the others are the ones that training uses.
-enum class Encoder : uint8_t { none, any, e4m3fn, e5m2, fp4_nearest, fp4_stochastic };
+// and slower. `byte` knows only that a code takes a byte; the others are the ones that training
+// uses.
+enum class Encoder : uint8_t { none, any, byte, e4m3fn, e5m2, fp4_nearest, fp4_stochastic };
 
 // What a kernel knows of a spec when it is compiled, along one axis. The scale format fixes the
 // length of the block; rules, signs and layouts are read at run time: they cost little a block.
@@ -120,22 +121,43 @@ struct ElementFacts {
   bool four_bits;
 };
 
+// As encode_magnitude() to nearest even, of magnitudes up to the largest: with P the power of two
+// at or below y, or the smallest normal, y + P 2^(23-m) has the format's spacing as its last place.
+// Its low bits count units; each binade has 2^m of them. Bits above the code are not 0.
+struct NearestOf {
+  float normal, unit;
+  int shift;
+  uint32_t before;  // units below the smallest normal, as counted from the FP32 exponent 0
+
+  BLOCKSCALE_DEVICE explicit NearestOf(const FormatTraits& t)
+      : normal(exp2i(t.min_exponent())),
+        unit(exp2i(23 - t.mantissa_bits)),
+        shift(23 - t.mantissa_bits),
+        before(static_cast<uint32_t>(127 + t.min_exponent()) << t.mantissa_bits) {}
+  BLOCKSCALE_DEVICE uint32_t operator()(float y) const {
+    const uint32_t p =
+        bit_cast<uint32_t>(fmaxf(bit_cast<float>(bit_cast<uint32_t>(y) & 0x7F800000), normal));
+    return bit_cast<uint32_t>(__fmaf_rn(bit_cast<float>(p), unit, y)) + (p >> shift) - before;
+  }
+};
 // Any element, any rounding.
+template <bool kByte>
 BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const float* v,
                                    float inv, const uint32_t* random) {
   Codes out{};
-  const int width = e.four_bits ? 4 : 8;
+  const bool four_bits = !kByte && e.four_bits;
+  const int width = four_bits ? 4 : 8;
+  const NearestOf nearest(e.traits);
 #pragma unroll
   for (int i = 0; i < kRun; ++i) {
     const float y = __fmul_rn(v[i], inv);
-    const float magnitude = fminf(abs(y), e.largest);
-    const uint32_t code =
-        with_sign(e.traits,
-                  stochastic ? encode_magnitude_stochastic(e.traits, e.largest, magnitude,
-                                                           random[i / 4] >> (8 * (i % 4)) & 0xFF)
-                             : encode_magnitude(e.traits, magnitude, Direction::nearest_even),
-                  y);
-    if (e.four_bits)
+    const float magnitude = fminf(fabsf(y), e.largest);
+    const uint32_t rounded =
+        stochastic ? encode_magnitude_stochastic(e.traits, e.largest, magnitude,
+                                                 random[i / 4] >> (8 * (i % 4)) & 0xFF)
+                   : nearest(magnitude) & 0xFF;
+    const uint32_t code = with_sign(e.traits, rounded, y);
+    if (four_bits)
       out.word[i / 8] |= code << (i % 8 * width);
     else
       out.word[i / 4] |= code << (i % 4 * width);

@@ -8,6 +8,8 @@ std::span<const Table> fp8_kernels() {
       Table(kFp8Entries<Encoder::e4m3fn, Format::e8m0>),
       Table(kFp8Entries<Encoder::e5m2, Format::fp32>),
       Table(kFp8Entries<Encoder::e5m2, Format::e8m0>),
+      Table(kFp8Entries<Encoder::byte, Format::fp32>),
+      Table(kFp8Entries<Encoder::byte, Format::e8m0>),
   };
   return kTables;
 }

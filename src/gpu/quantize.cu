@@ -21,6 +21,8 @@ Pass pass_of(const QuantSpec& spec) {
     encoder = Encoder::e4m3fn;
   else if (spec.element == Format::e5m2 && !spec.stochastic())
     encoder = Encoder::e5m2;
+  else if (spec.hadamard.dim == 0)
+    encoder = Encoder::byte;
   else
     return Any::kPass;
   return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 OURS, PEER = COLOURS[2], "0.72"
 OTHERS = (*COLOURS[3:], *COLOURS[:2], "#7F3C00")  # shapes
 # Case names begin with these; a heading for each group, in the order they are drawn.
+WIDE = ", float32"
 GROUPS = (
     ("elementwise, PyTorch", "torch.neg", ""),
     ("quantize, along rows", "quantize/", "/axis:-1"),
     ("quantize, down columns", "quantize/", "/axis:-2"),
     ("quantize both ways in one pass", "quantize_dual/", ""),
     ("read back", ("amax/", "dequantize/", "relayout/"), ""),
+    ("of FP32", ("quantize", "amax/"), WIDE),
 )
 SHORTER = {"scale_rounding=up,": "", "rounding=stochastic": "stochastic", "hadamard=16": "Hadamard"}
 
@@ -54,6 +56,8 @@ def arranged(cases: dict[str, Row]) -> list[str]:
     lines: list[str] = []
     for heading, begin, end in GROUPS:
         ours = [case for case in cases if case.startswith(begin) and case.endswith(end)]
+        if end != WIDE:
+            ours = [case for case in ours if not case.endswith(WIDE)]
         if ours:
             lines.append(heading)
         for case in ours:
@@ -63,10 +67,10 @@ def arranged(cases: dict[str, Row]) -> list[str]:
 
 def label(line: str) -> str:
     """A case without what its heading says."""
-    text = line
+    text = line.removesuffix(WIDE)
     for long, short in SHORTER.items():
         text = text.replace(long, short)
-    if line.startswith(("quantize/", "quantize_dual/")):
+    if line.startswith(("quantize/", "quantize_dual/")) and not line.endswith(WIDE):
         return text.partition("/")[2].partition("/axis:")[0].replace("+", " + ")
     return text.replace("/axis:-1", ", rows").replace("/axis:-2", ", columns").replace("/", " ")
 

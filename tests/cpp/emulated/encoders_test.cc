@@ -283,6 +283,22 @@ TEST(Emulated, E8m0ScalesOfEveryBf16AmaxAreTheDefinitions) {
   }
 }
 
+TEST(Emulated, EveryElementToTheNearestIsTheDefinition) {
+  for (const Format element : {Format::e2m1, Format::e2m3, Format::e3m2, Format::e4m3fn,
+                               Format::e4m3fnuz, Format::e5m2, Format::e5m2fnuz}) {
+    const FormatTraits t = traits(element);
+    const NearestOf nearest(t);
+    const uint32_t end = bits_of(max_value(element)) + 1;
+    for (uint32_t b = 0; b<end; b += kSweepStep> 1 ? 65521 : 509) {
+      for (const uint32_t bits : {b, b & 0xFFFE0000, (b & 0xFFFE0000) + 1}) {  // halves, too
+        const float y = float_of(bits);
+        ASSERT_EQ(nearest(y) & 0xFF, encode_magnitude(t, y, Direction::nearest_even)) << y;
+      }
+    }
+    ASSERT_EQ(nearest(max_value(element)) & 0xFF, t.max_code());
+  }
+}
+
 // The signs of 16 values stand at the tops of nibbles, whatever the values.
 TEST(Emulated, SignsOfARunAreGatheredInOrder) {
   Random random(9);
@@ -291,15 +307,18 @@ TEST(Emulated, SignsOfARunAreGatheredInOrder) {
     PairColumns columns;
     for (uint32_t& pair : run.pair) pair = static_cast<uint32_t>(random.next());
     for (uint32_t& pair : columns.pair) pair = static_cast<uint32_t>(random.next());
-    uint32_t want[3][2] = {};
+    FloatRun floats;
+    for (float& value : floats.value) value = float_of(static_cast<uint32_t>(random.next()));
+    uint32_t want[4][2] = {};
     for (int i = 0; i < kRun; ++i) {
       const int at = 4 * (i % 8) + 3;
       want[0][i / 8] |= (run.pair[i / 2] >> (16 * (i % 2) + 15) & 1) << at;
       want[1][i / 8] |= (columns.pair[i] >> 15 & 1) << at;
       want[2][i / 8] |= columns.pair[i] >> 31 << at;
+      want[3][i / 8] |= bits_of(floats.value[i]) >> 31 << at;
     }
-    const RunSigns got[] = {run.signs(), columns.signs<0>(), columns.signs<1>()};
-    for (int which = 0; which < 3; ++which)
+    const RunSigns got[] = {run.signs(), columns.signs<0>(), columns.signs<1>(), floats.signs()};
+    for (int which = 0; which < 4; ++which)
       for (int i = 0; i < 2; ++i) ASSERT_EQ(got[which].of_8[i].with(0), want[which][i]);
   }
 }
