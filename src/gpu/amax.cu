@@ -1,4 +1,5 @@
 // max |x| after a spec's transform, one FP32 a matrix; and transforms wider than a run.
+#include "gpu/direct_tiles.h"
 #include "gpu/launch.h"
 #include "gpu/quantize.h"
 
@@ -11,6 +12,14 @@ struct AmaxShared {
   typename Loader::Tile tile[kStages];
   typename Loader::Shared loader;
 };
+
+// What a warp has found, in all.
+BLOCKSCALE_DEVICE void add_to(float* result, uint32_t found) {
+  found = warp_max(found > kInfBits ? kNanBits : found);
+  // Most warps find that a larger one has been there.
+  auto* to = reinterpret_cast<volatile unsigned int*>(result);
+  if (threadIdx.x % 32 == 0 && found > *to) atomicMax(const_cast<unsigned int*>(to), found);
+}
 
 // `out` holds 0 before, and so does `before`, which takes the maximum before the transform with
 // kBoth. The order of bits is that of magnitudes, NaN above all.
@@ -37,13 +46,6 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
     if (left > i) loader.begin(p.x, ahead.source(), tile[i], i);
   uint32_t largest = 0, plain = 0;
-  const auto add = [](uint32_t& found, float* result) {
-    found = warp_max(found > kInfBits ? kNanBits : found);
-    // Most warps find that a larger one has been there.
-    auto* to = reinterpret_cast<volatile unsigned int*>(result);
-    if (threadIdx.x % 32 == 0 && found > *to) atomicMax(const_cast<unsigned int*>(to), found);
-    found = 0;
-  };
   Turn<kAhead + 1> turn;
 #pragma unroll 1
   for (; left > 0; --left, turn.advance()) {
@@ -87,8 +89,9 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       }
     }
     if (left == 1 || walk.at().batch != matrix) {
-      add(largest, out + matrix);
-      if constexpr (kBoth) add(plain, before + matrix);
+      add_to(out + matrix, largest);
+      if constexpr (kBoth) add_to(before + matrix, plain);
+      largest = plain = 0;
     }
   }
 }
@@ -99,6 +102,45 @@ void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   constexpr auto kKernel = amax_kernel<kAxis, kTransform, kBoth, Loader, kGrouped>;
   const unsigned blocks = set_grid(p, false, Loader::kBlocks * prepare<kKernel>(kBytes));
   start(kKernel, blocks, kThreads, kBytes, stream, p, out, before);
+}
+
+// The same of FP32 and FP16 with contiguous columns, down the columns of a tile for each block of
+// threads, which loads it straight from global memory.
+template <bool kTransform, bool kBoth>
+__global__ void __launch_bounds__(kDirectThreads, 2)
+    amax_floats_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
+  after_previous();
+  constexpr Pass kPass{Encoder::fp4_nearest, Format::e4m3, false, kTransform};
+  const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
+  if (at.column >= p.x.columns) return;
+  const ColumnPart<kPass> part;
+  FloatColumns in[2];
+  part.load(FloatsIn{}, p.x, at, in);
+  uint32_t largest = 0, plain = 0;
+#pragma unroll
+  for (const FloatColumns& columns : in) {
+    ColumnValues<kPass, FloatTile> values;
+    values.take(columns, p.row);
+    largest = max(largest, max(values.amax[0], values.amax[1]));
+    if constexpr (kBoth) {
+      uint32_t two[2];
+      columns.amax_bits(two);
+      plain = max(plain, max(two[0], two[1]));
+    }
+  }
+  add_to(out + at.batch, largest);
+  if constexpr (kBoth) add_to(before + at.batch, plain);
+}
+void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream stream) {
+  const auto run = [&](auto kernel) {
+    start(kernel, tiles_grid(p.tiles_down, p), kDirectThreads, 0, stream, p, out, before);
+  };
+  if (p.row.out.spec.hadamard.dim == 0)
+    run(amax_floats_kernel<false, false>);
+  else if (before)
+    run(amax_floats_kernel<true, true>);
+  else
+    run(amax_floats_kernel<true, false>);
 }
 
 template <class Loader, bool kGrouped>
@@ -241,7 +283,10 @@ void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Group
   }
   set_input(p, y, groups ? &plan : nullptr);
   if (p.tiles == 0 && !groups) return;
-  if (!is_bf16_rows(y))
+  const bool down = p.row.out.spec.hadamard.dim == 0 || axis == -2;
+  if (y.dtype != DType::bf16 && y.column_stride == 1 && !groups && down && fits_grid(p))
+    launch_floats(p, out, before, native(stream));
+  else if (!is_bf16_rows(y))
     launch_on_axis<AnyLoader>(p, axis, out, before, native(stream));
   else if (p.copies)
     launch_on_axis<AlignedLoader>(p, axis, out, before, native(stream));

@@ -358,6 +358,15 @@ BLOCKSCALE_DEVICE TileAt direct_tile(uint32_t x, uint32_t y, uint32_t z) {
   return {static_cast<int>(z), static_cast<int>(x / kSideways) * kTile,
           static_cast<int>(y * kSideways + x % kSideways) * kTile};
 }
+// That grid, and whether it fits: it counts matrices, and groups of tiles across, in 16 bits.
+inline dim3 tiles_grid(int down, const QuantizeParams& p) {
+  return dim3(static_cast<unsigned>(down * kSideways),
+              static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
+              static_cast<unsigned>(p.batch));
+}
+inline bool fits_grid(const QuantizeParams& p) {
+  return p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16;
+}
 // Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
 // for FP8 in both directions, which waits for memory more than it computes.
 template <Pass kRow, Pass kColumn, class In>

@@ -114,55 +114,80 @@ BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const 
                     permute_bytes(even[0], even[1], 0x5410));
 }
 
-// What is known of an element format before the kernel starts.
+// What is known of an element format before the kernel starts: constants that instructions take
+// from where parameters lie.
 struct ElementFacts {
   FormatTraits traits;
   float largest;
   bool four_bits;
+  int signless_zero;
+  uint32_t sign_bit;
+  int sign_shift;  // from an FP32 sign down to it
+  // Units in the last place, of which a binade has 2^m.
+  float normal, unit;      // the smallest normal, and 2^(23-m)
+  int shift;               // 23 - m
+  uint32_t below, binade;  // units from the FP32 exponent 0 to the smallest normal's, and 2^m
+  int random_shift;        // from eight random bits to those below a unit
+  uint32_t random_half;    // half of the last of them
+
+  explicit ElementFacts(Format f)
+      : traits(blockscale::traits(f)),
+        largest(max_value(f)),
+        four_bits(codes_per_byte(f) == 2),
+        signless_zero(traits.special == Special::negative_zero),
+        sign_bit(traits.sign_bit()),
+        sign_shift(31 - traits.exponent_bits - traits.mantissa_bits),
+        normal(exp2i(traits.min_exponent())),
+        unit(exp2i(23 - traits.mantissa_bits)),
+        shift(23 - traits.mantissa_bits),
+        below(static_cast<uint32_t>(127 + traits.min_exponent()) << traits.mantissa_bits),
+        binade(uint32_t{1} << traits.mantissa_bits),
+        random_shift(15 - traits.mantissa_bits),
+        random_half(uint32_t{1} << (14 - traits.mantissa_bits)) {}
+  ElementFacts() = default;
 };
 
-// As encode_magnitude() to nearest even, of magnitudes up to the largest: with P the power of two
-// at or below y, or the smallest normal, y + P 2^(23-m) has the format's spacing as its last place.
-// Its low bits count units; each binade has 2^m of them. Bits above the code are not 0.
-struct NearestOf {
-  float normal, unit;
-  int shift;
-  uint32_t before;  // units below the smallest normal, as counted from the FP32 exponent 0
-
-  BLOCKSCALE_DEVICE explicit NearestOf(const FormatTraits& t)
-      : normal(exp2i(t.min_exponent())),
-        unit(exp2i(23 - t.mantissa_bits)),
-        shift(23 - t.mantissa_bits),
-        before(static_cast<uint32_t>(127 + t.min_exponent()) << t.mantissa_bits) {}
-  BLOCKSCALE_DEVICE uint32_t operator()(float y) const {
-    const uint32_t p =
-        bit_cast<uint32_t>(fmaxf(bit_cast<float>(bit_cast<uint32_t>(y) & 0x7F800000), normal));
-    return bit_cast<uint32_t>(__fmaf_rn(bit_cast<float>(p), unit, y)) + (p >> shift) - before;
-  }
-};
+// As encode_magnitude() to nearest even, of magnitudes up to the largest, in the low eight bits:
+// with P the power of two at or below y, or the smallest normal, y + P 2^(23-m) has the format's
+// spacing as its last place, and its low bits count units.
+BLOCKSCALE_DEVICE uint32_t encode_nearest(const ElementFacts& e, float y) {
+  const float power = bit_cast<float>(bit_cast<uint32_t>(y) & 0x7F800000);
+  const float p = fmaxf(power, e.normal);
+  return bit_cast<uint32_t>(__fmaf_rn(p, e.unit, y)) + (bit_cast<uint32_t>(p) >> e.shift) - e.below;
+}
+// As encode_magnitude_stochastic(), of magnitudes up to the largest.
+BLOCKSCALE_DEVICE uint32_t encode_stochastic(const ElementFacts& e, float y, uint32_t random) {
+  const bool subnormal = y < e.normal;
+  const float w = subnormal ? __fadd_rn(y, e.normal) : y;
+  const uint32_t rounded =
+      (bit_cast<uint32_t>(w) + (random << e.random_shift) + e.random_half) >> e.shift;
+  return rounded + e.binade - e.below - (subnormal ? e.binade : 0);
+}
 // Any element, any rounding.
 template <bool kByte>
 BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const float* v,
                                    float inv, const uint32_t* random) {
-  Codes out{};
   const bool four_bits = !kByte && e.four_bits;
-  const int width = four_bits ? 4 : 8;
-  const NearestOf nearest(e.traits);
+  const auto encode = [&](const auto& rounded) {
+    Codes out{};
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    const float y = __fmul_rn(v[i], inv);
-    const float magnitude = fminf(fabsf(y), e.largest);
-    const uint32_t rounded =
-        stochastic ? encode_magnitude_stochastic(e.traits, e.largest, magnitude,
-                                                 random[i / 4] >> (8 * (i % 4)) & 0xFF)
-                   : nearest(magnitude) & 0xFF;
-    const uint32_t code = with_sign(e.traits, rounded, y);
-    if (four_bits)
-      out.word[i / 8] |= code << (i % 8 * width);
-    else
-      out.word[i / 4] |= code << (i % 4 * width);
-  }
-  return out;
+    for (int i = 0; i < kRun; ++i) {
+      const float y = __fmul_rn(v[i], inv);
+      const uint32_t magnitude = rounded(fminf(fabsf(y), e.largest), i) & 0xFF;
+      uint32_t code = magnitude | (bit_cast<uint32_t>(y) >> e.sign_shift & e.sign_bit);
+      if (e.signless_zero && magnitude == 0) code = 0;
+      if (four_bits)
+        out.word[i / 8] |= code << (i % 8 * 4);
+      else
+        out.word[i / 4] |= code << (i % 4 * 8);
+    }
+    return out;
+  };
+  if (stochastic)
+    return encode([&](float y, int i) {
+      return encode_stochastic(e, y, random[i / 4] >> (8 * (i % 4)) & 0xFF);
+    });
+  return encode([&](float y, int) { return encode_nearest(e, y); });
 }
 
 // ---- the Hadamard transform of a run (numerics section 8) ----

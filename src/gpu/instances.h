@@ -45,10 +45,7 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
 }
 template <class Row, class Column, class In, bool kGrouped = false>
 void launch_tiles(QuantizeParams& p, NativeStream stream) {
-  const int down = kGrouped ? p.groups.tile_rows : p.tiles_down;
-  const dim3 grid(static_cast<unsigned>(down * kSideways),
-                  static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
-                  static_cast<unsigned>(p.batch));
+  const dim3 grid = tiles_grid(kGrouped ? p.groups.tile_rows : p.tiles_down, p);
   constexpr auto kKernel = tiles_kernel<Row, Column, In, kGrouped>;
   constexpr int kBytes = sizeof(TileMemory<Row, Column, In>);
   prepare<kKernel>(kBytes);

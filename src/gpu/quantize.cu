@@ -37,12 +37,10 @@ void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeSt
 
 // The compiled quantizer for these passes and this input, or null.
 Launcher launcher_for(const QuantizeParams& p, const Pass& row, const Pass& column, bool grouped) {
-  // Grids count matrices, and groups of tiles across, in 16 bits; runs and tiles down in 31; the
-  // bytes of 128 rows in 32, unsigned.
+  // Grids count runs in 31 bits; kernels count the bytes of 128 rows in 32, unsigned.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
   const int64_t size = p.x.dtype == DType::f32 ? 4 : 2;
-  const bool fits = p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16 &&
-                    runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
+  const bool fits = fits_grid(p) && runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
                     size * kTile * p.x.row_stride < int64_t{1} << 32;
   const Entry* e = fits && p.x.column_stride == 1 ? find(row, column) : nullptr;
   if (!e) return nullptr;
@@ -90,8 +88,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   Side s{};
   s.out = out;
   s.shape = out.shape();
-  s.element = {traits(out.spec.element), max_value(out.spec.element),
-               codes_per_byte(out.spec.element) == 2};
+  s.element = ElementFacts(out.spec.element);
   s.amax = o.amax;
   s.seed = o.device_seed;
   s.offset = o.device_offset;

@@ -269,7 +269,7 @@ TEST(Emulated, TwoLevelScalesOfEveryBf16AmaxAreTheDefinitions) {
 
 TEST(Emulated, E8m0ScalesOfEveryBf16AmaxAreTheDefinitions) {
   for (const Format element : {Format::e2m1, Format::e4m3fn, Format::e5m2}) {
-    const ElementFacts facts{traits(element), max_value(element), element == Format::e2m1};
+    const ElementFacts facts(element);
     for (const ScaleRule rule :
          {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even, ScaleRule::rceil}) {
       for (uint32_t b = 0; b < kBf16End; ++b) {
@@ -283,19 +283,24 @@ TEST(Emulated, E8m0ScalesOfEveryBf16AmaxAreTheDefinitions) {
   }
 }
 
-TEST(Emulated, EveryElementToTheNearestIsTheDefinition) {
+TEST(Emulated, EveryElementIsEncodedAsTheDefinitionSays) {
   for (const Format element : {Format::e2m1, Format::e2m3, Format::e3m2, Format::e4m3fn,
                                Format::e4m3fnuz, Format::e5m2, Format::e5m2fnuz}) {
     const FormatTraits t = traits(element);
-    const NearestOf nearest(t);
+    const ElementFacts facts(element);
     const uint32_t end = bits_of(max_value(element)) + 1;
     for (uint32_t b = 0; b<end; b += kSweepStep> 1 ? 65521 : 509) {
       for (const uint32_t bits : {b, b & 0xFFFE0000, (b & 0xFFFE0000) + 1}) {  // halves, too
         const float y = float_of(bits);
-        ASSERT_EQ(nearest(y) & 0xFF, encode_magnitude(t, y, Direction::nearest_even)) << y;
+        ASSERT_EQ(encode_nearest(facts, y) & 0xFF, encode_magnitude(t, y, Direction::nearest_even))
+            << y;
+        for (const uint32_t random : {b & 0xFF, ~b & 0xFF, 0u, 255u})
+          ASSERT_EQ(encode_stochastic(facts, y, random),
+                    encode_magnitude_stochastic(t, facts.largest, y, random))
+              << y << " random " << random;
       }
     }
-    ASSERT_EQ(nearest(max_value(element)) & 0xFF, t.max_code());
+    ASSERT_EQ(encode_nearest(facts, facts.largest) & 0xFF, t.max_code());
   }
 }
 
