@@ -72,7 +72,7 @@ archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (not
 	for arch in $(archs); do for source in src/gpu/*.cu; do echo $$arch $$source; done; done | \
 	    xargs -P $(JOBS) -L 1 sh -c 'nvcc -std=c++20 -O1 -Xcicc -O1 -Xptxas -O0 -fmad=false -Werror all-warnings \
 	        -gencode arch=compute_$$0,code=sm_$$0 -Iinclude -Isrc \
-	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -cubin -o /dev/null $$1' && \
+	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -DBLOCKSCALE_SAMPLE -cubin -o /dev/null $$1' && \
 	echo "compiled src/gpu for: $(archs)"
 
 # The same code as HIP: by Debian's hipcc, host side and all, and for a newer chip by a newer clang.
@@ -84,7 +84,7 @@ hip:  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run
 	@for source in src/gpu/*.cu; do \
 	    echo "'$(hip_gfx90a)' $$source"; echo "'$(hip_gfx942)' $$source"; done | \
 	    xargs -P $(JOBS) -L 1 sh -c '$$0 -x hip -std=c++20 -ffp-contract=off -Wall -Wextra -Werror \
-	        -Wno-pass-failed -Iinclude -Isrc -DBLOCKSCALE_GPU_TARGETS=\"AMD\" -o /dev/null $$1' && \
+	        -Wno-pass-failed -Iinclude -Isrc -DBLOCKSCALE_GPU_TARGETS=\"AMD\" -DBLOCKSCALE_SAMPLE -o /dev/null $$1' && \
 	echo "compiled src/gpu as HIP for gfx90a and gfx942; nothing was run"
 
 asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan

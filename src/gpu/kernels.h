@@ -12,6 +12,9 @@ using Launcher = void (*)(QuantizeParams&, NativeStream);
 
 // Kernels of inputs with contiguous columns: what recipes ask for, along rows, along columns, or
 // both at once. Whatever is not in the table, or null, runs as `any`.
+//
+// BLOCKSCALE_SAMPLE leaves out those that differ by a format alone: what is compiled for a chip
+// without being run there, or under sanitizers, has one of each kind.
 struct Floats {
   Launcher matrix = nullptr, grouped = nullptr;
 };
