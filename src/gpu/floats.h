@@ -105,6 +105,9 @@ template <int kWords>
 struct Words {
   uint32_t word[kWords];
 };
+BLOCKSCALE_DEVICE Words<4> words_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
+BLOCKSCALE_DEVICE Words<2> words_of(const uint2& v) { return {{v.x, v.y}}; }
+BLOCKSCALE_DEVICE Words<1> words_of(uint32_t v) { return {{v}}; }
 // kRows rows of kWide columns, of which `rows` and `count` are there, to place(row, column).
 template <int kWide, int kRows, class Place>
 BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* row, int rows,
@@ -115,7 +118,7 @@ BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* ro
   if (whole && !memory.half) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i, row += memory.pitch) {
-      const auto wide = bit_cast<Words<kWide>>(load_once(reinterpret_cast<const Wide*>(row)));
+      const auto wide = words_of(load_once(reinterpret_cast<const Wide*>(row)));
 #pragma unroll
       for (int c = 0; c < kWide; ++c) place(i, c) = bit_cast<float>(wide.word[c]);
     }
@@ -126,7 +129,7 @@ BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* ro
       raw[i] = load_once(reinterpret_cast<const Narrow*>(row));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const auto pairs = bit_cast<Words<kWide / 2>>(raw[i]);
+      const auto pairs = words_of(raw[i]);
 #pragma unroll
       for (int c = 0; c < kWide; c += 2) {
         float two[2];
