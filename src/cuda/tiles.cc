@@ -16,6 +16,9 @@ constexpr double kTileStart = 1500;   // the first stage of a tile that found th
 constexpr double kGather = 1500;      // CTAs of a cluster wait for each other, first and last
 constexpr double kMeeting = 1.05;     // of two warpgroups
 constexpr double kJoin = 2000;        // the parts of a cluster meet and are added
+constexpr double kPromotion = 0.047;  // of an element whose column has a scale: registers are busy
+constexpr double kF32Bytes = 17;      // of FP32 output that a multiprocessor writes in a cycle
+constexpr double kRound = 200;        // until what was staged of it has left
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
@@ -37,9 +40,19 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const int rows = static_cast<int>(std::min<int64_t>(t.rows(), s.rows));
   const double own =
       t.pairs_columns() ? t.columns() + rows / t.sharing() : rows + t.columns() / t.sharing();
+  const double promoting = square ? 0 : t.rows() * t.columns() * kPromotion;
   // Two warpgroups meet at the tensor cores now and then, three always have one that is ready.
   const double meeting = t.groups == 2 ? kMeeting : 1;
-  return std::max({tensor, shared, chain, own * 128.0 / l2_bytes}) * meeting;
+  return std::max({tensor, shared, chain, promoting, own * 128.0 / l2_bytes}) * meeting;
+}
+
+// Cycles in which a tile of output is written and nothing else happens.
+double store_cost(const TileShape& t, const GemmSize& s) {
+  const double elements = t.rows() * t.columns();
+  if (!s.f32) return elements * 2 / 64;
+  const int64_t chunks = t.chunks(s.square);
+  const int64_t rounds = chunks > 0 ? ceil_div(t.waves * t.n / 32, chunks) : 1;
+  return elements * 4 / kF32Bytes + static_cast<double>(rounds - 1) * kRound;
 }
 
 }  // namespace
@@ -53,10 +66,9 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
   const double asking = static_cast<double>(std::min(units, clusters) * t.cluster);
   const double l2_all = t.sharing() > 1 ? kL2Shared : kL2Bytes;
   const double l2_bytes = std::min(kL2Most, l2_all * s.multiprocessors / asking);
-  const double store = t.rows() * t.columns() * 2.0 / 64;
   return static_cast<double>(ceil_div(units, clusters)) *
              (static_cast<double>(ceil_div(s.blocks, t.parts())) * step_cost(t, s, l2_bytes) +
-              kTileStart + store + (t.split ? kJoin : 0)) +
+              kTileStart + store_cost(t, s) + (t.split ? kJoin : 0)) +
          (t.sharing() > 1 ? kGather : 0);
 }
 

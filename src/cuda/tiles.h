@@ -55,6 +55,7 @@ struct GemmSize {
   int64_t groups = 1;
   bool square = true;    // scales of B: 128x128, else 1x128
   bool e5m2 = false;     // in either operand
+  bool f32 = false;      // the output
   bool grouped = false;  // sizes of groups are known on the device only
   int multiprocessors = 132;
 };

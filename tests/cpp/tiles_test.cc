@@ -52,6 +52,21 @@ TEST(Tiles, LargeProductsGetLargeTiles) {
   EXPECT_EQ(chosen(dense(8192, 14336, 4096)).rows(), 192);
 }
 
+// FP32 sums of a short K take longer to write than to compute.
+TEST(Tiles, OutputCounts) {
+  for (const int64_t groups : {8, 16}) {
+    GemmSize s = dense(2048, 2048, 4096 / groups, false);
+    s.groups = groups;
+    s.grouped = true;
+    EXPECT_EQ(chosen(s).rows(), 256);
+    s.f32 = true;
+    EXPECT_EQ(chosen(s).rows(), 192);
+  }
+  GemmSize s = dense(4096, 4096, 4096, false);
+  s.f32 = true;
+  EXPECT_EQ(chosen(s).rows(), 256);
+}
+
 // 288 tiles of 256 x 128 would be 2.2 rounds of the machine.
 TEST(Tiles, WavesCount) {
   const TileShape& t = chosen(dense(4096, 2304, 7168));

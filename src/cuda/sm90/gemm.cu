@@ -63,6 +63,7 @@ cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
   s.blocks = ceil_of(ceil_of(g.k, kBlock), by_contraction ? s.groups : 1);
   s.square = g.b_square;
   s.e5m2 = g.a_e5m2 || g.b_e5m2;
+  s.f32 = g.d_f32;
   s.multiprocessors = multiprocessors;
   return s;
 }

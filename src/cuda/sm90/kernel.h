@@ -35,7 +35,7 @@ struct GemmParams {
   const float* b_scales;
   int a_scale_line;       // values of a line of A's scales
   int64_t b_scale_group;  // from one group of B to the next
-  uint32_t stage_bytes;   // that the copy engine brings: with few rows less than there is room for
+  uint32_t stage_bytes;   // of codes: with few rows less than there is room for
   Problem problem;
   Output out;
 };
@@ -72,16 +72,15 @@ struct Tile {
   static constexpr int kChunksAt = kStages * (kABytes + kBBytes);
   static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
 };
-// Where columns share a scale and a block takes longer than a load from L2, threads load the scales
-// of their rows themselves, a block ahead; else they come with the codes.
+// Where columns share a scale and blocks are not short, the copy engine brings the scales of A with
+// the codes, and threads load those of B themselves. Else a warp copies both.
 template <class T, bool kSquare>
-inline constexpr bool kLoadsScales = T::kRows >= 128 && kSquare;
+inline constexpr bool kBringsScales = T::kRows >= 128 && kSquare;
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>
 inline constexpr int kScaleBytes =  // of a stage
-    kLoadsScales<T, kSquare> ? 0
-                             : T::kAScaleBytes + (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
+    T::kAScaleBytes + (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
 template <class T, bool kSquare>
 inline constexpr int kBarriersAt = T::kScalesAt + T::kStages* kScaleBytes<T, kSquare>;
 template <class T, bool kSquare>
@@ -167,26 +166,41 @@ BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSqua
       bring(w.first_block + i, ring.stage);
     }
   }
+  // This CTA stays until nobody arrives at its barriers any more.
+  if constexpr (T::kSharing > 1)
+    for (int i = 0; i < T::kStages; ++i, ring.next())
+      barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
 }
 
-// One thread keeps the ring full of codes. An operand that two CTAs share is brought by the first.
+// One thread keeps the ring full of codes, and of A's scales with them. An operand that two CTAs
+// share is brought by the first.
 template <class T, bool kSquare>
 BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                    const GroupStart* starts, int rank) {
   constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
   constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
+  constexpr bool kBrings = kBringsScales<T, kSquare>;
   for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
-    return [&, row = w.row, column = w.column, b_batch](int block, int stage) {
-      const uint32_t full = shared.full(stage);
-      const int k = block * kBlock;
-      barrier_expect(full, p.stage_bytes);
-      if (!kShareA || rank == 0) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
-      if (!kShareB || rank == 0) copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
-    };
+    const int first = w.scale_row / 4 * 4;
+    const float* a_scales = p.a_scales + first;
+    const int values = (w.scale_row - first + T::kRows + 3) / 4 * 4;
+    const uint32_t scale_bytes = kBrings ? 4 * min(values, p.a_scale_line - first) : 0;
+    return
+        [&, row = w.row, column = w.column, b_batch, a_scales, scale_bytes](int block, int stage) {
+          const uint32_t full = shared.full(stage);
+          const int k = block * kBlock;
+          barrier_expect(full, p.stage_bytes + scale_bytes);
+          if (kBrings && (!kShareA || rank == 0))
+            copy_bytes<kShareA>(shared.a_scales(stage),
+                                a_scales + int64_t{1} * block * p.a_scale_line, scale_bytes, full);
+          if (!kShareA || rank == 0) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
+          if (!kShareB || rank == 0)
+            copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
+        };
   });
 }
 
-// And one warp of scales: the copy engine has enough to do, small copies hold it up.
+// And one warp of scales: small copies hold the copy engine up.
 template <class T, bool kSquare>
 BLOCKSCALE_INLINE void bring_scales(const GemmParams& p, const Shared<T, kSquare>& shared,
                                     const GroupStart* starts, int rank) {

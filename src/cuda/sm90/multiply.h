@@ -47,43 +47,36 @@ struct ColumnScales {
   }
 };
 
-// Scales of this thread's rows and of its columns, which share one, loaded from memory a block
-// ahead. In shared memory they would take of the bandwidth that the codes need.
-template <class T>
-struct LoadedScales {
-  static constexpr int kRows = 2 * T::kWaves;
-  const GemmParams& p;
-  uint32_t a_at, b_at, b_line;
-  int line_left;  // from this thread's first row on
-  float a[kRows], b;
+// The scales of B that all columns of a warp share: each lane holds that of another block out of
+// 32, and one of the 32 after them.
+template <bool kUsed>
+struct BlockScales {
+  const float* next;
+  int step, left;  // from this lane's next block on
+  float now, ahead;
 
-  BLOCKSCALE_INLINE explicit LoadedScales(const GemmParams& all) : p(all) {}
-  // `row` counts from the tile's first.
-  BLOCKSCALE_INLINE void start(const Work& w, int row, int column) {
+  BLOCKSCALE_INLINE BlockScales(const GemmParams& p, const Work& w, int column) {
+    if constexpr (!kUsed) return;
     const int batch = p.problem.grouping == Grouping::rows ? w.group : 0;
-    const int blocks = (p.problem.n + kBlock - 1) / kBlock, first = w.scale_row + row;
-    // Each lane has a place of its own, for all that the compiler knows: it would wait for what is
-    // the same in a warp as soon as it is asked for, to move it to a uniform register.
-    const int own = threadIdx.x >= blockDim.x;
-    b_line = (blocks + 3) / 4 * 4;
-    a_at = w.first_block * p.a_scale_line + first;
-    b_at = static_cast<uint32_t>(batch * p.b_scale_group) + w.first_block * b_line +
-           min(column / kBlock, blocks - 1) + own;
-    line_left = p.a_scale_line - first;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) a[i] = 0;
-    if (w.blocks > 0) load();
+    const int across = (p.problem.n + kBlock - 1) / kBlock, line = (across + 3) / 4 * 4;
+    next = p.b_scales + batch * p.b_scale_group + (w.first_block + lane_index()) * line +
+           min(column / kBlock, across - 1);
+    step = 32 * line;
+    left = w.blocks - lane_index();
+    load();
   }
   BLOCKSCALE_INLINE void load() {
-    const float* line = p.a_scales + a_at;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = i / 2 * T::kWaveRows + i % 2 * 8;
-      if (row < line_left) a[i] = __ldg(line + row);
+    if (left > 0) ahead = __ldg(next);
+    next += step;
+    left -= 32;
+  }
+  // All blocks in order.
+  BLOCKSCALE_INLINE float of(int block) {
+    if (block % 32 == 0) {
+      now = ahead;
+      load();
     }
-    b = __ldg(p.b_scales + b_at);
-    a_at += p.a_scale_line;
-    b_at += b_line;
+    return __shfl_sync(~0u, now, block % 32);
   }
 };
 
@@ -134,9 +127,12 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
   constexpr int kAcross = T::kN / kColumns, kTotal = T::kWaves * kAcross;
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int warp_row = thread / 32 * 16;
+  // In one round each warp stores chunks of its own: one thread would take longer.
+  constexpr bool kSpread = kTotal <= T::kChunks;
+  const bool stores = lane == 0 && (kSpread || thread == 0);
 #pragma unroll
   for (int done = 0; done < kTotal; done += T::kChunks) {
-    if (thread == 0) stores_wait_read();  // of what was there before
+    if (stores) stores_wait_read();  // of what was there before
     named_sync(1 + group, 128);
 #pragma unroll
     for (int i = 0; i < T::kChunks; ++i) {
@@ -171,10 +167,11 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
     }
     fence_for_copies();
     named_sync(1 + group, 128);
-    if (thread == 0) {
+    if (stores) {
 #pragma unroll
       for (int i = 0; i < T::kChunks; ++i) {
         if (done + i >= kTotal) break;
+        if (kSpread && i % 4 != thread / 32) continue;
         store_box(shared.chunk(group, i), p.d, column + (done + i) % kAcross * kColumns,
                   row + (done + i) / kAcross * T::kWaveRows,
                   p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
@@ -278,7 +275,7 @@ template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                       const GroupStart* starts, int rank) {
   constexpr int kN = T::kN;
-  constexpr bool kLoads = kLoadsScales<T, kSquare>;
+  constexpr bool kBrings = kBringsScales<T, kSquare>;
   // So that the end of a block and the start of the next overlap; a scale for each column leaves no
   // registers for it.
   constexpr int kUnroll = kSquare ? 4 : 1;
@@ -310,8 +307,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     // Of the 128x128 blocks of B that these columns lie in, the first in its copy.
     const int square = column / kBlock - w.column / kBlock / 4 * 4;
     const int first_scale = w.scale_row % 4 + group_row + thread_row;
-    LoadedScales<T> loaded(p);
-    if constexpr (kLoads) loaded.start(w, group_row + thread_row, column);
+    BlockScales<kBrings> block_scales(p, w, column);
     // No row of the group is this warpgroup's.
     const auto pass_over = [&] {
       for (int i = 0; i < w.blocks; ++i, ring.next()) {
@@ -321,22 +317,22 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     };
     const auto multiply = [&](auto waves) {
       constexpr int kWaves = decltype(waves)::value, kRows = 2 * kWaves;
-      if (w.blocks > 0) barrier_wait(shared.full(ring.stage), ring.phase);
+      bool full = false;
+      if (!kSquare && w.blocks > 0) barrier_wait(shared.full(ring.stage), ring.phase);
 #pragma unroll kUnroll
       for (int i = 0; i < w.blocks; ++i) {
         const int stage = ring.stage;
+        if (kSquare && !full) barrier_wait(shared.full(stage), ring.phase);
         const uint64_t a_tile = tile_descriptor(a_tiles + stage * (T::kABytes / 16));
         const uint64_t b_tile = tile_descriptor(b_tiles + stage * (T::kBBytes / 16));
         const uint32_t b_scales =
             shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
         float scale[kRows], b = 1;  // of this thread's rows; of all of its columns
-        if constexpr (!kLoads) {
-          const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
+        const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
 #pragma unroll
-          for (int j = 0; j < kRows; ++j)
-            scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
-          if (kSquare) b = load_shared(b_scales);
-        }
+        for (int j = 0; j < kRows; ++j)
+          scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
+        if constexpr (kSquare && !kBrings) b = load_shared(b_scales);
         bool next_full = false;  // asked before the promotion, needed after it
         ring.next();
 #pragma unroll
@@ -350,20 +346,10 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       b_tile + 2 * k, k != 0);
           wgmma_commit();
           if (kSquare && wave == 0) {
-            if constexpr (kLoads) {
-              b = loaded.b;
-#pragma unroll
-              for (int j = 0; j < kRows; ++j) scale[j] = loaded.a[j];
-            } else {
-              __syncwarp();  // all lanes have their scales, before one tells so
-            }
+            if constexpr (kBrings) b = block_scales.of(i);
 #pragma unroll
             for (int j = 0; j < kRows; ++j) scale[j] *= b;
-            if constexpr (kLoads) {
-#pragma unroll
-              for (int j = 0; j < kRows; ++j) asm volatile("" : "+f"(scale[j]));  // now
-              if (i + 1 < w.blocks) loaded.load();
-            }
+            __syncwarp();  // all lanes have their scales, before one tells so
           }
           const float upper = scale[2 * wave], lower = scale[2 * wave + 1];
           if constexpr (kSquare) {
@@ -382,7 +368,11 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
             if (last) release(stage);
           }
         }
-        if (!next_full && i + 1 < w.blocks) barrier_wait(shared.full(ring.stage), ring.phase);
+        // Where the loop is unrolled, nothing but the answer may stand before the next block.
+        if (kSquare)
+          full = next_full;
+        else if (!next_full && i + 1 < w.blocks)
+          barrier_wait(shared.full(ring.stage), ring.phase);
       }
     };
     if (last_wave < w.row_end)
@@ -405,7 +395,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
         store_boxes<T, kSquare, false>(sum, p, shared, group_index, w, row, column);
     }
   }
-  if (threadIdx.x % 128 == 0) stores_wait_read();
+  if (lane == 0) stores_wait_read();
 }
 
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
@@ -419,14 +409,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
       // The thread that brings codes, and the warp for scales.
-      barrier_init(shared.full(i), kLoadsScales<T, kSquare> ? 1 : 1 + 32);
+      barrier_init(shared.full(i), kBringsScales<T, kSquare> ? 1 : 1 + 32);
       barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
     }
     barrier_init_done();
     if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
   }
   if constexpr (T::kCluster > 1)
-    cluster_sync();
+    cluster_meet();
   else
     __syncthreads();
   after_previous();
@@ -444,7 +434,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     registers_down<T::kCopyRegisters>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
     if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
-    if (!kLoadsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
+    if (!kBringsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
     // Nobody else writes rows of no group.
     if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add)
       fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, warp - 2);
@@ -456,7 +446,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     __syncwarp();
   }
   // No CTA leaves while the other may still write to it or arrive at its barriers.
-  if constexpr (T::kCluster > 1) cluster_sync();
+  if constexpr (T::kSplit) cluster_sync();
 }
 
 }  // namespace blockscale::sm90

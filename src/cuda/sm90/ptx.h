@@ -92,6 +92,22 @@ BLOCKSCALE_INLINE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t ba
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
 }
+// The same of `bytes` that lie together: they and both addresses are multiples of 16.
+template <bool kBoth>
+BLOCKSCALE_INLINE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  if constexpr (kBoth)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(3))
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
 // Shared memory written by ordinary stores becomes visible to the copy engine.
 BLOCKSCALE_INLINE void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -181,6 +197,11 @@ BLOCKSCALE_INLINE uint32_t cluster_rank() {
 }
 BLOCKSCALE_INLINE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// The same where nothing but barriers was written before: it does without a fence of the whole GPU.
+BLOCKSCALE_INLINE void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 template <int kCount>
 BLOCKSCALE_INLINE void registers_down() {
