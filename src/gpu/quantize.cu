@@ -156,7 +156,7 @@ void find_amaxes(const ConstMatrix& x, const Groups& groups, Side& row, Side& co
 // Whether scales of both directions are written as `mn_major` first, and turned then: where a
 // kernel more is less than what it saves.
 bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
-  constexpr int64_t kTilesEach = 16;  // of a multiprocessor
+  constexpr int64_t kTilesEach = 8;  // of a multiprocessor
   const auto may = [](const Quantized& q) {
     return q.spec.scale == Format::fp32 && !q.spec.square && q.layout.scales == Layout::linear &&
            !q.groups;
