@@ -34,7 +34,8 @@ class Stream {
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done. Its size depends on shapes
   // alone: one FP32 a matrix for an amax that is not given, a BF16 copy of x for a Hadamard
-  // transform wider than 16, and with groups some bytes for each of them and for 128 rows of x.
+  // transform wider than 16, with groups some bytes for each of them and for 128 rows of x, and a
+  // copy of the scales of both directions in FP32 and `linear`.
   virtual void* workspace(int64_t bytes) const = 0;
 };
 

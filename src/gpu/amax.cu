@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
     amax_floats_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
   after_previous();
   constexpr Pass kPass{Encoder::fp4_nearest, Format::e4m3, false, kTransform};
-  const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
+  const TileAt at = direct_tile(kSidewaysShift);
   if (at.column >= p.x.columns) return;
   const ColumnPart<kPass> part;
   FloatColumns in[2];
@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
 }
 void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   const auto run = [&](auto kernel) {
-    start(kernel, tiles_grid(p.tiles_down, p), kDirectThreads, 0, stream, p, out, before);
+    start(kernel, tiles_grid(p.tiles_down, p, kSidewaysShift), kDirectThreads, 0, stream, p, out,
+          before);
   };
   if (p.row.out.spec.hadamard.dim == 0)
     run(amax_floats_kernel<false, false>);

@@ -195,11 +195,10 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
   }
 }
 
-// Codes and scales from the stage to memory, by kCount threads; `line` and `pos` are those of the
-// tile.
+// Codes from the stage to memory, by kCount threads; `line` and `pos` are those of the tile.
 template <Pass kPass, int kWide, int kCount>
-BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
-                                   Stage<kPass>& stage) {
+BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
+                                          int tile_pos, Stage<kPass>& stage) {
   const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
   const int lines = min(kTile, s.lines - tile_line);
   auto codes = [&](auto fp4, auto step) {
@@ -213,7 +212,14 @@ BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_li
     codes(Constant<1>{}, Constant<2>{});
   else
     codes(Constant<1>{}, Constant<1>{});
-  store_staged_scales<kPass, kCount>(s, m, tile_line, tile_pos, lines, stage);
+}
+// And scales.
+template <Pass kPass, int kWide, int kCount>
+BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
+                                   Stage<kPass>& stage) {
+  store_staged_codes<kPass, kWide, kCount>(s, m, tile_line, tile_pos, stage);
+  store_staged_scales<kPass, kCount>(s, m, tile_line, tile_pos, min(kTile, s.lines - tile_line),
+                                     stage);
 }
 
 template <Pass kPass, class Loader, class Turn>

@@ -15,7 +15,8 @@ namespace blockscale::gpu {
 
 inline constexpr int kDirectThreads = 256;
 inline constexpr int kDirectLines = 4;  // of a thread in a tile, and of FP8 at once
-inline constexpr int kSideways = 8;     // tiles that lie beside each other are this many in a row
+// Tiles that lie beside each other are this many in a row.
+inline constexpr int kSidewaysShift = 3, kSideways = 1 << kSidewaysShift;
 
 struct RowsParams {
   Source x;

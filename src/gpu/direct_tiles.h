@@ -11,6 +11,7 @@ struct TilesParams {
   Source x;
   Side row, column;
   GroupGrid groups;  // or none
+  int sideways;      // of direct_tile()
 };
 
 inline constexpr int kDirectWarps = kDirectThreads / 32;
@@ -353,15 +354,16 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
   }
 }
 
-// Grid: tiles down, kSideways of a row by turns; groups of kSideways tiles across; matrices.
-BLOCKSCALE_DEVICE TileAt direct_tile(uint32_t x, uint32_t y, uint32_t z) {
-  return {static_cast<int>(z), static_cast<int>(x / kSideways) * kTile,
-          static_cast<int>(y * kSideways + x % kSideways) * kTile};
+// Grid: tiles down, 1 << `sideways` of a row by turns; groups of so many across; matrices.
+BLOCKSCALE_DEVICE TileAt direct_tile(int sideways) {
+  const uint32_t down = blockIdx.x >> sideways, across = blockIdx.x - (down << sideways);
+  return {static_cast<int>(blockIdx.z), static_cast<int>(down) * kTile,
+          static_cast<int>((blockIdx.y << sideways) + across) * kTile};
 }
 // That grid, and whether it fits: it counts matrices, and groups of tiles across, in 16 bits.
-inline dim3 tiles_grid(int down, const QuantizeParams& p) {
-  return dim3(static_cast<unsigned>(down * kSideways),
-              static_cast<unsigned>(ceil_div(p.tiles_across, kSideways)),
+inline dim3 tiles_grid(int down, const QuantizeParams& p, int sideways) {
+  return dim3(static_cast<unsigned>(down) << sideways,
+              static_cast<unsigned>(ceil_div(p.tiles_across, int64_t{1} << sideways)),
               static_cast<unsigned>(p.batch));
 }
 inline bool fits_grid(const QuantizeParams& p) {
@@ -437,7 +439,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
   after_previous();
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column, In>*>(bytes));
-  const TileAt at = direct_tile(blockIdx.x, blockIdx.y, blockIdx.z);
+  const TileAt at = direct_tile(p.sideways);
   if (at.column >= p.x.columns) return;
   if constexpr (!kGrouped) {
     quantize_tile<Row, Column, In, false>(p, p.x, at, memory);

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "gpu/copied_tiles.h"
+#include "gpu/joined_tiles.h"
 #include "gpu/kernels.h"
 #include "gpu/quantize.h"
 
@@ -43,17 +45,42 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
                   static_cast<unsigned>(p.row.out.batch));
   start(rows_kernel<Row, In>, grid, kDirectThreads, 0, stream, d);
 }
+// Tiles that lie beside each other and are this many in a row, as a shift: all, up to 128, for rows
+// alone and for both directions of FP8, as memory takes whole rows faster; else kSideways, as
+// columns leave scales in sectors that tiles below each other share.
+template <Pass kRow, Pass kColumn, bool kGrouped>
+int sideways_of(const QuantizeParams& p) {
+  constexpr int kFew = kSidewaysShift, kMost = 7;
+  constexpr bool kBoth = kRow.present() && kColumn.present();
+  if (!kRow.present() || (kBoth && (kGrouped || kColumn.fp4()))) return kFew;
+  return std::clamp<int>(std::bit_width(static_cast<unsigned>(p.tiles_across - 1)), kFew, kMost);
+}
 template <class Row, class Column, class In, bool kGrouped = false>
 void launch_tiles(QuantizeParams& p, NativeStream stream) {
-  const dim3 grid = tiles_grid(kGrouped ? p.groups.tile_rows : p.tiles_down, p);
+  const int sideways = sideways_of<Row::kPass, Column::kPass, kGrouped>(p);
+  const dim3 grid = tiles_grid(kGrouped ? p.groups.tile_rows : p.tiles_down, p, sideways);
   constexpr auto kKernel = tiles_kernel<Row, Column, In, kGrouped>;
   constexpr int kBytes = sizeof(TileMemory<Row, Column, In>);
   prepare<kKernel>(kBytes);
-  start(kKernel, grid, kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, p.column, p.groups});
+  start(kKernel, grid, kDirectThreads, kBytes, stream,
+        TilesParams{p.x, p.row, p.column, p.groups, sideways});
 }
 
 using Aligned = Bf16In<true>;
 using Anywhere = Bf16In<false>;
+
+// Tiles in twos, where there are so many that pairs keep every multiprocessor busy.
+template <class Column>
+void launch_joined(QuantizeParams& p, NativeStream stream) {
+  constexpr auto kKernel = joined_kernel<Column>;
+  constexpr int kBytes = sizeof(JoinedMemory<Column>), kTilesEach = 16;
+  if (p.tiles < kTilesEach * prepare<kKernel>(kBytes))
+    return launch_tiles<PassType<Encoder::none>, Column, Aligned>(p, stream);
+  constexpr int kHalf = kSidewaysShift - 1;
+  const dim3 grid = tiles_grid(static_cast<int>(ceil_div(p.tiles_down, kJoined)), p, kHalf);
+  start(kKernel, grid, dim3(kDirectThreads, kJoined), kBytes, stream,
+        TilesParams{p.x, p.row, p.column, p.groups, kHalf});
+}
 
 // Tiles by the copy engine, where there are enough for its longer start not to count.
 template <class Row, class Column>
@@ -82,10 +109,17 @@ inline constexpr bool kCopied = kCopyEngine&& kColumn.fp4() &&
                                 ((kColumn.hadamard &&
                                   (kRow.present() || kColumn.encoder == Encoder::fp4_nearest)) ||
                                  (kRow.square && kColumn.square));
+// Whether a tile's columns have a word of scales each, which takes long beside their codes.
+template <Pass kRow, Pass kColumn>
+inline constexpr bool kJoins =
+    !kRow.present() && !kColumn.square &&
+    (kColumn.encoder == Encoder::e4m3fn || kColumn.encoder == Encoder::e5m2);
 template <class Row, class Column>
 constexpr Launcher aligned_launcher() {
   if constexpr (kCopied<Row::kPass, Column::kPass>)
     return launch_copied<Row, Column>;
+  else if constexpr (kJoins<Row::kPass, Column::kPass>)
+    return launch_joined<Column>;
   else
     return launch_tiles<Row, Column, Aligned>;
 }

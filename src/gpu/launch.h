@@ -125,6 +125,8 @@ inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis
 // and there are no groups.
 void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
               float* out, float* before, const Stream& stream);
+// FP32 scales of two operands in `mn_major` to the same ones in `linear`.
+void turn_scales(const Quantized from[2], const Quantized to[2], const Stream& stream);
 // Writes the padding of a storage layout and nothing else: not that of FP32 scales, which
 // store_scale() writes, nor that of groups (fill.h).
 void fill_padding(const Quantized& out, const Stream& stream);

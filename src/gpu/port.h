@@ -394,6 +394,18 @@ BLOCKSCALE_DEVICE void store_vector(void* to, const uint4& v) {
 #endif
 }
 
+// A word that stays in the L2 cache while others can go, to be read soon.
+BLOCKSCALE_DEVICE void store_to_stay(uint32_t* to, uint32_t word) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(word), "l"(policy)
+               : "memory");
+#else
+  *to = word;
+#endif
+}
+
 // What is not written while the kernel runs.
 template <class T>
 BLOCKSCALE_DEVICE T load_once(const T* p) {

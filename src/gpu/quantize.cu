@@ -153,17 +153,36 @@ void find_amaxes(const ConstMatrix& x, const Groups& groups, Side& row, Side& co
   }
 }
 
-}  // namespace
+// Whether scales of both directions are written as `mn_major` first, and turned then: where a
+// kernel more is less than what it saves.
+bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
+  constexpr int64_t kTilesEach = 8;  // of a multiprocessor
+  const auto may = [](const Quantized& q) {
+    return q.spec.scale == Format::fp32 && !q.spec.square && q.layout.scales == Layout::linear &&
+           !q.groups;
+  };
+  return may(row_out) && may(column_out) &&
+         x.batch * x.rows * x.columns >=
+             kTilesEach * kTile * kTile * multiprocessors(current_device());
+}
+// `out` with its scales in the workspace, as `mn_major`.
+Quantized with_scales_aside(const Quantized& out, const Stream& stream) {
+  Quantized aside = out;
+  aside.layout.scales = Layout::mn_major;
+  const int64_t bytes = out.batch * aside.shape().scale_count * scale_bytes(out.spec.scale);
+  aside.scales = static_cast<uint8_t*>(stream.workspace(bytes));
+  return aside;
+}
 
-void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
-              const Quantized* column_out, const QuantizeOptions& column_options,
-              const Stream& stream) {
-  if (x.batch == 0) return;
+// `aside`: scales are in the workspace.
+void quantize_into(const ConstMatrix& x, const Quantized* row_out,
+                   const QuantizeOptions& row_options, const Quantized* column_out,
+                   const QuantizeOptions& column_options, bool aside, const Stream& stream) {
   const bool wide = (row_out && row_out->spec.hadamard.dim > kRun) ||
                     (column_out && column_out->spec.hadamard.dim > kRun);
   if (wide && row_out && column_out) {  // two different inputs then
-    gpu::quantize(x, row_out, row_options, nullptr, {}, stream);
-    gpu::quantize(x, nullptr, {}, column_out, column_options, stream);
+    quantize_into(x, row_out, row_options, nullptr, {}, aside, stream);
+    quantize_into(x, nullptr, {}, column_out, column_options, aside, stream);
     return;
   }
   const Groups groups = (row_out ? row_out : column_out)->groups;
@@ -182,6 +201,7 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
   Pass row, column;
   if (row_out) p.row = side_of(*row_out, row_options);
   if (column_out) p.column = side_of(*column_out, column_options);
+  p.row.scales_aside = p.column.scales_aside = aside;
   find_amaxes(x, groups, p.row, p.column, stream);
   if (positions) planned();
   auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
@@ -211,6 +231,21 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
     launch_any<true>(p, row, column, native(stream));
   }
   check_launch("quantize");
+}
+
+}  // namespace
+
+void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
+              const Quantized* column_out, const QuantizeOptions& column_options,
+              const Stream& stream) {
+  if (x.batch == 0) return;
+  if (!row_out || !column_out || !turns_scales(x, *row_out, *column_out))
+    return quantize_into(x, row_out, row_options, column_out, column_options, false, stream);
+  const Quantized to[] = {*row_out, *column_out};
+  const Quantized aside[] = {with_scales_aside(*row_out, stream),
+                             with_scales_aside(*column_out, stream)};
+  quantize_into(x, &aside[0], row_options, &aside[1], column_options, true, stream);
+  turn_scales(aside, to, stream);
 }
 
 }  // namespace blockscale::gpu

@@ -22,6 +22,7 @@ struct Side {
   GroupRule groups;  // where there are
   // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
   int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
+  int scales_aside;                                   // in the workspace, to be read soon (turn.cu)
   // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
   int code_pairs, scale_words;
   int rows_behind;  // of padding, behind the scales of mn_major without groups
@@ -231,7 +232,10 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
                                                        s.scale_columns, row, block);
   if (has_wide_scales<kPass>(s)) {
     uint32_t* to = reinterpret_cast<uint32_t*>(m.scales) + at;
-    *to = stored;
+    if (!kPass.square && s.scales_aside)
+      store_to_stay(to, stored);
+    else
+      *to = stored;
     if (s.rows_behind > 0 && row == shape.scale_rows - 1)
       for (int i = 1; i <= s.rows_behind; ++i) to[i] = 0;
   } else {

@@ -152,6 +152,18 @@ TEST_P(QuantizeTest, ManyTilesAreTheReference) {
   }
 }
 
+// Many tiles of elements of a byte, which have kernels of their own: for columns in twos, and for
+// the scales of both directions.
+TEST_P(QuantizeTest, ManyTilesOfBytesAreTheReference) {
+  const Specs fp8 = {kFp8_1x128}, mxfp8 = {kMxfp8};
+  for (int i = 0; i < 4 && !HasFailure(); ++i) {
+    expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, &fp8, &fp8, 800);
+    expect_reference(*runner, Random(seed() + i), Strides::padded_rows, &fp8, &fp8, 800);
+    expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, nullptr, &fp8, 800);
+    expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, nullptr, &mxfp8, 800);
+  }
+}
+
 TEST_P(QuantizeTest, BothAxesInOnePassAreTheTwoPasses) {
   for (int i = 0; i < kCases; ++i) {
     const Case c(seed(), 1000000 + i);
