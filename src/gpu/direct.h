@@ -66,6 +66,7 @@ struct LineReader {
 template <bool kAligned>
 struct Bf16In {
   static constexpr bool kFloats = false;
+  static constexpr bool kAround = !kAligned;  // tiles come as TileAround
   using Tile = Bf16Tile;
   using Reader = LineReader<kAligned>;
   using Kept = KeptTile;
@@ -78,6 +79,7 @@ struct Bf16In {
 };
 struct FloatsIn {
   static constexpr bool kFloats = true;
+  static constexpr bool kAround = false;
   using Tile = FloatTile;
   using Reader = FloatReader;
   using Kept = KeptFloats;

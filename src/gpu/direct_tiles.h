@@ -1,8 +1,8 @@
 // direct.h for tiles of 128 x 128: columns, square blocks, both directions at once, and groups.
 #pragma once
 
+#include "gpu/column_part.h"
 #include "gpu/columns.h"
-#include "gpu/direct.h"
 #include "gpu/fill.h"
 
 namespace blockscale::gpu {
@@ -113,120 +113,6 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory&
       if (i < lines) store_row_run<kPass>(s, m, random, values[i], amax, b, line + i, pos, to);
   }
 }
-
-// kWide BF16 at p, of which `count` are there, as pairs.
-template <bool kAligned, int kWide>
-BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
-  if (count < kWide) {
-#pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) pair[i] = 0;
-#pragma unroll
-    for (int i = 0; i < kWide - 1; ++i)
-      if (i < count) pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
-  } else if (kAligned && kWide == 4) {
-    const uint2 four = *reinterpret_cast<const uint2*>(p);
-    pair[0] = four.x;
-    pair[1] = four.y;
-  } else if (kAligned || reinterpret_cast<uintptr_t>(p) % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) pair[i] = reinterpret_cast<const uint32_t*>(p)[i];
-  } else if (kWide == 4) {
-    const uint32_t inner = *reinterpret_cast<const uint32_t*>(p + 1);
-    pair[0] = inner << 16 | p[0];
-    pair[1] = static_cast<uint32_t>(p[3]) << 16 | inner >> 16;
-  } else {
-    pair[0] = static_cast<uint32_t>(p[1]) << 16 | p[0];
-  }
-}
-
-// A thread's part of a tile down its columns: four columns of 16 rows; with blocks of 32 two
-// columns of 32 rows, which makes blocks its own. A warp has 128 or 64 columns.
-template <Pass kPass>
-struct ColumnPart {
-  static constexpr int kWide = kPass.block() == 2 * kRun ? 2 : 4;
-  static constexpr int kRuns = 4 / kWide, kAcross = kTile / (32 * kWide);
-  int first, run;  // the first column, and the first run of rows, of the tile
-
-  BLOCKSCALE_DEVICE ColumnPart() {
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    first = (warp % kAcross * 32 + lane) * kWide;
-    run = warp / kAcross * kRuns;
-  }
-  // Both pairs of columns, or both runs of one pair.
-  template <bool kAligned>
-  BLOCKSCALE_DEVICE void load(Bf16In<kAligned>, const Source& x, const TileAt& at,
-                              PairColumns* in) const {
-    const auto* row =
-        static_cast<const uint8_t*>(x.data) +
-        2 * (at.batch * x.batch_stride + (at.row + run * kRun) * x.row_stride + at.column + first);
-    const auto pitch = static_cast<uint32_t>(2 * x.row_stride);
-    const int rows = x.rows - at.row - run * kRun, count = x.columns - at.column - first;
-    auto load_rows = [&](bool whole) {
-#pragma unroll
-      for (int i = 0; i < kRuns * kRun; ++i, row += pitch) {
-        uint32_t pair[kWide / 2] = {};
-        const auto* p = reinterpret_cast<const uint16_t*>(row);
-        if (whole || i < rows) load_wide<kAligned, kWide>(p, whole ? kWide : count, pair);
-#pragma unroll
-        for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] = pair[j];
-      }
-    };
-    if (rows >= kRuns * kRun && count >= kWide)
-      load_rows(true);
-    else
-      load_rows(false);
-  }
-  BLOCKSCALE_DEVICE void load(FloatsIn, const Source& x, const TileAt& at, FloatColumns* in) const {
-    const FloatMemory memory(x);
-    constexpr int kRows = kRuns * kRun;
-    const int row = at.row + run * kRun, column = at.column + first;
-    load_columns<kWide, kRows>(memory, memory.at(x, at.batch, row, column), x.rows - row,
-                               x.columns - column,
-                               [&](int i, int c) -> float& { return element(in, i, c); });
-  }
-  // Row i of column c.
-  BLOCKSCALE_DEVICE static float& element(FloatColumns* in, int i, int c) {
-    return kWide == 4 ? in[c / 2].run[c % 2].value[i] : in[i / kRun].run[c].value[i % kRun];
-  }
-  // The same of a tile that is there.
-  BLOCKSCALE_DEVICE void read(const Bf16Tile& tile, PairColumns* in) const {
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(tile.chunk) + (run * kRun * kTile + first) / 2;
-#pragma unroll
-    for (int i = 0; i < kRuns * kRun; ++i, words += kTile / 2) {
-      if constexpr (kWide == 4) {
-        const uint2 four = *reinterpret_cast<const uint2*>(words);
-        in[0].pair[i] = four.x;
-        in[1].pair[i] = four.y;
-      } else {
-        in[i / kRun].pair[i % kRun] = *words;
-      }
-    }
-  }
-  BLOCKSCALE_DEVICE void keep(const PairColumns* in, KeptTile& tile) const {
-    uint8_t* to = tile.at(run * kRun, first);
-#pragma unroll
-    for (int i = 0; i < kRuns * kRun; ++i, to += 2 * kTile) {
-      const PairColumns& pairs = in[i / kRun];
-      if constexpr (kWide == 4)
-        *reinterpret_cast<uint2*>(to) = {pairs.pair[i], in[1].pair[i]};
-      else
-        *reinterpret_cast<uint32_t*>(to) = pairs.pair[i % kRun];
-    }
-  }
-  BLOCKSCALE_DEVICE void keep(FloatColumns* in, KeptFloats& tile) const {
-    float* to = tile.at(run * kRun, first);
-#pragma unroll
-    for (int i = 0; i < kRuns * kRun; ++i, to += kTile) {
-      if constexpr (kWide == 4)
-        *reinterpret_cast<float4*>(to) = {element(in, i, 0), element(in, i, 1), element(in, i, 2),
-                                          element(in, i, 3)};
-      else
-        *reinterpret_cast<uint2*>(to) = {bit_cast<uint32_t>(element(in, i, 0)),
-                                         bit_cast<uint32_t>(element(in, i, 1))};
-    }
-  }
-};
 
 // 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
 template <Pass kPass, class Memory>
@@ -385,8 +271,14 @@ struct TileMemory {
   struct None {};
   static constexpr bool kColumns = Column::kPass.present();
   static constexpr bool kKeeps = kColumns && Row::kPass.present();
-  std::conditional_t<kKeeps, typename In::Kept, None> kept;
-  std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
+  struct Results {
+    std::conditional_t<kKeeps, typename In::Kept, None> kept;
+    std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
+  };
+  union {
+    std::conditional_t<kColumns && In::kAround, TileAround, None> around;  // until it has been read
+    Results results;
+  };
   DirectMemory direct;
   GroupTile group;
 };
@@ -413,19 +305,29 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
                        reader_at, loaded);
   } else {
     const OutputAt<kGrouped> column(p.column, memory.group, Constant<1>{});
+    auto& results = memory.results;
     const auto load = [&](const auto& part, auto* in) {
-      part.load(In{}, x, at, in);
-      loaded();
-      if constexpr (Memory::kKeeps) part.keep(in, memory.kept);
+      if constexpr (In::kAround) {
+        memory.around.begin(x, at);
+        loaded();
+        wait_for_chunks();
+        __syncthreads();
+        part.read(memory.around, x, at, in);
+        __syncthreads();  // results lie where it was
+      } else {
+        part.load(In{}, x, at, in);
+        loaded();
+      }
+      if constexpr (Memory::kKeeps) part.keep(in, results.kept);
     };
-    columns_of_tile<kColumn, typename In::Tile>(column, at, direct, memory.stage, load);
+    columns_of_tile<kColumn, typename In::Tile>(column, at, direct, results.stage, load);
     __syncthreads();
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
-        memory.stage);
+        results.stage);
     if constexpr (Memory::kKeeps) {
       const auto reader_at = [&](int line, int run, int) {
-        return typename In::KeptReader(memory.kept, line, run);
+        return typename In::KeptReader(results.kept, line, run);
       };
       rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
                          reader_at, [] {});
