@@ -46,14 +46,16 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
   start(rows_kernel<Row, In>, grid, kDirectThreads, 0, stream, d);
 }
 // Tiles that lie beside each other and are this many in a row, as a shift: all, up to 128, for rows
-// alone and for both directions of FP8, as memory takes whole rows faster; else kSideways, as
-// columns leave scales in sectors that tiles below each other share.
+// alone and, where they are not more than 64, for both directions of FP8, as memory takes whole
+// rows faster; else kSideways, as columns leave scales in sectors that tiles below each other
+// share.
 template <Pass kRow, Pass kColumn, bool kGrouped>
 int sideways_of(const QuantizeParams& p) {
   constexpr int kFew = kSidewaysShift, kMost = 7;
   constexpr bool kBoth = kRow.present() && kColumn.present();
-  if (!kRow.present() || (kBoth && (kGrouped || kColumn.fp4()))) return kFew;
-  return std::clamp<int>(std::bit_width(static_cast<unsigned>(p.tiles_across - 1)), kFew, kMost);
+  const int all = std::bit_width(static_cast<unsigned>(p.tiles_across - 1));
+  if (!kRow.present() || (kBoth && (kGrouped || kColumn.fp4() || all == kMost))) return kFew;
+  return std::clamp(all, kFew, kMost);
 }
 template <class Row, class Column, class In, bool kGrouped = false>
 void launch_tiles(QuantizeParams& p, NativeStream stream) {
