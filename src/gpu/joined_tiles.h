@@ -37,8 +37,10 @@ BLOCKSCALE_DEVICE bool store_joined_scales(const Side& s, const MatrixAt& m, con
 }
 
 template <class Column>
-__global__ void __launch_bounds__(kDirectThreads* kJoined,
-                                  (kTileBlocks<Pass{}, Column::kPass, Bf16In<true>> / kJoined))
+inline constexpr int kJoinedBlocks = kTileBlocks<Pass{}, Column::kPass, Bf16In<true>> / kJoined;
+
+template <class Column>
+__global__ void __launch_bounds__(kDirectThreads* kJoined, kJoinedBlocks<Column>)
     joined_kernel(const __grid_constant__ TilesParams p) {
   after_previous();
   constexpr Pass kPass = Column::kPass;
