@@ -77,15 +77,15 @@ TEST_P(QuantizeTest, IsTheReferenceOnAnyThreads) {
   }
 }
 
-// BF16 along rows, along columns (a list that is null: not), or along both in one pass.
+// Along rows, along columns (a list that is null: not), or along both in one pass.
 using Specs = std::vector<QuantSpec>;
 void expect_reference(Runner& runner, Random random, Strides strides, const Specs* rows_of,
-                      const Specs* columns_of, int64_t least = 1) {
+                      const Specs* columns_of, int64_t least = 1, DType dtype = DType::bf16) {
   const auto batch = 1 + static_cast<int64_t>(random.below(2));
   const int64_t rows = least + random_extent(random);
   const int64_t columns = least + random_extent(random) + (random.one_in(8) ? 512 : 0);
   const uint64_t variant = random.below(8);
-  const Input x(DType::bf16, batch, rows, columns, strides, random_values(random));
+  const Input x(dtype, batch, rows, columns, strides, random_values(random));
   const QuantSpec row_spec = random.pick(rows_of ? *rows_of : *columns_of),
                   column_spec = random.pick(columns_of ? *columns_of : *rows_of);
   const RandomOptions row(random, row_spec, -1, batch), column(random, column_spec, -2, batch);
@@ -113,7 +113,8 @@ void expect_reference(Runner& runner, Random random, Strides strides, const Spec
 }
 
 // Every kernel that is compiled for a spec or a pair of specs: along rows, along columns, at once;
-// rows at multiples of 16 bytes, of 4, and anywhere. (Rows that go backwards have no such kernel.)
+// rows at multiples of 16 bytes, of 4, and anywhere; FP32 and FP16. (Rows that go backwards have no
+// such kernel.)
 TEST_P(QuantizeTest, EveryCompiledKernelIsTheReference) {
   constexpr Strides kPlaces[] = {Strides::aligned_rows, Strides::even_rows, Strides::padded_rows,
                                  Strides::negative_rows};
@@ -127,6 +128,16 @@ TEST_P(QuantizeTest, EveryCompiledKernelIsTheReference) {
         expect_reference(*runner, Random(seed() * 1000003 + 7000000 + place + i), strides, rows_of,
                          columns_of);
         if (strides != Strides::negative_rows) kernels.insert(runner->last_kernel());
+      }
+    }
+    const bool floats = is_compiled_of_floats(rows_of ? &rows_of->front() : nullptr,
+                                              columns_of ? &columns_of->front() : nullptr);
+    wanted += floats;
+    for (const DType dtype : {DType::f32, DType::f16}) {
+      for (const Strides strides : {Strides::aligned_rows, Strides::padded_rows}) {
+        expect_reference(*runner, Random(seed() * 1000003 + 8000000 + wanted * 100), strides,
+                         rows_of, columns_of, 1, dtype);
+        if (floats) kernels.insert(runner->last_kernel());
       }
     }
   };

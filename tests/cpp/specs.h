@@ -87,17 +87,28 @@ inline const std::vector<QuantSpec>& valid_specs() {
 
 // ---- what the GPU backend has kernels of their own for: what recipes ask for ----
 
+// Whether codes of a byte have no encoder of their own, but one that they share.
+inline bool shares_encoder(const QuantSpec& s) {
+  const bool own = s.element == Format::e4m3fn || s.element == Format::e5m2;
+  return s.element != Format::e2m1 && (!own || s.stochastic());
+}
 // Whether two specs differ in nothing that a kernel is compiled for.
 inline bool same_kernel(const QuantSpec& a, const QuantSpec& b) {
+  if (shares_encoder(a) && shares_encoder(b)) return a.scale == b.scale && a.square == b.square;
   return a.element == b.element && a.scale == b.scale && a.square == b.square &&
          a.stochastic() == b.stochastic() && (a.hadamard.dim != 0) == (b.hadamard.dim != 0);
 }
 inline bool is_compiled(const QuantSpec& s) {
+#if defined(BLOCKSCALE_SAMPLE)  // kernels_*.cu
+  const Format kept = s.element != Format::e2m1 ? shares_encoder(s) ? Format::e8m0 : Format::fp32
+                      : s.scale == Format::e8m0 ? Format::e8m0
+                                                : Format::e4m3;
+  if (s.scale != kept || (s.element == Format::e5m2 && !shares_encoder(s))) return false;
+#endif
   if (s.element == Format::e2m1)
     return s.hadamard.dim == 0 || (s.hadamard.dim == 16 && !s.square) ? !s.square || !s.stochastic()
                                                                       : false;
-  const bool fp8 = s.element == Format::e4m3fn || s.element == Format::e5m2;
-  return fp8 && !s.stochastic() && s.hadamard.dim == 0;
+  return s.hadamard.dim == 0;
 }
 // Specs of one kernel each, whatever their rules.
 inline const std::vector<std::vector<QuantSpec>>& compiled_specs() {
@@ -116,12 +127,21 @@ inline const std::vector<std::vector<QuantSpec>>& compiled_specs() {
 }
 // Whether there is one for rows and columns at once.
 inline bool is_compiled_pair(const QuantSpec& row, const QuantSpec& column) {
-  if (row.element != column.element || row.scale != column.scale || row.square != column.square)
-    return false;
+  if (row.scale != column.scale || row.square != column.square) return false;
+  if (shares_encoder(row) || shares_encoder(column))
+    return shares_encoder(row) && shares_encoder(column);
+  if (row.element != column.element) return false;
   if (row.element != Format::e2m1 || row.square) return true;
   const bool h_row = row.hadamard.dim != 0, h_column = column.hadamard.dim != 0;
   if (column.stochastic()) return row.stochastic() && !h_row && h_column;
   return !h_row && (h_column || !row.stochastic());
+}
+// Whether there is one for FP32 and FP16.
+inline bool is_compiled_of_floats(const QuantSpec* row, const QuantSpec* column) {
+  const QuantSpec& one = row ? *row : *column;
+  if (one.element == Format::e5m2 && !shares_encoder(one)) return false;
+  return (row && column) ||
+         (one.hadamard.dim == 0 && !(one.element == Format::e2m1 && one.stochastic()));
 }
 
 }  // namespace blockscale::testing
