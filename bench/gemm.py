@@ -103,12 +103,20 @@ def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
     return row
 
 
+def with_backward(
+    forward: Callable[[], torch.Tensor], leaves: tuple[torch.Tensor, ...], dy: torch.Tensor
+) -> Callable[[], Any]:
+    """A forward and the gradients of its leaves."""
+    return lambda: torch.autograd.grad(forward(), leaves, dy)
+
+
 def layer(m: int, n: int, k: int) -> dict[str, Any]:
     """TFLOP/s of a layer's three products, everything that it takes to make them included."""
     x, w, dy = (
         torch.randn(r, c, device="cuda", dtype=torch.bfloat16) for r, c in ((m, k), (n, k), (m, n))
     )
-    x.requires_grad_(), w.requires_grad_()
+    for leaf in (x, w):
+        leaf.requires_grad_()
     kept = bs.quantize_weight(w, "fp8_blockwise")
     forwards: dict[str, Callable[[], torch.Tensor]] = {
         "blockscale": lambda: bs.linear(x, w, recipe="fp8_blockwise"),
@@ -119,11 +127,8 @@ def layer(m: int, n: int, k: int) -> dict[str, Any]:
     }
     row: dict[str, Any] = {"kind": "layer", "m": m, "n": n, "k": k}
     for name, forward in forwards.items():
-
-        def both(forward: Callable[[], torch.Tensor] = forward) -> Any:
-            return torch.autograd.grad(forward(), (x, w), dy)
-
-        row[name] = round(6e-12 * m * n * k / seconds(both, calls=5), 1)
+        took = seconds(with_backward(forward, (x, w), dy), calls=5)
+        row[name] = round(6e-12 * m * n * k / took, 1)
     return row
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
-from gemm import seconds, write
+from gemm import seconds, with_backward, write
 
 # Groups, rows of all, N, K: groups of rows, and groups along the contraction axis.
 BY_ROWS = (
@@ -101,13 +101,9 @@ def layer(groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
         calls[recipe] = ours(recipe, None)
         calls[f"{recipe} ahead"] = ours(recipe, bs.quantize_weight(w, recipe))
     for name, forward in calls.items():
-
-        def both(forward: Callable[[], torch.Tensor] = forward) -> Any:
-            return torch.autograd.grad(forward(), (x, w), dy)
-
         with torch.no_grad():
             row[f"{name} forward"] = 1e6 * seconds(forward, RUNS, CALLS)
-        row[f"{name} both"] = 1e6 * seconds(both, RUNS, CALLS)
+        row[f"{name} both"] = 1e6 * seconds(with_backward(forward, (x, w), dy), RUNS, CALLS)
     return row
 
 

@@ -54,7 +54,7 @@ int sideways_of(const QuantizeParams& p) {
   constexpr int kFew = kSidewaysShift, kMost = 7;
   constexpr bool kBoth = kRow.present() && kColumn.present();
   const int all = std::bit_width(static_cast<unsigned>(p.tiles_across - 1));
-  if (!kRow.present() || (kBoth && (kGrouped || kColumn.fp4() || all == kMost))) return kFew;
+  if (!kRow.present() || (kBoth && (kGrouped || kColumn.fp4() || all >= kMost))) return kFew;
   return std::clamp(all, kFew, kMost);
 }
 template <class Row, class Column, class In, bool kGrouped = false>
