@@ -113,6 +113,9 @@ def linear_with_key(
     quantized: QuantizedWeight | None = None,
 ) -> torch.Tensor:
     """`linear`, or with offsets `grouped_linear`, for a caller that has the key at hand."""
+    if quantized is not None and not isinstance(quantized, QuantizedWeight):
+        need = "what bs.quantize_weight(w, recipe) returns"
+        fail_type(_name(offsets), "quantized_weight", quantized, need)
     if recipe.high_precision and offsets is None and into is None:
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
@@ -256,6 +259,8 @@ def _check(
             fail_type(op, name, tensor, "a tensor")
         if tensor.dtype not in _DTYPES and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, "float32, bfloat16 or float16")
+        if tensor.layout is not torch.strided:
+            fail(op, f"{name}.layout", tensor.layout, "torch.strided", "call .to_dense() first")
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
     grouped = offsets is not None

@@ -273,10 +273,17 @@ def recipe(name: str | Recipe) -> Recipe:
     if isinstance(name, Recipe):
         return name
     if not isinstance(name, str):
-        fail_type("recipe", "name", name, "a name such as 'nvfp4', or a Recipe")
+        remedy = "a spec is one operand's: bs.recipe(name).replace(fprop_x=...)"
+        need = "a name such as 'nvfp4', or a Recipe"
+        fail_type("recipe", "name", name, need, remedy if isinstance(name, Spec) else "")
     if name not in _RECIPES:
         known = recipe_names()
-        fail("recipe", "name", repr(name), f"one of {', '.join(known)}", did_you_mean(name, known))
+        remedy = did_you_mean(name, known)
+        if name in spec_names():
+            remedy = (
+                f"{name!r} is a spec, for one operand: bs.recipe(...).replace(fprop_x={name!r})"
+            )
+        fail("recipe", "name", repr(name), f"one of {', '.join(known)}", remedy)
     return _RECIPES[name]
 
 

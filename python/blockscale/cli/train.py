@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains every cell, then writes report.md and loss.png and prints the table."""
-    console = Console()
+    console = Console(markup=False)  # paths may hold brackets
     folder, corpus = prepare(args, console)
     use_reproducible_kernels(folder.settings["device"])
     cells = folder.cells()
