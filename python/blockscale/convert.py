@@ -50,7 +50,10 @@ def convert(
     """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place.
 
     Modules, parameters and state_dict keys stay the same objects and names. Converting again
-    changes what is different and keeps the count of steps; `revert` undoes it.
+    changes what is different and keeps the count of steps; `revert` undoes it. Call `attach` next.
+
+    PyTorch's fast path of `nn.TransformerEncoderLayer` (evaluation without gradients) reads weights
+    past the layers, unquantized: `torch.backends.mha.set_fastpath_enabled(False)` turns it off.
 
     Args:
         model: its outermost module: its forward is what counts as a forward (docs/rng.md).
