@@ -1,4 +1,4 @@
-"""The README and the guide: their snippets run, generated parts are what the core and the results
+"""The README and the pages: their snippets run, generated parts are what the core and the results
 say, links lead somewhere."""
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def test_generated_parts_are_up_to_date() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_guide_runs() -> None:
-    guide = (ROOT / "docs" / "guide.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+@pytest.mark.parametrize("page", ["guide", "groups", "rng"])
+def test_the_blocks_of_a_page_run(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     done = run(sys.executable, "-c", "\n".join(snippets))
     assert done.returncode == 0, done.stderr
 
