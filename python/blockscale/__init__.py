@@ -2,7 +2,8 @@
 
 - A model: `convert`, `revert`; random bits: `attach` or `advance`, `rng_state`, `set_step`.
 - A layer: `nn.Linear`, `linear`, `grouped_linear`, `quantize_weight`.
-- Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`, `grouped_matmul`.
+- Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
+  `grouped_matmul`.
 - What decides the bits: `spec`, `recipe`, `Rng`.
 - What runs where: `describe`, `explain`, and the command `blockscale doctor`.
 """
