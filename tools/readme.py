@@ -120,11 +120,12 @@ def between(values: Sequence[float], form: str) -> str:
 
 def ratios(rows: Sequence[Row], ours: str, peer: str, inverse: bool = False) -> str:
     """Least, greatest and geometric mean of how many times a peer's speed we have; of times, the
-    other way round. Shapes that the peer refuses do not count."""
+    other way round. Shapes that the peer refuses are only counted."""
     found = [row[ours] / row[peer] for row in rows if not isinstance(row[peer], str)]
     found = [1 / ratio for ratio in found] if inverse else found
     mean = math.exp(sum(map(math.log, found)) / len(found))
-    return f"{between(found, '.2f')}, mean {mean:.2f}"
+    refused = len(rows) - len(found)
+    return f"{between(found, '.2f')}, mean {mean:.2f}{f' ({refused} refused)' if refused else ''}"
 
 
 def where(result: Row) -> str:
