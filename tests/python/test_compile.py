@@ -10,6 +10,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same_operand
 from models import Block
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -175,13 +176,6 @@ def test_fakes_are_exact() -> None:
 
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(f, fullgraph=True, **options)
-
-
-def assert_same_operand(a: bs.QuantizedTensor, b: bs.QuantizedTensor) -> None:
-    assert (a.spec, a.axis, a.shape, a.layout) == (b.spec, b.axis, b.shape, b.layout)
-    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
-    assert torch.equal(a.scales.view(torch.uint8), b.scales.view(torch.uint8))
-    assert (a.outer is None) == (b.outer is None)
 
 
 @pytest.mark.parametrize("spec", ["nvfp4", "fp8_128x128"])
