@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdio>
 #include <optional>
 
 #include "blockscale/status.h"
@@ -36,16 +37,6 @@ std::string rule_names(const std::vector<ScaleRule>& list) {
 std::string block_text(const QuantSpec& s) {
   const std::string b = std::to_string(s.block);
   return (s.square ? b : "1") + "x" + b;
-}
-
-std::string hex(const Hadamard& h) {
-  char text[64];
-  if (h.mask_hi)
-    std::snprintf(text, sizeof text, "0x%llx%016llx", static_cast<unsigned long long>(h.mask_hi),
-                  static_cast<unsigned long long>(h.mask_lo));
-  else
-    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(h.mask_lo));
-  return text;
 }
 
 // A mask has no bit beyond the size; one of dim 0 has none.
@@ -155,6 +146,16 @@ const char* to_string(ScaleRule rule) { return kRuleNames[static_cast<int>(rule)
 const char* to_string(ScaleRounding r) { return kScaleRoundingNames[static_cast<int>(r)]; }
 const char* to_string(Rounding r) { return kRoundingNames[static_cast<int>(r)]; }
 
+std::string mask_text(const Hadamard& h) {
+  char text[64];
+  if (h.mask_hi)
+    std::snprintf(text, sizeof text, "0x%llx%016llx", static_cast<unsigned long long>(h.mask_hi),
+                  static_cast<unsigned long long>(h.mask_lo));
+  else
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(h.mask_lo));
+  return text;
+}
+
 const std::vector<Family>& families() {
   static const std::vector<Format> kFp8 = {Format::e4m3fn, Format::e4m3fnuz, Format::e5m2,
                                            Format::e5m2fnuz};
@@ -208,7 +209,17 @@ void validate(const QuantSpec& spec) {
                         std::end(kHadamardSizes))
     fail("spec", "hadamard", h.dim, "none, 16, 32, 64 or 128");
   if (!mask_fits(h))
-    fail("spec", "hadamard", hex(h), "a sign mask of at most as many bits as the size");
+    fail("spec", "hadamard", mask_text(h), "a sign mask of at most as many bits as the size");
+}
+
+void validate_pair(const char* operation, const QuantSpec& a, const QuantSpec& b) {
+  if (a.hadamard != b.hadamard)
+    fail(operation, "b", to_string(b), "the Hadamard transform of a, " + to_string(a),
+         "transform both operands of a GEMM or neither");
+  if (a.block != b.block)
+    fail(operation, "b", to_string(b),
+         "blocks of " + std::to_string(a.block) + " along the contraction axis, as in a",
+         "use one block size for both operands of a GEMM");
 }
 
 std::string to_string(const QuantSpec& spec) {
@@ -227,7 +238,7 @@ std::string to_string(const QuantSpec& spec) {
        "scale_rounding", to_string(spec.scale_rounding));
   note(spec.outer != base.outer, "outer", spec.outer ? "true" : "false");
   note(spec.hadamard.dim != 0, "hadamard",
-       std::to_string(spec.hadamard.dim) + ":" + hex(spec.hadamard));
+       std::to_string(spec.hadamard.dim) + ":" + mask_text(spec.hadamard));
   return changes.empty() ? family.name : family.name + ("[" + join(changes, ",") + "]");
 }
 
