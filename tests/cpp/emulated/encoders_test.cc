@@ -111,7 +111,8 @@ void expect_every_bf16(const std::vector<float>& invs) {
 std::vector<float> many_multipliers() {
   std::vector<float> list;
   Random random(11);
-  for (int e = -126; e<127; e += kSweepStep> 1 ? 60 : 5) {
+  constexpr int kStep = kSweepStep > 1 ? 60 : 5;
+  for (int e = -126; e < 127; e += kStep) {
     list.push_back(exp2i(e));
     list.push_back(float_of(static_cast<uint32_t>(e + 127) << 23 |
                             static_cast<uint32_t>(random.below(1 << 23))));
@@ -289,7 +290,8 @@ TEST(Emulated, EveryElementIsEncodedAsTheDefinitionSays) {
     const FormatTraits t = traits(element);
     const ElementFacts facts(element);
     const uint32_t end = bits_of(max_value(element)) + 1;
-    for (uint32_t b = 0; b<end; b += kSweepStep> 1 ? 65521 : 509) {
+    constexpr uint32_t kStep = kSweepStep > 1 ? 65521 : 509;
+    for (uint32_t b = 0; b < end; b += kStep) {
       for (const uint32_t bits : {b, b & 0xFFFE0000, (b & 0xFFFE0000) + 1}) {  // halves, too
         const float y = float_of(bits);
         ASSERT_EQ(encode_nearest(facts, y) & 0xFF,
