@@ -140,6 +140,17 @@ void check_family_has(const Family& family, const QuantSpec& spec) {
          std::string("its scales are ") + traits(family.spec.scale).name);
 }
 
+// The scale format may be written, but it is what the family's name means.
+void check_scale(const Family& family, const QuantSpec& spec, std::string_view value) {
+  if (parse_format(value, false) == spec.scale) return;
+  std::string remedy = "the scale format is what the name means";
+  for (const Family& other : families())
+    if (value == traits(other.spec.scale).name && contains(other.elements, spec.element))
+      remedy = "use " + quoted(other.name);
+  fail("spec", "scale", quoted(value), std::string(traits(spec.scale).name) + " for " + family.name,
+       remedy);
+}
+
 }  // namespace
 
 const char* to_string(ScaleRule rule) { return kRuleNames[static_cast<int>(rule)]; }
@@ -263,7 +274,6 @@ QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
       "element", "block", "scale_rule", "rounding", "scale_rounding", "outer", "hadamard", "scale"};
   QuantSpec spec = base;
   const Family& family = family_of(base);
-  bool rounds_scales = false;
   if (changes.empty()) return base;
   std::vector<std::string_view> seen;
   for (std::string_view change : split(changes, ',')) {
@@ -284,26 +294,20 @@ QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
     } else if (key == "scale_rounding") {
       const int index = index_of(kScaleRoundingNames, value, "scale_rounding");
       spec.scale_rounding = static_cast<ScaleRounding>(index);
-      rounds_scales = true;
     } else if (key == "outer") {
       spec.outer = parse_bool(value, "outer");
     } else if (key == "hadamard") {
       spec.hadamard = parse_hadamard(value);
     } else if (key == "scale") {
-      if (parse_format(value, false) == spec.scale) continue;
-      std::string remedy = "the scale format is what the name means";
-      for (const Family& f : families())
-        if (value == traits(f.spec.scale).name && contains(f.elements, spec.element))
-          remedy = "use " + quoted(f.name);
-      fail("spec", "scale", quoted(value),
-           std::string(traits(spec.scale).name) + " for " + family.name, remedy);
+      check_scale(family, spec, value);
     } else {
       fail("spec", "change", quoted(key), "one of " + join(kKeys, ", "),
            "did you mean " + quoted(nearest(key, kKeys)) + "?");
     }
   }
   check_family_has(family, spec);
-  if (spec.two_level() && spec.rounding != base.rounding && !rounds_scales)
+  if (spec.two_level() && spec.rounding != base.rounding &&
+      !contains<std::string_view>(seen, "scale_rounding"))
     spec.scale_rounding = spec.stochastic() ? ScaleRounding::up : ScaleRounding::nearest;
   validate(spec);
   return spec;
