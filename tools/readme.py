@@ -62,7 +62,7 @@ def support() -> str:
         spec = bs.spec(name)
         stored = [layout for layout in layouts if not bs.explain(name, layout, "cpu")]
         # Not whether this machine has a GPU: what a build with nvcc does on one.
-        gpu = "quantizers; GEMM to come" if matmul_needs(str(spec), "cuda") else "yes"
+        gpu = "quantizers only" if matmul_needs(str(spec), "cuda") else "yes"
         outer = " + FP32 tensor scale" if spec.outer else ""
         block = "x".join(map(str, spec.block))
         rows.append(

@@ -13,11 +13,10 @@ from blockscale._errors import fail, fail_type
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
-from blockscale.tensor import stored_shapes
+from blockscale.tensor import FLOATS, FLOATS_TEXT, stored_shapes
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear(
@@ -254,8 +253,8 @@ def _check(
             continue
         if not isinstance(tensor, torch.Tensor):
             fail_type(op, name, tensor, "a tensor")
-        if tensor.dtype not in _DTYPES and name != "offsets":
-            fail(op, f"{name}.dtype", tensor.dtype, "float32, bfloat16 or float16")
+        if tensor.dtype not in FLOATS and name != "offsets":
+            fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
     grouped = offsets is not None
