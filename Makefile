@@ -8,9 +8,7 @@ ARGS ?=
 venv := .venv
 python := $(venv)/bin/python
 requirements := requirements.txt requirements-dev.txt
-cxx_files = $(wildcard include/blockscale/*.h src/*.h src/*.cc src/*/*.h src/*/*.cc src/*/*.cu \
-              src/*/*/*.h src/*/*/*.cu binding/*.h binding/*.cc bench/*.cc tests/cpp/*.h tests/cpp/*.cc tests/cpp/*/*.cc \
-              examples/cpp/*.cc cmake/highway/*.cc)
+cxx_files = $(shell find include src binding bench tests examples cmake -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build train test bench lint format asan archs hip wheel clean

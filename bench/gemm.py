@@ -1,10 +1,10 @@
 """Speed of the FP8 GEMM on a GPU beside cuBLASLt's block-scaled GEMM and torch.mm in BF16.
 
 Random normal data, quantized beforehand with scales laid out as each side wants them; every product
-is compared with the peer's before it is timed: the median of several runs of 20 calls each, back to
-back in a CUDA graph. Layers: `linear` forward and backward, quantization of x, w and dy included,
-beside PyTorch's in BF16. `python bench/gemm.py --out FILE` writes one JSON with where it was
-measured.
+is compared with that of the dequantized operands in double before it is timed: the median of
+several runs of 20 calls each, back to back in a CUDA graph. Layers: `linear` forward and backward,
+quantization of x, w and dy included, beside PyTorch's in BF16. `python bench/gemm.py --out FILE`
+writes one JSON with where it was measured.
 """
 
 from __future__ import annotations

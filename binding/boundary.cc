@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <unordered_map>
 
 namespace blockscale::binding {
 namespace {
@@ -118,19 +117,8 @@ std::optional<int64_t> common_row_stride(const Tensor& x) {
 
 }  // namespace
 
-const QuantSpec& spec_of(const Text& text) {
-  thread_local std::unordered_map<std::string, QuantSpec> cache;
-  const auto found = cache.find(text.value);
-  if (found != cache.end()) return found->second;
-  return cache.emplace(text.value, parse_spec(text.value)).first->second;
-}
-
-const StorageLayout& layout_of(const Text& text) {
-  thread_local std::unordered_map<std::string, StorageLayout> cache;
-  const auto found = cache.find(text.value);
-  if (found != cache.end()) return found->second;
-  return cache.emplace(text.value, parse_layout(text.value)).first->second;
-}
+const QuantSpec& spec_of(const Text& text) { return parsed_once<parse_spec>(text); }
+const StorageLayout& layout_of(const Text& text) { return parsed_once<parse_layout>(text); }
 
 int checked_axis(const char* op, int64_t axis) {
   require(axis == -1 || axis == -2, op, "axis", axis, "-1 or -2",

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "device.h"
@@ -17,8 +18,15 @@ struct Text {
   std::string value;
 };
 
-// The parsed form of a spec or layout text. Parsed once per thread: an operator that is called
-// thousands of times a step gets the same few texts.
+// kParse(text), done once per thread: an operator that is called thousands of times a step gets the
+// same few texts.
+template <auto kParse>
+const auto& parsed_once(const Text& text) {
+  thread_local std::unordered_map<std::string, decltype(kParse(text.value))> cache;
+  const auto found = cache.find(text.value);
+  if (found != cache.end()) return found->second;
+  return cache.emplace(text.value, kParse(text.value)).first->second;
+}
 const QuantSpec& spec_of(const Text& text);
 const StorageLayout& layout_of(const Text& text);
 
@@ -73,9 +81,8 @@ const int64_t* key_of(const Place& at, const char* name, const Tensor& t);
 void set_key(const Place& at, QuantizeOptions& options, const Tensor& seed, const Tensor& offset,
              uint64_t step = 0);
 
-// What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`.
-// On a GPU amax stays there too.
-// `matrices`: those that have an outer scale of their own.
+// What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`;
+// on a GPU amax stays there too. `matrices`: how many have an outer scale of their own.
 struct Options {
   std::optional<Tensor> amax_tensor;
   QuantizeOptions options;

@@ -4,6 +4,7 @@
 // Every function writes NUL-terminated UTF-8 to `out` (capacity `n`) and returns its length; a
 // length >= n means that the text was cut: call again with more room. On failure the length is
 // negated and the text is the error.
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <sstream>
@@ -38,18 +39,6 @@ std::string list(const Range& range, Item item) {
   return out + "]";
 }
 
-std::string hex(const Hadamard& h) {
-  std::ostringstream out;
-  out << "0x" << std::hex;
-  if (h.mask_hi) {
-    out << h.mask_hi;
-    out.width(16);
-    out.fill('0');
-  }
-  out << h.mask_lo;
-  return out.str();
-}
-
 std::string spec_json(const QuantSpec& s) {
   std::ostringstream out;
   out << "{\"text\": " << quote(to_string(s)) << ", \"family\": " << quote(family_of(s).name)
@@ -60,7 +49,8 @@ std::string spec_json(const QuantSpec& s) {
       << ", " << s.block << "], \"rule\": " << quote(to_string(s.rule))
       << ", \"scale_rounding\": " << quote(to_string(s.scale_rounding))
       << ", \"rounding\": " << quote(to_string(s.rounding)) << ", \"outer\": " << boolean(s.outer)
-      << ", \"hadamard\": " << s.hadamard.dim << ", \"hadamard_mask\": " << quote(hex(s.hadamard))
+      << ", \"hadamard\": " << s.hadamard.dim
+      << ", \"hadamard_mask\": " << quote(mask_text(s.hadamard))
       << ", \"extent_multiple\": " << (s.hadamard.dim ? s.hadamard.dim : 1) << "}";
   return out.str();
 }

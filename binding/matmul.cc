@@ -79,13 +79,7 @@ void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
 void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
   check_on_gpu(at.op(), "a", a);
   check_on_gpu(at.op(), "b", b);
-  if (a.hadamard != b.hadamard)
-    fail(at.op(), "b", to_string(b), "the Hadamard transform of a, " + to_string(a),
-         "transform both operands of a GEMM or neither");
-  if (a.block != b.block)
-    fail(at.op(), "b", to_string(b),
-         "blocks of " + std::to_string(a.block) + " along the contraction axis, as in a",
-         "use one block size for both operands of a GEMM");
+  validate_pair(at.op(), a, b);
 }
 
 // The core's name of this operator is gemm.

@@ -223,13 +223,7 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
   if (ka != kb)
     fail("gemm", "b", describe(b), "the contraction length of a, " + std::to_string(ka),
          "quantize both operands along their shared axis");
-  if (a.spec.hadamard != b.spec.hadamard)
-    fail("gemm", "b", describe(b), "the Hadamard transform of a, " + describe(a),
-         "transform both operands of a GEMM or neither");
-  if (a.spec.block != b.spec.block)
-    fail("gemm", "b", describe(b),
-         "blocks of " + std::to_string(a.spec.block) + " along the contraction axis, as in a",
-         "use one block size for both operands of a GEMM");
+  validate_pair("gemm", a.spec, b.spec);
   if (d.rows != sa.lines || d.columns != sb.lines)
     fail("gemm", "d", extents(d.rows, d.columns), "extents " + extents(sa.lines, sb.lines));
   if (d.dtype == DType::f16) fail("gemm", "d", "float16", "float32 or bfloat16");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdio>
 #include <optional>
 
 #include "blockscale/status.h"
@@ -36,16 +37,6 @@ std::string rule_names(const std::vector<ScaleRule>& list) {
 std::string block_text(const QuantSpec& s) {
   const std::string b = std::to_string(s.block);
   return (s.square ? b : "1") + "x" + b;
-}
-
-std::string hex(const Hadamard& h) {
-  char text[64];
-  if (h.mask_hi)
-    std::snprintf(text, sizeof text, "0x%llx%016llx", static_cast<unsigned long long>(h.mask_hi),
-                  static_cast<unsigned long long>(h.mask_lo));
-  else
-    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(h.mask_lo));
-  return text;
 }
 
 // A mask has no bit beyond the size; one of dim 0 has none.
@@ -149,11 +140,32 @@ void check_family_has(const Family& family, const QuantSpec& spec) {
          std::string("its scales are ") + traits(family.spec.scale).name);
 }
 
+// The scale format may be written, but it is what the family's name means.
+void check_scale(const Family& family, const QuantSpec& spec, std::string_view value) {
+  if (parse_format(value, false) == spec.scale) return;
+  std::string remedy = "the scale format is what the name means";
+  for (const Family& other : families())
+    if (value == traits(other.spec.scale).name && contains(other.elements, spec.element))
+      remedy = "use " + quoted(other.name);
+  fail("spec", "scale", quoted(value), std::string(traits(spec.scale).name) + " for " + family.name,
+       remedy);
+}
+
 }  // namespace
 
 const char* to_string(ScaleRule rule) { return kRuleNames[static_cast<int>(rule)]; }
 const char* to_string(ScaleRounding r) { return kScaleRoundingNames[static_cast<int>(r)]; }
 const char* to_string(Rounding r) { return kRoundingNames[static_cast<int>(r)]; }
+
+std::string mask_text(const Hadamard& h) {
+  char text[64];
+  if (h.mask_hi)
+    std::snprintf(text, sizeof text, "0x%llx%016llx", static_cast<unsigned long long>(h.mask_hi),
+                  static_cast<unsigned long long>(h.mask_lo));
+  else
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(h.mask_lo));
+  return text;
+}
 
 const std::vector<Family>& families() {
   static const std::vector<Format> kFp8 = {Format::e4m3fn, Format::e4m3fnuz, Format::e5m2,
@@ -208,7 +220,17 @@ void validate(const QuantSpec& spec) {
                         std::end(kHadamardSizes))
     fail("spec", "hadamard", h.dim, "none, 16, 32, 64 or 128");
   if (!mask_fits(h))
-    fail("spec", "hadamard", hex(h), "a sign mask of at most as many bits as the size");
+    fail("spec", "hadamard", mask_text(h), "a sign mask of at most as many bits as the size");
+}
+
+void validate_pair(const char* operation, const QuantSpec& a, const QuantSpec& b) {
+  if (a.hadamard != b.hadamard)
+    fail(operation, "b", to_string(b), "the Hadamard transform of a, " + to_string(a),
+         "transform both operands of a GEMM or neither");
+  if (a.block != b.block)
+    fail(operation, "b", to_string(b),
+         "blocks of " + std::to_string(a.block) + " along the contraction axis, as in a",
+         "use one block size for both operands of a GEMM");
 }
 
 std::string to_string(const QuantSpec& spec) {
@@ -227,7 +249,7 @@ std::string to_string(const QuantSpec& spec) {
        "scale_rounding", to_string(spec.scale_rounding));
   note(spec.outer != base.outer, "outer", spec.outer ? "true" : "false");
   note(spec.hadamard.dim != 0, "hadamard",
-       std::to_string(spec.hadamard.dim) + ":" + hex(spec.hadamard));
+       std::to_string(spec.hadamard.dim) + ":" + mask_text(spec.hadamard));
   return changes.empty() ? family.name : family.name + ("[" + join(changes, ",") + "]");
 }
 
@@ -252,7 +274,6 @@ QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
       "element", "block", "scale_rule", "rounding", "scale_rounding", "outer", "hadamard", "scale"};
   QuantSpec spec = base;
   const Family& family = family_of(base);
-  bool rounds_scales = false;
   if (changes.empty()) return base;
   std::vector<std::string_view> seen;
   for (std::string_view change : split(changes, ',')) {
@@ -273,26 +294,20 @@ QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
     } else if (key == "scale_rounding") {
       const int index = index_of(kScaleRoundingNames, value, "scale_rounding");
       spec.scale_rounding = static_cast<ScaleRounding>(index);
-      rounds_scales = true;
     } else if (key == "outer") {
       spec.outer = parse_bool(value, "outer");
     } else if (key == "hadamard") {
       spec.hadamard = parse_hadamard(value);
     } else if (key == "scale") {
-      if (parse_format(value, false) == spec.scale) continue;
-      std::string remedy = "the scale format is what the name means";
-      for (const Family& f : families())
-        if (value == traits(f.spec.scale).name && contains(f.elements, spec.element))
-          remedy = "use " + quoted(f.name);
-      fail("spec", "scale", quoted(value),
-           std::string(traits(spec.scale).name) + " for " + family.name, remedy);
+      check_scale(family, spec, value);
     } else {
       fail("spec", "change", quoted(key), "one of " + join(kKeys, ", "),
            "did you mean " + quoted(nearest(key, kKeys)) + "?");
     }
   }
   check_family_has(family, spec);
-  if (spec.two_level() && spec.rounding != base.rounding && !rounds_scales)
+  if (spec.two_level() && spec.rounding != base.rounding &&
+      !contains<std::string_view>(seen, "scale_rounding"))
     spec.scale_rounding = spec.stochastic() ? ScaleRounding::up : ScaleRounding::nearest;
   validate(spec);
   return spec;

@@ -175,7 +175,7 @@ BLOCKSCALE_HD constexpr float max_value(Format f) {
 }
 
 // How a magnitude between two neighbours is resolved by `encode_magnitude`.
-enum class Direction : uint8_t { nearest_even, up };
+enum class RoundingDirection : uint8_t { nearest_even, up };
 
 // Code of a finite magnitude, saturating at the largest value.
 //
@@ -184,7 +184,7 @@ enum class Direction : uint8_t { nearest_even, up };
 // rounded to an integer, the code is ((E - Emin) << m) + r. A normal r carries its implicit bit,
 // which is just what increments the exponent field from 0.
 BLOCKSCALE_HD constexpr uint32_t encode_magnitude(const FormatTraits& t, float magnitude,
-                                                  Direction direction) {
+                                                  RoundingDirection direction) {
   const uint32_t bits = bit_cast<uint32_t>(magnitude) & kAbsMask;
   const int field = static_cast<int>(bits >> 23);
   const int exponent = field > 0 ? field - 127 : -126;
@@ -195,7 +195,7 @@ BLOCKSCALE_HD constexpr uint32_t encode_magnitude(const FormatTraits& t, float m
   const int shift = wanted < 32 ? wanted : 32;
   const uint64_t one = uint64_t{1} << shift;
   const uint64_t bump =
-      direction == Direction::up ? one - 1 : (one >> 1) - 1 + (significand >> shift & 1);
+      direction == RoundingDirection::up ? one - 1 : (one >> 1) - 1 + (significand >> shift & 1);
   const uint32_t r = static_cast<uint32_t>((significand + bump) >> shift);
   const uint32_t code = (static_cast<uint32_t>(e - t.min_exponent()) << t.mantissa_bits) + r;
   return code < t.max_code() ? code : t.max_code();
@@ -215,7 +215,7 @@ BLOCKSCALE_HD constexpr uint8_t encode(Format f, float x) {
   const FormatTraits t = traits(f);
   if ((bit_cast<uint32_t>(x) & kAbsMask) > kInfBits)
     return static_cast<uint8_t>(t.special == Special::none ? 0 : t.nan_code());
-  const uint32_t magnitude = encode_magnitude(t, x, Direction::nearest_even);
+  const uint32_t magnitude = encode_magnitude(t, x, RoundingDirection::nearest_even);
   return static_cast<uint8_t>(with_sign(t, magnitude, x));
 }
 

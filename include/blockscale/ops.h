@@ -1,6 +1,6 @@
-// The operators. Every one exists in three places with the same signature up to the executor:
-// `reference::` (scalar, the definition), `cpu::` (SIMD), and here, where arguments are checked and
-// the backend is chosen.
+// The operators: on the CPU with an executor, on a GPU with a stream. Arguments are checked here,
+// and refused by an Error before anything is written. `reference::` (below) is the definition, one
+// scalar at a time, of what every backend gives.
 #pragma once
 
 #include <functional>
@@ -92,8 +92,9 @@ void relayout(const ConstQuantized& from, const Quantized& to,
               const Executor& executor = default_executor());
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
-// D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each
-// operand's contraction axis is the one it was quantized along, its lines are the rows of A or B.
+// D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each operand's
+// contraction axis is the one it was quantized along, its lines are the rows of A or B. Both have
+// blocks of one length and the same Hadamard transform. D is FP32 or BF16.
 //
 // Groups make it one product a group:
 //   along the rows         a.groups, axis -1: A [M, K], its rows by group; b a batch of one [N, K]

@@ -104,8 +104,8 @@ BLOCKSCALE_HD constexpr BlockScale two_level_scale(Format scale, ScaleRounding r
   const float largest = max_value(scale);
   const float wanted = amax * (outer.enc * (1.0f / 6.0f));
   const float clamped = wanted < largest ? wanted : largest;
-  const Direction direction =
-      rounding == ScaleRounding::up ? Direction::up : Direction::nearest_even;
+  const RoundingDirection direction =
+      rounding == ScaleRounding::up ? RoundingDirection::up : RoundingDirection::nearest_even;
   const uint32_t code = encode_magnitude(traits(scale), clamped, direction);
   const float decoded = decode(scale, code) * outer.dec;
   // A constexpr division by zero is ill-formed; at run time it would give the same +Inf.
@@ -138,9 +138,10 @@ BLOCKSCALE_HD constexpr uint16_t to_fp16(float x) {
   const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & kAbsMask;
   if (magnitude > kInfBits) return static_cast<uint16_t>(sign | 0x7E00);
   if (magnitude >= 0x47800000) return static_cast<uint16_t>(sign | 0x7C00);  // >= 2^16
-  // The generic encoder does not saturate for binary16 below: max_code is the code of Inf.
+  // To the encoder every code is a number: what rounds up to 2^16 gets the next code, that of Inf.
   constexpr FormatTraits half{"fp16", 5, 10, 15, Special::none, true, false};
-  const uint32_t code = encode_magnitude(half, bit_cast<float>(magnitude), Direction::nearest_even);
+  const uint32_t code =
+      encode_magnitude(half, bit_cast<float>(magnitude), RoundingDirection::nearest_even);
   return static_cast<uint16_t>(sign | code);
 }
 

@@ -64,6 +64,9 @@ const Family& family_of(const QuantSpec& spec);
 
 // Throws Error for a combination that means nothing, with the reason and the remedy.
 void validate(const QuantSpec& spec);
+// Throws Error, named after `operation`, where no GEMM can multiply operands a and b of these
+// specs.
+void validate_pair(const char* operation, const QuantSpec& a, const QuantSpec& b);
 
 // The canonical text: the family's name, then what differs from the family's spec, in a fixed
 // order, e.g. "nvfp4[block=16x16]". parse_spec(to_string(s)) == s for every valid s.
@@ -80,6 +83,8 @@ QuantSpec with_changes(const QuantSpec& spec, std::string_view changes);
 const char* to_string(ScaleRule rule);
 const char* to_string(ScaleRounding rounding);
 const char* to_string(Rounding rounding);
+// The sign mask as the text of a spec has it: "0xd7e8".
+std::string mask_text(const Hadamard& hadamard);
 
 // For n >= 0: n rounded up to a multiple, and n / d rounded up.
 BLOCKSCALE_HD constexpr int64_t round_up(int64_t n, int64_t multiple) {

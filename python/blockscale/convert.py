@@ -13,11 +13,11 @@ from blockscale.nn import Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState
+from blockscale.tensor import FLOATS, FLOATS_TEXT
 
 # Wrappers that put themselves into the names of what they wrap. A layer's random bits must not
 # depend on whether it is compiled, checkpointed or sharded.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +215,8 @@ def _unfit(module: torch.nn.Module) -> str:
             return f"{kind} is a subclass of nn.Linear: its forward may be its own"
         return f"{kind} is not nn.Linear"
     assert isinstance(module, torch.nn.Linear)
-    if module.weight.dtype not in _DTYPES:
-        return f"its weight is {module.weight.dtype}, not float32, bfloat16 or float16"
+    if module.weight.dtype not in FLOATS:
+        return f"its weight is {module.weight.dtype}, not {FLOATS_TEXT}"
     return ""
 
 

@@ -14,12 +14,11 @@ from blockscale._errors import fail, fail_type
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
-from blockscale.tensor import stored_shapes
+from blockscale.tensor import FLOATS, FLOATS_TEXT, stored_shapes
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear(
@@ -268,8 +267,8 @@ def _check(
             continue
         if not isinstance(tensor, torch.Tensor):
             fail_type(op, name, tensor, "a tensor")
-        if tensor.dtype not in _DTYPES and name != "offsets":
-            fail(op, f"{name}.dtype", tensor.dtype, "float32, bfloat16 or float16")
+        if tensor.dtype not in FLOATS and name != "offsets":
+            fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
         if tensor.layout is not torch.strided:
             fail(op, f"{name}.layout", tensor.layout, "torch.strided", "call .to_dense() first")
         if tensor.device != x.device:

@@ -207,15 +207,7 @@ def matmul(
             fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix")
         if q.offsets is not None:
             fail("matmul", f"{name}.offsets", "given", "none: one matrix, not groups")
-    a_rows, b_rows, length = _product_extents("matmul", a, b)
-    product: torch.Tensor = _ops.matmul(
-        *(a.codes, a.scales, a.outer_or_empty, str(a.spec), a.layout, a_rows),
-        *(b.codes, b.scales, b.outer_or_empty, str(b.spec), b.layout, b_rows),
-        length,
-        None if bias is None else bias.detach(),
-        out_dtype,
-    )
-    return product
+    return _product("matmul", a, b, bias, out_dtype)
 
 
 def grouped_matmul(
@@ -271,17 +263,7 @@ def grouped_matmul(
     if not along and (b.batch_dims != 1 or b.shape[0] != groups):
         got = f"{list(b.shape)} with batch_dims={b.batch_dims}"
         fail(op, "b", got, f"[{groups}, N, K] with batch_dims=1: a matrix for each group")
-    a_rows, b_rows, length = _product_extents(op, a, b)
-    product: torch.Tensor = _ops.matmul(
-        *(a.codes, a.scales, a.outer_or_empty, str(a.spec), a.layout, a_rows),
-        *(b.codes, b.scales, b.outer_or_empty, str(b.spec), b.layout, b_rows),
-        length,
-        None if bias is None else bias.detach(),
-        out_dtype,
-        offsets,
-        axis,
-    )
-    return product
+    return _product(op, a, b, bias, out_dtype, offsets, axis)
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -368,18 +350,34 @@ def _lines_and_length(q: QuantizedTensor) -> tuple[int, int]:
     return (rows, columns) if q.axis == -1 else (columns, rows)
 
 
-def _product_extents(
-    operation: str, a: QuantizedTensor, b: QuantizedTensor
-) -> tuple[int, int, int]:
-    """Lines of a, lines of b, and the contraction length that they share."""
-    a_rows, a_length = _lines_and_length(a)
-    b_rows, b_length = _lines_and_length(b)
+def _product(
+    operation: str,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *groups: torch.Tensor | int,
+) -> torch.Tensor:
+    """The GEMM of operands that may be multiplied, if they share a contraction length.
+
+    `groups`: the offsets, and the axis that a was quantized along with them.
+    """
+    a_lines, a_length = _lines_and_length(a)
+    b_lines, b_length = _lines_and_length(b)
     if a_length != b_length:
         got = f"{a_length} (axis {a.axis} of {list(a.shape)}) and "
         got += f"{b_length} (axis {b.axis} of {list(b.shape)})"
         remedy = "quantize both operands along the axis that is summed over"
         fail(operation, "contraction lengths of a and b", got, "equal lengths", remedy)
-    return a_rows, b_rows, a_length
+    product: torch.Tensor = _ops.matmul(
+        *(a.codes, a.scales, a.outer_or_empty, str(a.spec), a.layout, a_lines),
+        *(b.codes, b.scales, b.outer_or_empty, str(b.spec), b.layout, b_lines),
+        a_length,
+        None if bias is None else bias.detach(),
+        out_dtype,
+        *groups,
+    )
+    return product
 
 
 def _same_offsets(operation: str, name: str, q: QuantizedTensor, offsets: torch.Tensor) -> None:

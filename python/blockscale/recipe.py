@@ -45,11 +45,6 @@ class Spec:
         return self.rounding == "stochastic"
 
     @property
-    def square(self) -> bool:
-        """BxB blocks: the scales along one axis serve the other one too."""
-        return self.block[0] > 1
-
-    @property
     def code_dtype(self) -> torch.dtype:
         """torch's dtype of the element where it has one, else uint8."""
         dtype: torch.dtype = getattr(torch, f"float8_{self.element}", torch.uint8)

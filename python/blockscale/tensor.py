@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -13,6 +13,10 @@ import torch.utils._pytree as pytree
 from blockscale import _core
 from blockscale._errors import fail, fail_type
 from blockscale.recipe import Spec, spec
+
+# What can be quantized, and what a result can be asked for in.
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS_TEXT: Final = "float32, bfloat16 or float16"
 
 
 class StoredShapes(NamedTuple):

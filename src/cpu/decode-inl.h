@@ -18,7 +18,6 @@ namespace blockscale::cpu::HWY_NAMESPACE {
 
 // Codes of one batch element and the scales that go with them, whatever their layout.
 struct Reader {
-  Reader(const ConstQuantized& operand, int64_t b) : Reader(operand, operand.shape(), b) {}
   Reader(const ConstQuantized& operand, const StoredShape& shape, int64_t b)
       : q(operand),
         s(shape),
@@ -295,8 +294,8 @@ HWY_INLINE VH load_tops(const uint8_t* codes) {
   }
 }
 
-// Positions [pos, pos + 16 * rounds) of `lanes()` lines from `line` on, one line to a lane: calls
-// body(position offset, codes). Lines past the end repeat the last one.
+// The codes in 16 bytes from position `pos` on of `lanes()` lines from `line` on, one line to a
+// lane: calls body(position offset, codes). Lines past the end repeat the last one.
 template <int kM, class Body>
 HWY_INLINE void for_line_codes(const Reader& reader, int64_t line, int64_t pos, const Body& body) {
   constexpr int kBits = kM == 1 ? 4 : 8;
@@ -313,20 +312,19 @@ HWY_INLINE void for_line_codes(const Reader& reader, int64_t line, int64_t pos, 
     body(i, hn::And(hn::ShiftRightSame(words[i * kBits / 32], i * kBits % 32), mask));
 }
 
-// 64 bytes of codes, one cache line, of each of 2 * lanes() lines.
+// 64 bytes of codes, one cache line, of each of kPair lines.
 struct LineBytes {
   static constexpr int64_t kBytes = 64;
-  static constexpr int64_t kLines = 2 * static_cast<int64_t>(lanes());
 
   // From byte `at`, a multiple of kBytes, of line `line` on. Past the end there are zeros, and the
   // last line once more.
   HWY_INLINE void load(const Reader& reader, int64_t line, int64_t at) {
-    const bool whole = reader.q.layout.codes == Layout::linear && line + kLines <= reader.s.lines &&
+    const bool whole = reader.q.layout.codes == Layout::linear && line + kPair <= reader.s.lines &&
                        at + kBytes <= reader.s.line_bytes;
-    for (int64_t i = 0; i < kLines; ++i) {
+    for (int64_t i = 0; i < kPair; ++i) {
       const uint8_t* p = reader.codes + (line + i) * reader.s.code_columns + at;
       for (int64_t part = 0; part < kBytes / 16; ++part) {
-        uint8_t* to = bytes + 16 * (part * kLines + i % 2 * (kLines / 2) + i / 2);
+        uint8_t* to = bytes + 16 * (part * kPair + i % 2 * (kPair / 2) + i / 2);
         if (HWY_LIKELY(whole))
           std::memcpy(to, p + 16 * part, 16);
         else if (at + 16 * part < reader.s.line_bytes)
@@ -340,13 +338,13 @@ struct LineBytes {
   // 16 bytes of every line as words: word w of even lines, and of odd ones.
   HWY_INLINE void words(int part, VU* even, VU* odd) const {
     const DU du;
-    const auto* from = reinterpret_cast<const uint32_t*>(bytes) + 4 * part * kLines;
+    const auto* from = reinterpret_cast<const uint32_t*>(bytes) + 4 * part * kPair;
     hn::LoadInterleaved4(du, from, even[0], even[1], even[2], even[3]);
     hn::LoadInterleaved4(du, from + 4 * lanes(), odd[0], odd[1], odd[2], odd[3]);
   }
 
   // Even lines, then odd ones, 16 bytes each; then the next 16.
-  HWY_ALIGN uint8_t bytes[kLines * kBytes];
+  HWY_ALIGN uint8_t bytes[kPair * kBytes];
 };
 
 // What fetches `width` bytes of each of `lines` lines.

@@ -1,3 +1,6 @@
+// From codes back to values. Lines that are rows are decoded run by run, columns in tiles of as
+// many rows as a cache line of codes holds; either way a processor that rounds to BF16 by itself
+// does.
 #include "cpu/cpu.h"
 #include "cpu/dot_bf16.h"
 
@@ -221,10 +224,7 @@ void dequantize_all(const ConstQuantized& q, const Matrix& x, const Executor& ex
     }
     hwy::FlushStream();
   });
-  // Rows of no group.
-  for (int64_t r = rows_in(q.groups, x.rows); r < x.rows; ++r)
-    for (int64_t c = 0; c < x.columns; ++c)
-      store_element(x, r * x.row_stride + c * x.column_stride, 0.0f);
+  clear_rows(x, rows_in(q.groups, x.rows));
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE

@@ -45,7 +45,7 @@ HWY_INLINE bool narrow_rows(const Direction& d, const TileView<uint16_t>& x, con
   const QuantSpec& spec = d.out.spec;
   const int lines = spec.block_lines();
   const int64_t blocks = x.columns / spec.block;
-  const int64_t count = (x.rows + lines - 1) / lines * blocks;
+  const int64_t count = ceil_div(x.rows, lines) * blocks;
   auto* amax = reinterpret_cast<uint16_t*>(scratch.work);
   row_maxima(x, spec.block, lines, amax);
   if (!narrow_scales(spec, d.tensor_scale(area.batch), amax, count, scratch.scale_codes,
@@ -79,7 +79,7 @@ HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileAre
   const QuantSpec& spec = d.out.spec;
   const int lines = spec.block_lines();
   const int64_t blocks = x.columns / spec.block;
-  const int64_t groups = (x.rows + lines - 1) / lines;
+  const int64_t groups = ceil_div(x.rows, lines);
   const Encoded e{.batch = area.batch,
                   .line = area.row,
                   .lines = area.rows,

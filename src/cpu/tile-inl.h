@@ -1,5 +1,5 @@
-// Tiles: a rectangle of x as the passes read it, either in place or as an FP32 copy that is
-// zero-padded and transformed.
+// Tiles: a rectangle of x as the passes read it, in place or as a zero-padded copy, FP32 or BF16;
+// its Hadamard transform; and the largest magnitudes of its blocks.
 
 #if defined(BLOCKSCALE_TILE_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_TILE_INL
@@ -24,9 +24,8 @@ inline constexpr int64_t kTile = 128;
 inline constexpr int64_t kTileSide = 2 * kTile;
 inline constexpr int64_t kTileElements = kTileSide * kTileSide;
 
-// rows x columns values; T is float, or uint16_t for BF16 read in place.
-// `source`: where the values still lie, in lines of `source_stride`: maxima bring
-// them.
+// rows x columns values; T is float, or uint16_t for BF16. `source`: where the values still lie, in
+// lines of `source_stride`, until row_maxima() or column_maxima() copies them here; else null.
 template <class T>
 struct TileView {
   const T* data;
@@ -267,7 +266,7 @@ HWY_INLINE void row_maxima(const TileView<T>& x, int block, int lines, BitsOf<T>
   const hn::CappedTag<U, 32> d;
   constexpr U kMask = abs_mask(T());
   const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
-  const int64_t groups = (x.rows + lines - 1) / lines;
+  const int64_t groups = ceil_div(x.rows, lines);
   const int64_t count = groups * (x.columns / block);
   int64_t width = HWY_MIN(block, step);  // values of a block that are left
   if (lines == 1 && block <= step) {
@@ -295,7 +294,7 @@ template <class T>
 HWY_INLINE void row_amaxes(const TileView<T>& x, int block, int lines, BitsOf<T>* work,
                            uint32_t* amax) {
   row_maxima(x, block, lines, work);
-  const int64_t count = (x.rows + lines - 1) / lines * (x.columns / block);
+  const int64_t count = ceil_div(x.rows, lines) * (x.columns / block);
   for (int64_t i = 0; i < count; ++i) amax[i] = widen_bits(work[i]);
 }
 

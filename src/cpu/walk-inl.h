@@ -82,10 +82,9 @@ template <class Body>
 HWY_INLINE void for_tiles(const std::vector<ConstMatrix>& parts, int64_t tile_rows,
                           int64_t tile_columns, int passes, const Executor& executor,
                           const Body& body) {
-  const auto tiles = [](int64_t extent, int64_t tile) { return ceil_div(extent, tile); };
   Pieces pieces;
   for (const ConstMatrix& x : parts)
-    pieces.add(x.batch * tiles(x.rows, tile_rows) * tiles(x.columns, tile_columns));
+    pieces.add(x.batch * ceil_div(x.rows, tile_rows) * ceil_div(x.columns, tile_columns));
   struct Tile {
     size_t part;
     TileArea area;
@@ -93,7 +92,7 @@ HWY_INLINE void for_tiles(const std::vector<ConstMatrix>& parts, int64_t tile_ro
   const auto tile = [&](int64_t i) {
     const size_t part = pieces.part(i);
     const ConstMatrix& x = parts[part];
-    const int64_t down = tiles(x.rows, tile_rows), across = tiles(x.columns, tile_columns);
+    const int64_t down = ceil_div(x.rows, tile_rows), across = ceil_div(x.columns, tile_columns);
     const int64_t row = i / across % down * tile_rows, column = i % across * tile_columns;
     return Tile{part, TileArea{.batch = i / across / down,
                                .row = row,

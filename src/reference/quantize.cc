@@ -138,10 +138,7 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, con
 }
 
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options) {
-  const StoredShape whole = out.shape();
-  std::memset(out.codes, 0, out.batch * whole.code_bytes);
-  std::memset(out.scales, padding_fill(out.layout.scales, out.spec.scale),
-              out.batch * whole.scale_count * scale_bytes(out.spec.scale));
+  fill_with_padding(out);
   const bool rows = out.axis == -1;
   const float* amax = options.amax;
   for (const auto& [part, shape, at] : parts_of(out)) {

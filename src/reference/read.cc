@@ -26,10 +26,7 @@ void dequantize(const ConstQuantized& q, const Matrix& x) {
 
 void relayout(const ConstQuantized& from, const Quantized& to) {
   const int bytes = scale_bytes(to.spec.scale);
-  const StoredShape whole = to.shape();
-  std::memset(to.codes, 0, to.batch * whole.code_bytes);
-  std::memset(to.scales, padding_fill(to.layout.scales, to.spec.scale),
-              to.batch * whole.scale_count * bytes);
+  fill_with_padding(to);
   if (to.spec.outer) std::memcpy(to.outer, from.outer, to.matrices() * sizeof(float));
   const auto sources = parts_of(from);
   const auto targets = parts_of(to);

@@ -37,6 +37,14 @@ inline uint32_t load_code(const ConstQuantized& q, const StoredShape& s, int64_t
   return per_byte == 1 ? byte : byte >> (4 * (pos % 2)) & 15;
 }
 
+// Makes padding of all of an operand, for codes and scales to be written over.
+inline void fill_with_padding(const Quantized& q) {
+  const StoredShape s = q.shape();
+  std::memset(q.codes, 0, q.batch * s.code_bytes);
+  std::memset(q.scales, padding_fill(q.layout.scales, q.spec.scale),
+              q.batch * s.scale_count * scale_bytes(q.spec.scale));
+}
+
 // The offset of the scale that covers (line, pos).
 inline int64_t scale_offset(const ConstQuantized& q, const StoredShape& s, int64_t b, int64_t line,
                             int64_t pos) {

@@ -32,9 +32,9 @@ inline int64_t random_extent(Random& random) {
 
 // Each kind of matrix has its own mixture; values are a function of their place, so that a shard
 // can be cut out of a larger matrix.
-inline Values random_values(Random& random, bool finite = false) {
+inline Values random_values(Random& random) {
   const uint64_t seed = random.next();
-  const int kind = static_cast<int>(random.below(finite ? 10 : 12));
+  const int kind = static_cast<int>(random.below(12));
   const int centre = static_cast<int>(random.below(200)) - 100;
   return [=](int64_t b, int64_t r, int64_t c) -> float {
     Random at(seed ^ static_cast<uint64_t>((b * 1000003 + r) * 1000033 + c));

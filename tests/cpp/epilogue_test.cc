@@ -2,48 +2,42 @@
 #include <gtest/gtest.h>
 
 #ifdef BLOCKSCALE_CUDA
-#include <cuda_runtime_api.h>
-
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <vector>
 
 #include "cases.h"
+#include "device.h"
 #include "gpu/gpu.h"
 
 namespace blockscale::testing {
 namespace {
 
-class DefaultStream final : public Stream {
- public:
-  void* handle() const override { return nullptr; }
-  void* workspace(int64_t) const override { return nullptr; }
-};
-
-// Host bytes on the device, with a guard behind them.
+// Host bytes on the device, with guards around them.
 class OnDevice {
  public:
-  static constexpr size_t kGuard = 64;
-  OnDevice(const void* from, size_t size) : size_(size) {
-    EXPECT_EQ(cudaMalloc(&data, size + kGuard), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data, 0xA5, size + kGuard), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(data, from, size, cudaMemcpyHostToDevice), cudaSuccess);
-    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  OnDevice(const void* from, size_t size)
+      : host_(guarded(from, size)), memory_(host_.all(), host_.all_size()) {}
+  template <class T = void>
+  T* data() const {
+    return reinterpret_cast<T*>(memory_.at(Guarded::kGuard));
   }
-  OnDevice(const OnDevice&) = delete;
-  ~OnDevice() { cudaFree(data); }
-  std::vector<uint8_t> read() const {
-    std::vector<uint8_t> bytes(size_ + kGuard);
-    EXPECT_EQ(cudaMemcpy(bytes.data(), data, bytes.size(), cudaMemcpyDeviceToHost), cudaSuccess);
-    for (size_t i = size_; i < bytes.size(); ++i) EXPECT_EQ(bytes[i], 0xA5) << "written past D";
-    bytes.resize(size_);
-    return bytes;
+  std::vector<uint8_t> read() {
+    memory_.read(host_.all(), host_.all_size());
+    EXPECT_TRUE(host_.guards_whole()) << "written beside D";
+    return {host_.data(), host_.data() + host_.size()};
   }
-  void* data = nullptr;
 
  private:
-  size_t size_;
+  static Guarded guarded(const void* from, size_t size) {
+    Guarded bytes(static_cast<int64_t>(size));
+    std::memcpy(bytes.data(), from, size);
+    return bytes;
+  }
+  Guarded host_;
+  Memory memory_;
 };
 
 std::vector<uint8_t> stored(const std::vector<float>& values, DType dtype) {
@@ -108,21 +102,22 @@ TEST_P(EpilogueTest, GivesTheBitsOfTheCpuFromItsSums) {
     gemm(as_const(a.view), as_const(b.view), {want.data(), DType::f32, m, n, n, 1, 1, m * n},
          options);
 
-    const OnDevice device_sums(sums.data(), sums.size() * 4), scales(outers, sizeof outers),
+    OnDevice device_sums(sums.data(), sums.size() * 4), scales(outers, sizeof outers),
         device_bias(bias_bytes.data(), bias_bytes.size());
     const std::vector<uint8_t> initial = stored(before, dtype);
-    const OnDevice d(initial.data(), initial.size());
+    OnDevice d(initial.data(), initial.size());
     const bool in_place = dtype == DType::f32 && !options.accumulate && random.one_in(2);
+    const TestStream stream;
     gpu::Epilogue e;
     e.alpha = options.alpha;
-    if (a_outer) e.a_outer = static_cast<const float*>(scales.data);
-    if (b_outer) e.b_outer = static_cast<const float*>(scales.data) + 1;
-    if (options.bias) e.bias = device_bias.data;
+    if (a_outer) e.a_outer = scales.data<float>();
+    if (b_outer) e.b_outer = scales.data<float>() + 1;
+    if (options.bias) e.bias = device_bias.data();
     e.bias_dtype = bias_dtype;
     e.accumulate = options.accumulate;
-    gpu::finish({device_sums.data, DType::f32, m, n, n},
-                {in_place ? device_sums.data : d.data, dtype, m, n, n, 1, 1, m * n}, e,
-                DefaultStream());
+    gpu::finish({device_sums.data(), DType::f32, m, n, n},
+                {in_place ? device_sums.data() : d.data(), dtype, m, n, n, 1, 1, m * n}, e, stream);
+    stream.wait();
     ASSERT_EQ((in_place ? device_sums : d).read(), stored(want, dtype))
         << m << "x" << n << ", seed " << GetParam() << " case " << i;
   }
@@ -133,11 +128,12 @@ TEST_P(EpilogueTest, HidesNoNan) {
   for (const float& outer : outers) {
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
       const std::vector<uint8_t> none(5 * dtype_bytes(dtype));
-      const OnDevice s(sums, sizeof sums), o(&outer, 4), d(none.data(), none.size());
+      OnDevice s(sums, sizeof sums), o(&outer, 4), d(none.data(), none.size());
+      const TestStream stream;
       gpu::Epilogue e;
-      e.b_outer = static_cast<const float*>(o.data);
-      gpu::finish({s.data, DType::f32, 1, 5, 5}, {d.data, dtype, 1, 5, 5, 1, 1, 5}, e,
-                  DefaultStream());
+      e.b_outer = o.data<float>();
+      gpu::finish({s.data(), DType::f32, 1, 5, 5}, {d.data(), dtype, 1, 5, 5, 1, 1, 5}, e, stream);
+      stream.wait();
       const std::vector<uint8_t> got = d.read();
       for (int i = 0; i < 5; ++i)
         EXPECT_EQ(std::isnan(load_element({got.data(), dtype}, i)), std::isnan(sums[i] * outer));

@@ -109,7 +109,7 @@ void expect_encodes(const Facts& f, float x, int code) {
   EXPECT_EQ(encode(f.format, -x), negative(f, code)) << f.name << " " << -x;
 }
 int encode_up(const Facts& f, float x) {
-  return static_cast<int>(encode_magnitude(traits(f.format), x, Direction::up));
+  return static_cast<int>(encode_magnitude(traits(f.format), x, RoundingDirection::up));
 }
 
 TEST(Formats, RoundToNearestAtEveryBoundaryAndOneUlpAround) {
@@ -166,13 +166,13 @@ TEST(Formats, NanEncodesToNanOrToZeroWhereThereIsNone) {
 // All floats (every `step`-th). Codes grow with the magnitude, so the FP32 line is cut into runs at
 // exact midpoints and every encode within a run has to give that run's code: one comparison a
 // float. Returns the number of floats that differ.
-template <Format kFormat, Direction kDirection>
+template <Format kFormat, RoundingDirection kDirection>
 uint64_t sweep(bool with_negative, uint64_t step = kSweepStep) {
   const Facts& f = facts(kFormat);
   const std::vector<double>& v = model_magnitudes(kFormat);
   std::vector<uint32_t> first = {0};  // first[c]: bits of the smallest magnitude that gives code c
   for (int c = 1; c < static_cast<int>(v.size()); ++c) {
-    if (kDirection == Direction::up) {
+    if (kDirection == RoundingDirection::up) {
       first.push_back(bits_of(static_cast<float>(v[c - 1])) + 1);
     } else {
       const uint32_t middle = bits_of(static_cast<float>((v[c - 1] + v[c]) / 2));
@@ -189,7 +189,7 @@ uint64_t sweep(bool with_negative, uint64_t step = kSweepStep) {
       const uint64_t stop = next == first.end() ? end : std::min<uint64_t>(end, *next);
       for (; at < stop; at += step) {
         const float x = float_of(static_cast<uint32_t>(at));
-        if constexpr (kDirection == Direction::up)
+        if constexpr (kDirection == RoundingDirection::up)
           bad += encode_magnitude(traits(kFormat), x, kDirection) != static_cast<uint32_t>(code);
         else
           bad += encode(kFormat, x) != code;
@@ -212,21 +212,21 @@ uint64_t sweep_nans() {
 }
 
 TEST(AllFloats, E2M1) {
-  EXPECT_EQ((sweep<Format::e2m1, Direction::nearest_even>(true)), 0u);
+  EXPECT_EQ((sweep<Format::e2m1, RoundingDirection::nearest_even>(true)), 0u);
   EXPECT_EQ(sweep_nans<Format::e2m1>(), 0u);
 }
 TEST(AllFloats, E4M3) {
-  EXPECT_EQ((sweep<Format::e4m3fn, Direction::nearest_even>(true)), 0u);
+  EXPECT_EQ((sweep<Format::e4m3fn, RoundingDirection::nearest_even>(true)), 0u);
   EXPECT_EQ(sweep_nans<Format::e4m3fn>(), 0u);
 }
 TEST(AllFloats, UE5M3) {
-  EXPECT_EQ((sweep<Format::ue5m3, Direction::nearest_even>(true)), 0u);
+  EXPECT_EQ((sweep<Format::ue5m3, RoundingDirection::nearest_even>(true)), 0u);
   EXPECT_EQ(sweep_nans<Format::ue5m3>(), 0u);
 }
 // Rounding up is proved on its boundaries above; here every 97th magnitude between them.
 TEST(AllFloats, ScalesRoundedUp) {
-  EXPECT_EQ((sweep<Format::e4m3, Direction::up>(false, 97)), 0u);
-  EXPECT_EQ((sweep<Format::ue5m3, Direction::up>(false, 97)), 0u);
+  EXPECT_EQ((sweep<Format::e4m3, RoundingDirection::up>(false, 97)), 0u);
+  EXPECT_EQ((sweep<Format::ue5m3, RoundingDirection::up>(false, 97)), 0u);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "blockscale/spec.h"
 #include "cuda/sm90/gemm.h"
 #include "cuda/tiles.h"
+#include "device.h"
 #include "testing.h"
 
 namespace blockscale::testing {
@@ -27,25 +28,6 @@ namespace {
 
 using sm90::Fp8Gemm;
 using sm90::Grouping;
-
-class Device {
- public:
-  template <class T>
-  explicit Device(const std::vector<T>& v) {
-    const size_t bytes = v.size() * sizeof(T);
-    EXPECT_EQ(cudaMalloc(&data_, bytes + 16), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(data_, v.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  ~Device() { cudaFree(data_); }
-  Device(const Device&) = delete;
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-};
 
 struct Case {
   Grouping grouping = Grouping::dense;
@@ -98,10 +80,10 @@ class Product {
   }
 
   void run() {
-    const Device a(a_), b(b_), as(a_scales_), bs(b_scales_);
-    const Device bias(bias_), bias_bf16(bias_bf16_), bias_fp16(bias_fp16_);
-    const Device alpha(std::vector<float>{0.5f});
-    const Device wide(ends_), narrow(std::vector<int32_t>(ends_.begin(), ends_.end()));
+    const Memory a(a_), b(b_), as(a_scales_), bs(b_scales_);
+    const Memory bias(bias_), bias_bf16(bias_bf16_), bias_fp16(bias_fp16_);
+    const Memory alpha(std::vector<float>{0.5f});
+    const Memory wide(ends_), narrow(std::vector<int32_t>(ends_.begin(), ends_.end()));
     const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad;
     const int64_t elements = outs_ * c_.m * stride;
     std::vector<uint8_t> memory(static_cast<size_t>((2 * kGuard + elements) * size), kPoison);
@@ -112,13 +94,13 @@ class Product {
     }
     std::vector<uint8_t> first;
     for (int repeat = 0; repeat < 2; ++repeat) {
-      const Device d(memory);
+      const Memory d(memory);
       Fp8Gemm g;
       g.m = c_.m, g.n = c_.n, g.k = c_.k;
       g.a = a.as<void>(), g.b = b.as<void>();
       g.a_scales = as.as<float>(), g.b_scales = bs.as<float>();
       g.a_e5m2 = c_.a_e5m2, g.b_e5m2 = c_.b_e5m2, g.b_square = c_.square;
-      g.d = d.as<uint8_t>() + (kGuard + c_.pad) * size;
+      g.d = d.at((kGuard + c_.pad) * size);
       g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
       if (c_.alpha) g.alpha = 4, g.device_alpha = alpha.as<float>();
       if (c_.bias)
@@ -135,8 +117,7 @@ class Product {
       ASSERT_EQ(sm90::fp8_gemm(g, nullptr), cudaSuccess);
       ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       std::vector<uint8_t> got(memory.size());
-      ASSERT_EQ(cudaMemcpy(got.data(), d.as<void>(), got.size(), cudaMemcpyDeviceToHost),
-                cudaSuccess);
+      d.read(got.data(), static_cast<int64_t>(got.size()));
       if (repeat == 0) first = got;
       ASSERT_EQ(first, got) << "not the same bits again";
     }

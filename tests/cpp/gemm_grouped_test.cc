@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "cases.h"
+#include "device.h"
 #include "parts.h"
 #include "throws.h"
 #ifdef BLOCKSCALE_CUDA
@@ -225,40 +226,17 @@ TEST(GemmGrouped, Refusals) {
 }
 
 #ifdef BLOCKSCALE_CUDA
-// Device memory for everything that a call on a GPU reads.
-class GpuStream final : public Stream {
- public:
-  ~GpuStream() override {
-    for (void* p : memory_) cudaFree(p);
-  }
-  void* handle() const override { return nullptr; }
-  void* workspace(int64_t bytes) const override {
-    void* p = nullptr;
-    EXPECT_EQ(cudaMalloc(&p, static_cast<size_t>(bytes) + 16), cudaSuccess);
-    memory_.push_back(p);
-    return p;
-  }
-  template <class T>
-  T* copy(const T* from, int64_t bytes) const {
-    void* p = workspace(bytes);
-    EXPECT_EQ(cudaMemcpy(p, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice), cudaSuccess);
-    return static_cast<T*>(p);
-  }
-  Groups copy(const Groups& g) const {
-    return {copy(static_cast<const uint8_t*>(g.offsets), g.count * (g.wide ? 8 : 4)), g.wide,
-            g.count};
-  }
-  ConstQuantized copy(const Output& o, const Groups& groups) const {
-    ConstQuantized q = as_const(o.view);
-    q.codes = copy(q.codes, o.codes.size());
-    q.scales = copy(q.scales, o.scales.size());
-    if (q.groups) q.groups = groups;
-    return q;
-  }
-
- private:
-  mutable std::vector<void*> memory_;
-};
+// Operands on the device for as long as the stream lives.
+Groups on_device(const Groups& g, const TestStream& stream) {
+  return {stream.copy(g.offsets, g.count * (g.wide ? 8 : 4)), g.wide, g.count};
+}
+ConstQuantized on_device(const Output& o, const Groups& groups, const TestStream& stream) {
+  ConstQuantized q = as_const(o.view);
+  q.codes = static_cast<const uint8_t*>(stream.copy(q.codes, o.codes.size()));
+  q.scales = static_cast<const uint8_t*>(stream.copy(q.scales, o.scales.size()));
+  if (q.groups) q.groups = groups;
+  return q;
+}
 
 class GemmGroupedGpuTest : public ::testing::Test {
  protected:
@@ -271,16 +249,16 @@ class GemmGroupedGpuTest : public ::testing::Test {
   // D on the GPU with its guards; `offsets` instead of the problem's own where given.
   static Guarded run(const Problem& p, DType dtype, const GemmOptions& options,
                      const Offsets* offsets = nullptr) {
-    const GpuStream stream;
+    const TestStream stream;
     Guarded out(p.elements() * dtype_bytes(dtype), 0x3D);
-    uint8_t* d = stream.copy(out.all(), out.all_size());
-    const Groups groups = stream.copy((offsets ? *offsets : p.offsets).view());
+    const Memory d(out.all(), out.all_size());
+    const Groups groups = on_device((offsets ? *offsets : p.offsets).view(), stream);
     GemmOptions o = options;
     if (o.bias) o.bias = stream.copy(o.bias, p.count * p.columns() * 4);
-    gemm(stream.copy(p.a, groups), stream.copy(p.b, groups), p.d(d + Guarded::kGuard, dtype), o,
-         stream);
-    EXPECT_EQ(cudaMemcpy(out.all(), d, static_cast<size_t>(out.all_size()), cudaMemcpyDeviceToHost),
-              cudaSuccess);
+    gemm(on_device(p.a, groups, stream), on_device(p.b, groups, stream),
+         p.d(d.at(Guarded::kGuard), dtype), o, stream);
+    stream.wait();
+    d.read(out.all(), out.all_size());
     return out;
   }
 };

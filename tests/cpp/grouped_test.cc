@@ -35,15 +35,14 @@ std::vector<int64_t> random_ends(Random& random, int64_t rows) {
 
 // One random matrix, its groups, and what they shall become.
 struct GroupedCase {
-  GroupedCase(uint64_t seed, int i, bool finite = false)
+  GroupedCase(uint64_t seed, int i)
       : random(seed * 1000003 + static_cast<uint64_t>(i)),
         spec(random.pick(valid_specs())),
         layout(random.pick(layouts_for(spec))),
         axis(random.one_in(2) ? -1 : -2),
         rows(random_extent(random) * (random.one_in(4) ? 4 : 1)),
         columns(random_extent(random)),
-        x(random_dtype(random), 1, rows, columns, random.pick(kStrides),
-          random_values(random, finite)),
+        x(random_dtype(random), 1, rows, columns, random.pick(kStrides), random_values(random)),
         ends(random_ends(random, rows)),
         offsets(ends, random.one_in(2)),
         wanted(random, spec, axis, static_cast<int64_t>(ends.size())) {

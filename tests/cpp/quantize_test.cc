@@ -28,7 +28,7 @@ BLOCKSCALE_BACKEND_TESTS(QuantizeTest);
 
 // One random matrix and what it shall become; half of them what a GPU has kernels of its own for.
 struct Case {
-  Case(uint64_t seed, int i, bool finite = false)
+  Case(uint64_t seed, int i)
       : random(seed * 1000003 + static_cast<uint64_t>(i)),
         compiled(random.one_in(2)),
         spec(compiled ? random.pick(random.pick(compiled_specs())) : random.pick(valid_specs())),
@@ -39,7 +39,7 @@ struct Case {
         columns(random_extent(random)),
         strides(compiled ? random.pick(kRowStrides) : random.pick(kStrides)),
         x(compiled ? DType::bf16 : random_dtype(random), batch, rows, columns, strides,
-          random_values(random, finite)),
+          random_values(random)),
         wanted(random, spec, axis, batch),
         text(to_string(spec) + " as " + to_string(layout) + " axis " + std::to_string(axis) +
              " batch " + std::to_string(batch) + " [" + std::to_string(rows) + ", " +

@@ -54,7 +54,8 @@ INSTANTIATE_TEST_SUITE_P(Seeds, ReferenceTest, ::testing::ValuesIn(test_seeds())
 
 TEST_P(ReferenceTest, QuantizeIsTheSpecificationWrittenTwice) {
   // Every seed takes its share of the specs.
-  for (size_t i = GetParam() % 3; i<valid_specs().size(); i += kSweepStep> 1 ? 21 : 3) {
+  constexpr size_t kStep = kSweepStep > 1 ? 21 : 3;
+  for (size_t i = GetParam() % 3; i < valid_specs().size(); i += kStep) {
     Random random(GetParam() * 1000003 + i);
     const QuantSpec& spec = valid_specs()[i];
     const StorageLayout layout = random.pick(layouts_for(spec));

@@ -1,12 +1,6 @@
 #include "runner.h"
 
-#include <new>
-
-#if defined(BLOCKSCALE_CUDA)
-#include <cuda_runtime_api.h>
-#elif defined(BLOCKSCALE_EMULATE)
-#include "gpu/port.h"
-#endif
+#include "device.h"
 
 namespace blockscale::testing {
 namespace {
@@ -41,74 +35,7 @@ class CpuRunner final : public Runner {
   }
 };
 
-// ---- device memory: CUDA's, or the host's where kernels are emulated ----
-
-#if defined(BLOCKSCALE_CUDA)
-void check(cudaError_t e) {
-  if (e != cudaSuccess) throw std::runtime_error(cudaGetErrorString(e));
-}
-void* device_new(int64_t size) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, static_cast<size_t>(std::max<int64_t>(size, 1))));
-  return p;
-}
-void device_delete(void* p) { cudaFree(p); }
-void to_device(void* to, const void* from, int64_t size) {
-  check(cudaMemcpy(to, from, static_cast<size_t>(size), cudaMemcpyHostToDevice));
-  check(cudaDeviceSynchronize());  // small copies may return before they arrive
-}
-void to_host(void* to, const void* from, int64_t size) {
-  check(cudaMemcpy(to, from, static_cast<size_t>(size), cudaMemcpyDeviceToHost));
-}
-cudaStream_t new_stream() {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  return stream;
-}
-void delete_stream(void* stream) { cudaStreamDestroy(static_cast<cudaStream_t>(stream)); }
-void wait_for(void* stream) { check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream))); }
-#elif defined(BLOCKSCALE_EMULATE)
-constexpr std::align_val_t kAlignment{256};  // as of cudaMalloc
-void* device_new(int64_t size) { return ::operator new(static_cast<size_t>(size), kAlignment); }
-void device_delete(void* p) { ::operator delete(p, kAlignment); }
-void to_device(void* to, const void* from, int64_t size) {
-  if (size > 0) std::memcpy(to, from, static_cast<size_t>(size));
-}
-void to_host(void* to, const void* from, int64_t size) { to_device(to, from, size); }
-void* new_stream() { return nullptr; }
-void delete_stream(void*) {}
-void wait_for(void*) {}
-#endif
-
 #if defined(BLOCKSCALE_CUDA) || defined(BLOCKSCALE_EMULATE)
-class Memory {
- public:
-  explicit Memory(int64_t size) : data_(device_new(size)) {}
-  Memory(const void* from, int64_t size) : Memory(size) { to_device(data_, from, size); }
-  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
-  ~Memory() { device_delete(data_); }
-  uint8_t* at(int64_t offset = 0) const { return static_cast<uint8_t*>(data_) + offset; }
-  void read(void* to, int64_t size) const { to_host(to, data_, size); }
-
- private:
-  void* data_ = nullptr;
-};
-
-class TestStream final : public Stream {
- public:
-  ~TestStream() override { delete_stream(stream_); }
-  void* handle() const override { return stream_; }
-  void* workspace(int64_t bytes) const override {
-    pieces_.emplace_back(bytes);
-    return pieces_.back().at();
-  }
-  void wait() const { wait_for(stream_); }
-
- private:
-  void* stream_ = new_stream();
-  mutable std::vector<Memory> pieces_;
-};
-
 int64_t bytes_of(const Groups& groups) { return groups.count * (groups.wide ? 8 : 4); }
 
 // An Output's buffers on the device, guards and poison included; copied back when it goes.
@@ -157,13 +84,13 @@ class DeviceOptions {
  public:
   DeviceOptions(const QuantizeOptions& host, int64_t batch, uint64_t variant)
       : amax_(host.amax, host.amax ? batch * 4 : 0), options(host) {
-    if (host.amax) options.amax = reinterpret_cast<const float*>(amax_.at());
+    if (host.amax) options.amax = amax_.as<float>();
     if (!host.rng || variant % 2 == 0) return;
     options.device_seed_step = variant * 0x9E3779B97F4A7C15;
     const uint64_t key[] = {host.rng->seed - options.device_seed_step, host.rng->offset};
     to_device(key_.at(), key, sizeof(key));
     options.rng.reset();
-    options.device_seed = reinterpret_cast<const int64_t*>(key_.at());
+    options.device_seed = key_.as<int64_t>();
     options.device_offset = options.device_seed + 1;
   }
 
@@ -215,7 +142,7 @@ class DeviceRunner final : public Runner {
     const Memory to(out, bytes), offsets(groups.offsets, bytes_of(groups));
     Groups on_device = groups;
     on_device.offsets = offsets.at();
-    blockscale::amax(in.view, spec, axis, reinterpret_cast<float*>(to.at()), stream, on_device);
+    blockscale::amax(in.view, spec, axis, to.as<float>(), stream, on_device);
     stream.wait();
     to.read(out, bytes);
   }

@@ -203,7 +203,7 @@ static_assert(Kernel<kRotated>::kStochastic && kRotated.hadamard.negates(15) &&
 
 static_assert(encode(Format::e4m3fn, 449.0f) == 0x7E && decode(Format::e4m3fn, 0x7E) == 448);
 static_assert(encode(Format::e2m1, -5.0f) == 0xE && decode(Format::e2m1, 0xE) == -4);
-static_assert(encode_magnitude(traits(Format::ue5m3), 1.01f, Direction::up) == 0x79);
+static_assert(encode_magnitude(traits(Format::ue5m3), 1.01f, RoundingDirection::up) == 0x79);
 static_assert(encode_magnitude_stochastic(traits(Format::e2m1), 6, 2.75f, 64) == 5 &&
               encode_magnitude_stochastic(traits(Format::e2m1), 6, 2.75f, 63) == 4);
 static_assert(e8m0_byte(ScaleRule::rceil, Format::e4m3fn, 448) == 127 &&

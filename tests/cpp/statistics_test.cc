@@ -128,7 +128,7 @@ TEST(StochasticRoundingMean, IsTheElement) {
   }
 }
 
-TEST(StochasticRoundingMean, DifferentOffsetsSeedsAndAxesDrawDifferentBits) {
+TEST(StochasticRoundingMean, DifferentOffsetsAndSeedsDrawDifferentBits) {
   const std::vector<float> x = gaussians(14, 64 * 64);
   const QuantSpec spec = parse_spec("nvfp4[rounding=stochastic]");
   const Quantization base(spec, x, 64, 64, {1, 1}), offset(spec, x, 64, 64, {1, 2}),

@@ -13,16 +13,7 @@ import blockscale as bs
 import pytest
 import torch
 from blockscale.cli.main import SUBCOMMANDS, main
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line on stderr of a command that must be refused."""
-    assert main(words) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    return printed.err.rstrip()
-
+from commands import refusal
 
 NONE = "leave the option out for its default"
 WHOLE = f"need a whole number of at least 1; {NONE}"

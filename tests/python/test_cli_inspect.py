@@ -11,6 +11,7 @@ import pytest
 import torch
 from blockscale.cli import inspect
 from blockscale.cli.main import main
+from commands import refusal
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -152,18 +153,9 @@ def test_chunks_cover_the_rows_in_order(
     assert max(part.numel() for part in read) <= max(budget, shape[-1])
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line on stderr of a command that must be refused."""
-    assert main(["inspect", *words]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    return printed.err.rstrip()
-
-
 def test_bad_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "missing.safetensors")
-    assert refusal(capsys, missing) == (
+    assert refusal(capsys, "inspect", missing) == (
         f"blockscale inspect: file = {missing}; need an existing file; check the path"
     )
     content = file.read_bytes()
@@ -171,25 +163,27 @@ def test_bad_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     for name, data in foreign.items():
         path = tmp_path / name
         path.write_bytes(data)
-        line = refusal(capsys, str(path))
+        line = refusal(capsys, "inspect", str(path))
         assert line.startswith(f"blockscale inspect: file = {path} (")
         assert line.endswith(
             "); need a whole safetensors file; it is truncated, damaged or of another kind"
         )
-    assert "need a whole safetensors file" in refusal(capsys, str(tmp_path))
+    assert "need a whole safetensors file" in refusal(capsys, "inspect", str(tmp_path))
 
 
 def test_bad_options(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, str(file), "--spec", "nvpf4").endswith("; did you mean nvfp4?")
-    line = refusal(capsys, str(file), "--spec", "nvfp4[hadamard=16]")
+    assert refusal(capsys, "inspect", str(file), "--spec", "nvpf4").endswith(
+        "; did you mean nvfp4?"
+    )
+    line = refusal(capsys, "inspect", str(file), "--spec", "nvfp4[hadamard=16]")
     assert line.startswith("blockscale inspect: --spec = nvfp4[hadamard=16]; need a spec without")
-    line = refusal(capsys, str(file), "--spec", "nvfp4[bogus=1]")
+    line = refusal(capsys, "inspect", str(file), "--spec", "nvfp4[bogus=1]")
     assert line.startswith("blockscale inspect: --spec = nvfp4[bogus=1]; ")
-    assert refusal(capsys, str(file), "--out", str(tmp_path / "plot.pdf")) == (
+    assert refusal(capsys, "inspect", str(file), "--out", str(tmp_path / "plot.pdf")) == (
         f"blockscale inspect: --out = {tmp_path / 'plot.pdf'}; need a .png file; name it "
         f"{tmp_path / 'plot.png'}"
     )
-    assert refusal(capsys, str(file), "--out", str(tmp_path / "gone" / "plot.png")) == (
+    assert refusal(capsys, "inspect", str(file), "--out", str(tmp_path / "gone" / "plot.png")) == (
         f"blockscale inspect: --out = {tmp_path / 'gone' / 'plot.png'}; need a file in an "
         "existing folder; choose another path"
     )

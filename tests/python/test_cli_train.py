@@ -22,8 +22,8 @@ from blockscale.cli.run_folder import Cell, RunFolder, create_run
 from blockscale.cli.trainer import learning_rate
 
 RECIPES = "bf16,nvfp4"
-SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "30"]
-SMALL += ["--eval-every", "15", "--checkpoint-every", "5"]
+SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
+SMALL += ["--eval-every", "8", "--checkpoint-every", "4"]
 
 
 def start(*words: str) -> subprocess.Popen[str]:
@@ -74,8 +74,8 @@ def test_run_leaves_report_plot_metrics_and_weights(whole: tuple[Path, str]) -> 
     rows = metrics(folder)
     for recipe in RECIPES.split(","):
         own = [row for row in rows if row["recipe"] == recipe]
-        assert [r["step"] for r in own if "train_loss" in r] == list(range(1, 31))
-        assert [r["step"] for r in own if "validation_loss" in r] == [15, 30]
+        assert [r["step"] for r in own if "train_loss" in r] == list(range(1, 17))
+        assert [r["step"] for r in own if "validation_loss" in r] == [8, 16]
         final = own[-1]["validation_loss"]
         assert f"{final:.4f}" in out
         assert (
@@ -132,7 +132,7 @@ def test_ctrl_c_tells_how_to_resume(tmp_path: Path, text: str) -> None:
 def test_resuming_a_finished_run_reports_again(whole: tuple[Path, str]) -> None:
     folder, first = whole
     before = metrics(folder)
-    again = train("--out", str(folder), "--resume", "--steps", "30")
+    again = train("--out", str(folder), "--resume", "--steps", "16")
     table = first[first.index("┏") : first.rindex("┘")]
     assert table in again
     assert metrics(folder) == before

@@ -10,15 +10,16 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same_operand
 from models import Block
+from operators import op_samples
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 OPS = torch.ops.blockscale
-SEED, OFFSET = torch.tensor(5), torch.tensor(6)
-ENDS = torch.tensor([0, 3, 4])
+SAMPLES = [name for name, _ in op_samples(torch.device("cpu"))]
 
 
 @pytest.fixture(autouse=True)
@@ -30,114 +31,17 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def stored(spec: str, layout: str = "linear", rows: int = 5) -> tuple[torch.Tensor, ...]:
-    out: tuple[torch.Tensor, ...] = OPS.quantize(
-        normal(rows, 70), spec, -1, None, SEED, OFFSET, [], layout, 0
-    )
-    return out
-
-
-def linear_samples() -> list[Any]:
-    """Forwards, and the backwards of what they return: quantized, with random bits, and mixed."""
-    x, w, bias, dy = normal(2, 3, 70), normal(9, 70), normal(9), normal(2, 3, 9)
-    f32, bf16 = torch.float32, torch.bfloat16
-    mixed = bs.recipe("mxfp8").replace(wgrad_x=None, fprop_w=None, dgrad_dy=None)
-    samples: list[Any] = []
-    for recipe, dx, dw in (
-        (bs.recipe("nvfp4"), True, True),
-        (bs.recipe("nvfp4"), False, False),
-        (bs.recipe("amdfp4"), False, True),
-        (bs.recipe("fp8_blockwise"), True, True),
-        (mixed, True, True),
-    ):
-        key = (SEED, OFFSET) if recipe.stochastic else (None, None)
-        forward = (x, w, bias, recipe.text, dx, dw, *key, None, bf16)
-        saved = OPS.linear(*forward)[1:]
-        if recipe is mixed:
-            saved.insert(0, x)
-        if recipe.stochastic and (dx or dw):
-            saved.append(SEED)
-        backward = (dy, saved, recipe.text, 70, dx, dw, dw, None, None, bf16, f32)
-        samples += [("linear", forward), ("linear_backward", backward)]
-        made = OPS.quantize_weight(w, recipe.text, dx)
-        samples.append(("quantize_weight", (w, recipe.text, dx)))
-        samples.append(("linear", (*forward, made)))
-        if dw:
-            into = (dy, saved, recipe.text, 70, dx, dx, None, torch.ones(9, 70), f32, bf16)
-            samples.append(("linear_backward_into", into))
-    return samples
-
-
-def grouped_samples() -> list[Any]:
-    """The same over groups: of both GEMM forms, with and without a buffer for w's gradient."""
-    f32, bf16 = torch.float32, torch.bfloat16
-    a = OPS.quantize(normal(5, 70), "amdfp4", -1, None, None, None, [], "linear", 0, ENDS)
-    b = OPS.quantize(normal(3, 9, 70), "amdfp4", -1, None, None, None, [], "linear", 1)
-    c = OPS.quantize(normal(5, 70), "amdfp4", -2, None, None, None, [], "linear", 0, ENDS)
-    d = OPS.quantize(normal(5, 9), "amdfp4", -2, None, None, None, [], "linear", 0, ENDS)
-    text, bias = ("amdfp4", "linear"), normal(3, 9)
-    samples: list[Any] = [
-        ("matmul", (*a, *text, 5, *b, *text, 9, 70, None, bf16, ENDS)),
-        ("matmul", (*a, *text, 5, *b, *text, 9, 70, bias, f32, ENDS, -1)),
-        ("matmul", (*c, *text, 70, *d, *text, 9, 5, None, f32, ENDS, -2)),
-    ]
-    x, w, dy = normal(5, 70), normal(3, 9, 70), normal(5, 9)
-    for recipe in (bs.recipe("nvfp4"), bs.recipe("fp8_blockwise"), bs.recipe("bf16")):
-        key = (SEED, OFFSET) if recipe.stochastic else (None, None)
-        forward = (x, w, None, recipe.text, True, True, *key, ENDS)
-        saved = OPS.linear(*forward)[1:]
-        if recipe.high_precision:
-            saved = [x, w]
-        if recipe.stochastic:
-            saved.append(SEED)
-        call = (dy, saved, recipe.text, 70)
-        samples += [
-            ("linear", forward),
-            ("linear_backward", (*call, True, True, False, ENDS)),
-            ("linear_backward_into", (*call, True, False, ENDS, torch.ones(3, 9, 70))),
-        ]  # fmt: skip
-    return samples
-
-
-def op_samples() -> list[Any]:
-    stochastic, square = "nvfp4[rounding=stochastic,hadamard=16]", "mxfp8[block=32x32]"
-    # opcheck compares inputs with allclose, which knows no FP8 dtype: these are stored as uint8.
-    a, b = stored("amdfp4"), stored("amdfp4", rows=9)
-    groups = OPS.quantize(normal(5, 70), "amdfp4", -1, None, None, None, [], "linear", 0, ENDS)
-    pair = (*a, "amdfp4", "linear", 5, *b, "amdfp4", "linear")
-    samples = [
-        ("quantize", (normal(5, 70), stochastic, -1, None, SEED, OFFSET, [], "linear", 0)),
-        ("quantize", (normal(2, 5, 70), square, -2, None, None, None, [], "nv_128x4", 1)),
-        ("quantize", (normal(5, 70), "nvfp4", -1, torch.ones(()), None, None, [0, 0], "linear", 0)),
-        ("quantize_dual", (normal(3, 5, 70), stochastic, "nvfp4", None, None, SEED, OFFSET, [],
-                           "mfma_16x16+aiter_scale", "linear", 0)),
-        ("quantize", (normal(5, 70), square, -2, None, None, None, [], "nv_128x4", 0, ENDS)),
-        ("quantize_dual", (normal(5, 70), "nvfp4", "mxfp4", None, None, None, None, [], "linear",
-                           "mfma_16x16", 0, ENDS)),
-        ("amax", (normal(5, 70), stochastic, -2, 0)),
-        ("amax", (normal(5, 70), stochastic, -2, 0, ENDS)),
-        ("amax", (normal(2, 5, 70), "nvfp4", -1, 1)),
-        ("dequantize", (*a, "amdfp4", -1, [5, 70], "linear", torch.bfloat16)),
-        ("relayout", (*a[:2], "amdfp4", -1, [5, 70], "linear", "mfma_16x16+nv_128x4")),
-        ("dequantize", (*groups, "amdfp4", -1, [5, 70], "linear", torch.bfloat16, ENDS)),
-        ("relayout", (*groups[:2], "amdfp4", -1, [5, 70], "linear", "nv_128x4", ENDS)),
-        ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
-        ("matmul", (*pair, 9, 70, normal(9), torch.float32)),
-        *linear_samples(),
-        *grouped_samples(),
-    ]  # fmt: skip
-    return [pytest.param(*s, id=f"{s[0]}-{i}") for i, s in enumerate(samples)]
-
-
-@pytest.mark.parametrize(("op", "args"), op_samples())
-def test_opcheck(op: str, args: tuple[Any, ...]) -> None:
-    torch.library.opcheck(getattr(OPS, op), args)
+@pytest.mark.parametrize(
+    "index", range(len(SAMPLES)), ids=[f"{s}-{i}" for i, s in enumerate(SAMPLES)]
+)
+def test_opcheck(index: int, device: torch.device) -> None:
+    name, args = op_samples(device)[index]
+    torch.library.opcheck(getattr(OPS, name), args)
 
 
 def test_every_op_is_checked() -> None:
-    names = {s.values[0] for s in op_samples()}
     defined = {str(s.name) for s in torch._C._jit_get_all_schemas()}
-    assert {f"blockscale::{name}" for name in names} == {
+    assert {f"blockscale::{name}" for name in SAMPLES} == {
         name for name in defined if name.startswith("blockscale::")
     }
 
@@ -177,13 +81,6 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(f, fullgraph=True, **options)
 
 
-def assert_same_operand(a: bs.QuantizedTensor, b: bs.QuantizedTensor) -> None:
-    assert (a.spec, a.axis, a.shape, a.layout) == (b.spec, b.axis, b.shape, b.layout)
-    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
-    assert torch.equal(a.scales.view(torch.uint8), b.scales.view(torch.uint8))
-    assert (a.outer is None) == (b.outer is None)
-
-
 @pytest.mark.parametrize("spec", ["nvfp4", "fp8_128x128"])
 def test_quantized_tensors_pass_through(spec: str) -> None:
     def quantize(x: torch.Tensor) -> bs.QuantizedTensor:
@@ -216,10 +113,10 @@ def test_dynamic_shapes_do_not_recompile() -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "mxfp4", "nvfp4"])
 def test_linear_forward_and_backward(recipe: str) -> None:
     x, w, bias = normal(2, 9, 70), normal(33, 70), normal(33)
-    inputs = [t.requires_grad_() for t in (x, w, bias)]
+    inputs, seed = [t.requires_grad_() for t in (x, w, bias)], torch.tensor(5)
 
     def f(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
-        return bs.linear(x, w, bias, recipe, rng=bs.Rng(SEED, o))
+        return bs.linear(x, w, bias, recipe, rng=bs.Rng(seed, o))
 
     g = compiled(f, backend="aot_eager")
     for offset in (torch.tensor(1), torch.tensor(2)):

@@ -9,6 +9,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same_bits, assert_same_operand, raw
 
 OPS = torch.ops.blockscale
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,25 +65,6 @@ def values(random: torch.Generator, *shape: int, dtype: torch.dtype = torch.floa
     return torch.where(torch.rand(shape, generator=random) < 0.1, x * 0.0, x).to(dtype)
 
 
-def raw(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def same_bits(got: torch.Tensor, want: torch.Tensor, what: object = "") -> None:
-    assert (got.dtype, got.shape) == (want.dtype, want.shape), what
-    assert torch.equal(raw(got), raw(want)), what
-
-
-def same(got: bs.QuantizedTensor, want: bs.QuantizedTensor, what: object = "") -> None:
-    about = [(q.spec, q.axis, q.shape, q.layout, q.batch_dims) for q in (got, want)]
-    assert about[0] == about[1], what
-    same_bits(got.codes, want.codes, ("codes", what))
-    same_bits(got.scales, want.scales, ("scales", what))
-    assert (got.outer is None) == (want.outer is None), what
-    if got.outer is not None and want.outer is not None:
-        same_bits(got.outer, want.outer, ("outer", what))
-
-
 def axes(shape: Sequence[int]) -> tuple[int, ...]:
     return (-1, -2) if len(shape) > 1 else (-1,)
 
@@ -96,9 +78,9 @@ def test_quantize_and_dequantize(spec: str, cuda: torch.device, random: torch.Ge
             want = bs.quantize(x, spec, axis, rng=RNG)
             got = bs.quantize(x.to(cuda), spec, axis, rng=RNG)
             assert got.device == cuda
-            same(got, want, what)
+            assert_same_operand(got, want, what)
             for out in DTYPES:
-                same_bits(got.dequantize(out), want.dequantize(out), (what, out))
+                assert_same_bits(got.dequantize(out), want.dequantize(out), (what, out))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +103,8 @@ def test_quantize_dual(row: str, col: str, cuda: torch.device, random: torch.Gen
         got = bs.quantize_dual(x.to(cuda), row, col, rng=RNG)
         singles = [bs.quantize(x.to(cuda), s, a, rng=RNG) for s, a in ((row, -1), (col, -2))]
         for g, w, single in zip(got, want, singles, strict=True):
-            same(g, w, (shape, dtype))
-            same(g, single, (shape, dtype))
+            assert_same_operand(g, w, (shape, dtype))
+            assert_same_operand(g, single, (shape, dtype))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +131,7 @@ def test_many_tiles(row: str | None, col: str, cuda: torch.device) -> None:
                 list(bs.quantize_dual(t, row, col, RNG, batch_dims=batch)) for t in (x, x.cpu())
             ]
         for got, want in zip(*made, strict=True):
-            same(got, want, shape)
+            assert_same_operand(got, want, shape)
 
 
 @pytest.mark.parametrize("spec", LAYOUTS)
@@ -164,10 +146,10 @@ def test_layouts(spec: str, cuda: torch.device, random: torch.Generator) -> None
             }
             for layout, got in made.items():
                 what = (shape, axis, layout)
-                same(got, bs.quantize(x, spec, axis, layout=layout), what)
-                same_bits(got.dequantize(), made["linear"].dequantize(), what)
+                assert_same_operand(got, bs.quantize(x, spec, axis, layout=layout), what)
+                assert_same_bits(got.dequantize(), made["linear"].dequantize(), what)
                 for other in LAYOUTS[spec]:
-                    same(bs.relayout(got, other), made[other], (*what, other))
+                    assert_same_operand(bs.relayout(got, other), made[other], (*what, other))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -177,11 +159,11 @@ def test_batches(spec: str, cuda: torch.device, random: torch.Generator) -> None
         for axis in (-1, -2):
             want = bs.quantize(x, spec, axis, rng=RNG, batch_dims=1)
             got = bs.quantize(x.to(cuda), spec, axis, rng=RNG, batch_dims=1)
-            same(got, want, (shape, axis))
-            same_bits(got.dequantize(torch.float32), want.dequantize(torch.float32), shape)
+            assert_same_operand(got, want, (shape, axis))
+            assert_same_bits(got.dequantize(torch.float32), want.dequantize(torch.float32), shape)
         pairs = [bs.quantize_dual(t, spec, spec, RNG, batch_dims=1) for t in (x.to(cuda), x)]
         for g, w in zip(*pairs, strict=True):
-            same(g, w, shape)
+            assert_same_operand(g, w, shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -206,15 +188,17 @@ def test_strides(
     for what, x in views.items():
         copy = x.cpu().contiguous()
         for axis in (-1, -2):
-            same(bs.quantize(x, spec, axis, rng=RNG), bs.quantize(copy, spec, axis, rng=RNG), what)
+            assert_same_operand(
+                bs.quantize(x, spec, axis, rng=RNG), bs.quantize(copy, spec, axis, rng=RNG), what
+            )
         for g, w in zip(bs.quantize_dual(x, spec, spec, RNG),
                         bs.quantize_dual(copy, spec, spec, RNG), strict=True):  # fmt: skip
-            same(g, w, what)
-        same_bits(bs.amax(x, spec), bs.amax(copy, spec), what)
+            assert_same_operand(g, w, what)
+        assert_same_bits(bs.amax(x, spec), bs.amax(copy, spec), what)
     batches = {"transposed": batch.transpose(1, 2), "every other": batch[::2], "part": batch[:, 1:]}
     for what, x in batches.items():
         args: Any = (spec, -1, None, RNG, "linear", 1)
-        same(bs.quantize(x, *args), bs.quantize(x.cpu().contiguous(), *args), what)
+        assert_same_operand(bs.quantize(x, *args), bs.quantize(x.cpu().contiguous(), *args), what)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if bs.spec(s).outer])
@@ -226,12 +210,12 @@ def test_amax(spec: str, cuda: torch.device, random: torch.Generator) -> None:
                 continue
             what = (shape, dtype, axis, batch)
             found = bs.amax(x.to(cuda), spec, axis, batch)
-            same_bits(found, bs.amax(x, spec, axis, batch), what)
+            assert_same_bits(found, bs.amax(x, spec, axis, batch), what)
             q = bs.quantize(x.to(cuda), spec, axis, rng=RNG, batch_dims=batch)
             given = bs.quantize(x.to(cuda), spec, axis, found, RNG, batch_dims=batch)
-            same(given, q, what)
+            assert_same_operand(given, q, what)
             half = bs.quantize(x.to(cuda), spec, axis, 0.5, RNG, batch_dims=batch)
-            same(half, bs.quantize(x, spec, axis, 0.5, RNG, batch_dims=batch), what)
+            assert_same_operand(half, bs.quantize(x, spec, axis, 0.5, RNG, batch_dims=batch), what)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -255,15 +239,19 @@ def test_values_that_are_not_ordinary(
         want = bs.quantize_dual(x, spec, spec, RNG)
         got = bs.quantize_dual(x.to(cuda), spec, spec, RNG)
         for g, w in zip(got, want, strict=True):
-            same(g, w, (name, dtype))
-            same_bits(g.dequantize(torch.float32), w.dequantize(torch.float32), (name, dtype))
-        same_bits(bs.amax(x.to(cuda), spec), bs.amax(x, spec), (name, dtype))
+            assert_same_operand(g, w, (name, dtype))
+            assert_same_bits(
+                g.dequantize(torch.float32), w.dequantize(torch.float32), (name, dtype)
+            )
+        assert_same_bits(bs.amax(x.to(cuda), spec), bs.amax(x, spec), (name, dtype))
 
 
 @pytest.mark.parametrize("amax", [float("nan"), float("inf"), 0.0])
 def test_an_amax_tensor_is_data(amax: float, cuda: torch.device) -> None:
     x, found = torch.ones(4, 70), torch.tensor(amax)
-    same(bs.quantize(x.to(cuda), "nvfp4", amax=found.to(cuda)), bs.quantize(x, "nvfp4", amax=found))
+    assert_same_operand(
+        bs.quantize(x.to(cuda), "nvfp4", amax=found.to(cuda)), bs.quantize(x, "nvfp4", amax=found)
+    )
 
 
 STOCHASTIC = [s for s in SPECS if bs.spec(s).stochastic]
@@ -276,7 +264,9 @@ def test_keys_in_device_memory(spec: str, cuda: torch.device, random: torch.Gene
         tensors = bs.Rng(torch.tensor(seed, device=cuda), torch.tensor([offset], device=cuda))
         for axis in (-1, -2):
             want = bs.quantize(x, spec, axis, rng=bs.Rng(seed, offset))
-            same(bs.quantize(x.to(cuda), spec, axis, rng=tensors), want, (seed, offset, axis))
+            assert_same_operand(
+                bs.quantize(x.to(cuda), spec, axis, rng=tensors), want, (seed, offset, axis)
+            )
     one, other = (bs.quantize(x.to(cuda), spec, rng=bs.Rng(1, o)) for o in (1, 2))
     assert not torch.equal(raw(one.codes), raw(other.codes))
 
@@ -294,7 +284,7 @@ def test_a_shard_draws_what_the_whole_draws(
         want = bs.quantize(
             shard.cpu(), spec, axis, None if amax is None else amax.cpu(), RNG, origin=where
         )
-        same(got, want, (axis, where))
+        assert_same_operand(got, want, (axis, where))
 
 
 def test_operands_may_begin_anywhere(cuda: torch.device, random: torch.Generator) -> None:
@@ -304,8 +294,8 @@ def test_operands_may_begin_anywhere(cuda: torch.device, random: torch.Generator
     assert q.codes[1].storage_offset() % 16 == 8
     for e in range(3):
         one = bs.QuantizedTensor(q.codes[e], q.scales[e], q.outer[e], q.spec, -1, (3, 40))
-        same_bits(one.dequantize(), q.dequantize()[e], e)
-        same(bs.relayout(bs.relayout(one, "nv_128x4"), "linear"), one, e)
+        assert_same_bits(one.dequantize(), q.dequantize()[e], e)
+        assert_same_operand(bs.relayout(bs.relayout(one, "nv_128x4"), "linear"), one, e)
 
 
 def test_mixed_devices_are_refused(cuda: torch.device) -> None:
@@ -376,8 +366,8 @@ def test_side_streams(cuda: torch.device, random: torch.Generator) -> None:
             late.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         for g, w, v in zip(got, want, values_of, strict=True):
-            same(g, w)
-            same_bits(v, w.dequantize(torch.float32))
+            assert_same_operand(g, w)
+            assert_same_bits(v, w.dequantize(torch.float32))
 
 
 def test_another_device_than_the_current_one(random: torch.Generator, cuda: torch.device) -> None:
@@ -387,7 +377,7 @@ def test_another_device_than_the_current_one(random: torch.Generator, cuda: torc
     there = torch.device("cuda", 1 - (cuda.index or 0))
     for g, w in zip(bs.quantize_dual(x.to(there), spec, spec, RNG),
                     bs.quantize_dual(x, spec, spec, RNG), strict=True):  # fmt: skip
-        same(g, w)
+        assert_same_operand(g, w)
         assert g.device == there
     assert torch.cuda.current_device() == cuda.index
     q = bs.quantize(x.to(there), "nvfp4")

@@ -18,7 +18,6 @@ from models import Block
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-OPS = torch.ops.blockscale
 RECIPES = [name for name in bs.recipe_names() if not bs.recipe(name).cuda_needs]
 
 
@@ -32,71 +31,6 @@ def normal(device: torch.device, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # --- the compiler ---------------------------------------------------------------------------------
-
-
-def op_samples(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
-    stochastic, square = "nvfp4[rounding=stochastic,hadamard=16]", "mxfp8[block=32x32]"
-    seed, offset = (torch.tensor(i, device=device) for i in (5, 6))
-    x, batch = normal(device, 5, 70), normal(device, 3, 5, 70)
-    # opcheck compares inputs with allclose, which knows no FP8 dtype: these are stored as uint8.
-    a, b = (OPS.quantize(normal(device, r, 70), "amdfp4", -1, None, None, None, [], "linear", 0)
-            for r in (5, 9))  # fmt: skip
-    pair = (*a, "amdfp4", "linear", 5, *b, "amdfp4", "linear")
-    one = torch.ones((), device=device)
-    return [
-        ("quantize", (x, stochastic, -1, None, seed, offset, [], "linear", 0)),
-        ("quantize", (batch, square, -2, None, None, None, [], "nv_128x4", 1)),
-        ("quantize", (x, "nvfp4", -1, one, None, None, [0, 0], "linear", 0)),
-        ("quantize_dual", (batch, stochastic, "nvfp4", None, None, seed, offset, [],
-                           "mfma_16x16+aiter_scale", "linear", 0)),
-        ("amax", (x, stochastic, -2, 0)),
-        ("amax", (batch, "nvfp4", -1, 1)),
-        ("dequantize", (*a, "amdfp4", -1, [5, 70], "linear", torch.bfloat16)),
-        ("relayout", (*a[:2], "amdfp4", -1, [5, 70], "linear", "mfma_16x16+nv_128x4")),
-        ("matmul", (*pair, 9, 70, None, torch.bfloat16)),
-        ("matmul", (*pair, 9, 70, normal(device, 9), torch.float32)),
-        *linear_samples(device),
-    ]  # fmt: skip
-
-
-def linear_samples(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
-    x, w, bias, dy = (normal(device, *shape) for shape in ((2, 3, 70), (9, 70), (9,), (2, 3, 9)))
-    seed, offset = (torch.tensor(i, device=device) for i in (5, 6))
-    recipe, bf16 = bs.recipe("nvfp4").text, torch.bfloat16
-    forward = (x, w, bias, recipe, True, True, seed, offset, None, bf16)
-    saved = [*OPS.linear(*forward)[1:], seed]
-    # Groups of rows: none, three, one and the rest of six.
-    offsets = torch.tensor([0, 3, 4], device=device)
-    x6, dy6, w3 = (normal(device, *shape) for shape in ((6, 70), (6, 9), (3, 9, 70)))
-    grouped = (x6, w3, None, recipe, True, True, seed, offset, offsets)
-    kept = [*OPS.linear(*grouped)[1:], seed]
-    call = (dy6, kept, recipe, 70, True)
-    into = torch.ones(3, 9, 70, device=device)
-    dtypes = (bf16, torch.float32, torch.float16)
-    return [
-        ("linear", forward),
-        ("linear_backward", (dy, saved, recipe, 70, True, True, True, None, *dtypes)),
-        ("linear", grouped),
-        ("linear_backward", (*call, True, False, offsets)),
-        ("linear_backward_into", (*call, False, offsets, into)),
-    ]
-
-
-SAMPLES = 15
-
-
-def test_samples_fit_the_operators() -> None:
-    """Without a GPU nothing else would notice that a signature has changed."""
-    samples = op_samples(torch.device("cpu"))
-    assert len(samples) == SAMPLES
-    for name, args in samples:
-        getattr(OPS, name)(*args)
-
-
-@pytest.mark.parametrize("index", range(SAMPLES))
-def test_opcheck(index: int, cuda: torch.device) -> None:
-    name, args = op_samples(cuda)[index]
-    torch.library.opcheck(getattr(OPS, name), args)
 
 
 def test_fakes_are_exact(cuda: torch.device) -> None:

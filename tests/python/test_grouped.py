@@ -12,6 +12,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from bits import assert_same_bits, assert_same_operand
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,12 +33,6 @@ ROWS, COLUMNS = 300, 192
 def data(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
     return (x * torch.arange(1, ROWS + 1)[:, None]).to(device, dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
 
 
 def expected(
@@ -83,7 +78,7 @@ def test_every_group_is_what_it_is_alone(
         values = bs.dequantize(q, torch.float32)
         assert values.shape == x.shape
         for b, e in zip(begins, ends, strict=True):
-            assert same(values[b:e], bs.quantize(x[b:e], spec, axis).dequantize(torch.float32))
+            assert_same_bits(values[b:e], bs.quantize(x[b:e], spec, axis).dequantize(torch.float32))
         assert not values[ends[-1] :].any()
 
 
@@ -93,12 +88,10 @@ def test_relayout_keeps_the_groups(device: torch.device, spec: str, layout: str,
     q = bs.quantize(x, spec, axis, layout=layout, offsets=offsets)
     plain = bs.relayout(q, "linear")
     want = bs.quantize(x, spec, axis, offsets=offsets)
-    assert same(plain.codes, want.codes)
-    assert same(plain.scales, want.scales)
+    assert_same_operand(plain, want)
     assert plain.offsets is q.offsets
     back = bs.relayout(plain, layout)
-    assert same(back.codes, q.codes)
-    assert same(back.scales, q.scales)
+    assert_same_operand(back, q)
 
 
 def test_both_axes_in_one_pass_are_the_two_passes(device: torch.device) -> None:
@@ -110,11 +103,7 @@ def test_both_axes_in_one_pass_are_the_two_passes(device: torch.device) -> None:
         pair = bs.quantize_dual(x, row_spec, col_spec, rng, offsets=offsets)
         for q, spec, axis in zip(pair, (row_spec, col_spec), (-1, -2), strict=True):
             want = bs.quantize(x, spec, axis, rng=rng, offsets=offsets)
-            assert same(q.codes, want.codes)
-            assert same(q.scales, want.scales)
-            if want.outer is not None:
-                assert q.outer is not None
-                assert same(q.outer, want.outer)
+            assert_same_operand(q, want)
 
 
 def test_amax_is_that_of_every_group(device: torch.device) -> None:
@@ -124,7 +113,7 @@ def test_amax_is_that_of_every_group(device: torch.device) -> None:
         want = [bs.amax(x[b:e], spec, axis) for b, e in ((0, 0), (0, 100), (100, 101), (101, 290))]
         assert got.tolist() == [float(a) for a in want]
         frozen = bs.quantize(x, spec, axis, amax=got, offsets=offsets)
-        assert same(frozen.codes, bs.quantize(x, spec, axis, offsets=offsets).codes)
+        assert_same_bits(frozen.codes, bs.quantize(x, spec, axis, offsets=offsets).codes)
         one = bs.quantize(x, spec, axis, amax=7.0, offsets=offsets)
         assert one.outer is not None
         assert len(set(one.outer.tolist())) == 1
@@ -135,10 +124,10 @@ def test_random_bits_belong_to_the_place_of_a_group(device: torch.device) -> Non
     spec, rng = "nvfp4[rounding=stochastic]", bs.Rng(1, 2)
     rows = bs.quantize(x, spec, -1, rng=rng, offsets=offsets)
     alone = bs.quantize(x[5:140], spec, -1, rng=rng, origin=(5, 0))
-    assert same(rows.codes[5:140], alone.codes)
+    assert_same_bits(rows.codes[5:140], alone.codes)
     columns = bs.quantize(x, spec, -2, rng=rng, offsets=offsets)
     alone = bs.quantize(x[5:140], spec, -2, rng=rng, origin=(16, 0))  # 5 rows: one block
-    assert same(columns.codes[:, 8 : 8 + 72], alone.codes)
+    assert_same_bits(columns.codes[:, 8 : 8 + 72], alone.codes)
 
 
 # --- sizes and compilation ------------------------------------------------------------------------
@@ -177,7 +166,8 @@ def test_compiles_whole_and_once_for_any_rows_and_offsets(device: torch.device) 
         offsets = torch.tensor(ends, device=device)
         part = x[:rows].clone()
         got, want = compiled(part, offsets), step(part, offsets)
-        assert all(same(a, b) for a, b in zip(got, want, strict=True))
+        for g, w in zip(got, want, strict=True):
+            assert_same_bits(g, w)
     assert counter.frame_count == 1
 
 
@@ -187,7 +177,7 @@ def test_a_grouped_operand_is_a_tree_and_moves_and_prints() -> None:
     leaves, tree = pytree.tree_flatten(q)
     again = pytree.tree_unflatten(leaves, tree)
     assert again.offsets is offsets
-    assert same(again.dequantize(), q.dequantize())
+    assert_same_bits(again.dequantize(), q.dequantize())
     assert q.to("cpu").offsets is not None
     assert "groups=3" in repr(q)
 
@@ -207,7 +197,8 @@ def test_captured_graphs_see_new_offsets(cuda: torch.device) -> None:
     for ends in ([5, 140, 300], [1, 2, 3], [128, 256, 290]):
         offsets.copy_(torch.tensor(ends))
         graph.replay()
-        assert all(same(a, b) for a, b in zip(held, step(), strict=True))
+        for got, want in zip(held, step(), strict=True):
+            assert_same_bits(got, want)
 
 
 def test_wrong_offsets_on_a_gpu_give_nan_or_an_error(cuda: torch.device) -> None:

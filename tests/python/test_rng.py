@@ -8,6 +8,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from bits import raw
 from blockscale.rng import layer_seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,9 +25,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def same(a: bs.QuantizedTensor, b: bs.QuantizedTensor) -> bool:
-    def raw(t: torch.Tensor) -> torch.Tensor:
-        return t.contiguous().view(torch.uint8)
-
     return torch.equal(raw(a.codes), raw(b.codes)) and torch.equal(raw(a.scales), raw(b.scales))
 
 

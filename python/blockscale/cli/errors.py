@@ -31,6 +31,14 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else "choose one of these"
 
 
+def device_name(text: str) -> str:
+    """An argparse type: where to run."""
+    if text not in ("cpu", "cuda"):
+        remedy = nearest(text, ("cpu", "cuda"))
+        raise argparse.ArgumentTypeError(f"{text}; need cpu or cuda; {remedy}")
+    return text
+
+
 def integer(least: int) -> Callable[[str], int]:
     """An argparse type: a whole number of at least `least` that fits 63 bits."""
 

@@ -201,7 +201,7 @@ class Sums:
 
     def add(self, x: Tensor, spec: bs.Spec, amax: Tensor, index: int) -> None:
         """Adds one chunk [R, C]. `index` varies the random bits of stochastic specs."""
-        rng = bs.Rng(0, index) if spec.rounding == "stochastic" else None
+        rng = bs.Rng(0, index) if spec.stochastic else None
         q = bs.quantize(x, spec, amax=amax if spec.outer else None, rng=rng)
         y = bs.dequantize(q, dtype=torch.float32)
         x = x.float()

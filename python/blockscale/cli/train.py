@@ -20,7 +20,7 @@ from blockscale._core import facts
 from blockscale.cli import run_folder
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.doctor import why_not
-from blockscale.cli.errors import CliError, integer, nearest, positive_float
+from blockscale.cli.errors import CliError, device_name, integer, nearest, positive_float
 from blockscale.cli.model import PRESETS
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.report import print_table, write_report
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=positive_float, metavar="X", help=f"peak learning rate{preset}")
     add("--eval-every", type=integer(1), metavar="N", help=f"steps between validations{preset}")
     add("--checkpoint-every", type=integer(1), metavar="N", help="default: as --eval-every")
-    add("--device", metavar="NAME", help="cpu or cuda (default cpu)")
+    add("--device", type=device_name, metavar="NAME", help="cpu or cuda (default cpu)")
     add("--out", metavar="FOLDER", help="new or empty folder (default runs/train-<date>-<time>)")
     resume = "continue the run in --out; options left out are taken from it"
     add("--resume", action="store_true", help=resume)
@@ -170,8 +170,6 @@ def left_out(device: str) -> list[str]:
 def check_device(settings: dict[str, Any]) -> None:
     """CliError when the device is absent or cannot run one of the recipes."""
     device = settings["device"]
-    if device not in ("cpu", "cuda"):
-        raise CliError(f"--device = {device}; need cpu or cuda; {nearest(device, ['cpu', 'cuda'])}")
     if device == "cuda" and not torch.cuda.is_available():
         raise CliError(
             "--device = cuda; need a CUDA device and a PyTorch built for it; use --device cpu, or "

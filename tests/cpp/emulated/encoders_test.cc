@@ -24,7 +24,7 @@ TEST(Emulated, Fp4NearestIsTheDefinitionForEveryMagnitudeItIsUsedFor) {
   std::atomic<uint32_t> wrong{0}, example{0};
   auto check = [&](uint32_t bits) {
     const float y = float_of(bits);
-    const uint32_t want = encode_magnitude(t, y, Direction::nearest_even);
+    const uint32_t want = encode_magnitude(t, y, RoundingDirection::nearest_even);
     // The code alone in the low twelve bits, as join_nibbles() needs it.
     if ((fp4_nearest(-y, 1.0f) & 0xFFF) != want) ++wrong, example = bits;
   };
@@ -86,7 +86,7 @@ void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
       const uint32_t byte = random.word[i / 4] >> (8 * (i % 4)) & 0xFF;
       return with_sign(t,
                        kStochastic ? encode_magnitude_stochastic(t, 6.0f, y, byte)
-                                   : encode_magnitude(t, y, Direction::nearest_even),
+                                   : encode_magnitude(t, y, RoundingDirection::nearest_even),
                        x);
     };
     const auto code = [&](const Codes& codes) { return codes.word[i / 8] >> (4 * (i % 8)) & 15; };
@@ -111,7 +111,8 @@ void expect_every_bf16(const std::vector<float>& invs) {
 std::vector<float> many_multipliers() {
   std::vector<float> list;
   Random random(11);
-  for (int e = -126; e<127; e += kSweepStep> 1 ? 60 : 5) {
+  constexpr int kStep = kSweepStep > 1 ? 60 : 5;
+  for (int e = -126; e < 127; e += kStep) {
     list.push_back(exp2i(e));
     list.push_back(float_of(static_cast<uint32_t>(e + 127) << 23 |
                             static_cast<uint32_t>(random.below(1 << 23))));
@@ -200,7 +201,7 @@ void expect_transform(const float* x, const Hadamard& h, float inv) {
     const uint32_t code =
         kEncoder == Encoder::fp4_stochastic
             ? encode_magnitude_stochastic(t, 6.0f, y, random_byte(random, static_cast<uint32_t>(i)))
-            : encode_magnitude(t, y, Direction::nearest_even);
+            : encode_magnitude(t, y, RoundingDirection::nearest_even);
     ASSERT_EQ(got.word[i / 8] >> (4 * (i % 8)) & 15, with_sign(t, code, want[i]))
         << want[i] << " * " << inv << " largest " << largest;
   }
@@ -289,10 +290,12 @@ TEST(Emulated, EveryElementIsEncodedAsTheDefinitionSays) {
     const FormatTraits t = traits(element);
     const ElementFacts facts(element);
     const uint32_t end = bits_of(max_value(element)) + 1;
-    for (uint32_t b = 0; b<end; b += kSweepStep> 1 ? 65521 : 509) {
+    constexpr uint32_t kStep = kSweepStep > 1 ? 65521 : 509;
+    for (uint32_t b = 0; b < end; b += kStep) {
       for (const uint32_t bits : {b, b & 0xFFFE0000, (b & 0xFFFE0000) + 1}) {  // halves, too
         const float y = float_of(bits);
-        ASSERT_EQ(encode_nearest(facts, y) & 0xFF, encode_magnitude(t, y, Direction::nearest_even))
+        ASSERT_EQ(encode_nearest(facts, y) & 0xFF,
+                  encode_magnitude(t, y, RoundingDirection::nearest_even))
             << y;
         for (const uint32_t random : {b & 0xFF, ~b & 0xFF, 0u, 255u})
           ASSERT_EQ(encode_stochastic(facts, y, random),

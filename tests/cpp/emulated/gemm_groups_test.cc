@@ -6,17 +6,12 @@
 #include <memory>
 #include <vector>
 
+#include "../device.h"
 #include "../testing.h"
 #include "gpu/gpu.h"
 
 namespace blockscale::testing {
 namespace {
-
-class HostStream final : public Stream {
- public:
-  void* handle() const override { return nullptr; }
-  void* workspace(int64_t) const override { return nullptr; }
-};
 
 // Ends in the integers of the caller, and as the kernel leaves them.
 struct Made {
@@ -26,7 +21,7 @@ struct Made {
                           : static_cast<const void*>(offsets32.data());
     groups.wide = wide;
     groups.count = static_cast<int64_t>(ends.size());
-    gpu::group_ends(groups, rows, unit, made.data(), &wrong, HostStream());
+    gpu::group_ends(groups, rows, unit, made.data(), &wrong, TestStream());
   }
   gpu::GroupEnds view(bool contraction) const {
     return {made.data(), &wrong, groups.count, contraction};
@@ -101,7 +96,7 @@ TEST(GemmGroups, EveryGroupHasItsOuterScalesAndItsBias) {
     const Matrix out{d.data(), DType::f32, rows, columns, columns, 1, matrices, rows * columns};
     gpu::finish({half ? static_cast<const void*>(halves.data()) : sums.data(),
                  half ? DType::bf16 : DType::f32, rows, columns, stride},
-                out, e, HostStream());
+                out, e, TestStream());
     for (int64_t r = 0; r < height; ++r) {
       size_t g = 0;
       while (!along && g < ends.size() && ends[g] <= r) ++g;
@@ -124,7 +119,7 @@ TEST(GemmGroups, EveryGroupHasItsOuterScalesAndItsBias) {
     const Made bad({rows + 1}, rows, 1, false);
     e.groups = bad.view(false);
     gpu::finish({sums.data(), DType::f32, rows, columns, stride},
-                {d.data(), DType::f32, rows, columns, columns}, e, HostStream());
+                {d.data(), DType::f32, rows, columns, columns}, e, TestStream());
     for (int64_t i = 0; i < rows * columns; ++i) ASSERT_TRUE(std::isnan(d[static_cast<size_t>(i)]));
   }
 }
@@ -136,7 +131,7 @@ TEST(GemmGroups, RowsOfNoGroupAreSettled) {
       const bool wrong = ends[1] < ends[0] || ends[2] > 9;
       const Made m(ends, 9, 1, true);
       std::vector<float> d(9 * 7, 3.0f);
-      gpu::settle({d.data(), DType::f32, 9, 5, 7}, m.groups, 9, false, clear, HostStream());
+      gpu::settle({d.data(), DType::f32, 9, 5, 7}, m.groups, 9, false, clear, TestStream());
       for (int64_t i = 0; i < 9 * 7; ++i) {
         const float got = d[static_cast<size_t>(i)];
         const bool inside = i % 7 < 5, last = i / 7 >= ends[2];
@@ -147,7 +142,7 @@ TEST(GemmGroups, RowsOfNoGroupAreSettled) {
       }
       std::vector<uint16_t> halves(3 * 2 * 4, 1);
       gpu::settle({halves.data(), DType::bf16, 2, 4, 4, 1, 3, 8}, m.groups, 9, true, clear,
-                  HostStream());
+                  TestStream());
       for (size_t i = 0; i < halves.size(); ++i) {
         const size_t g = i / 8;
         const bool empty = ends[g] == (g ? ends[g - 1] : 0);

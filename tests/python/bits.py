@@ -1,0 +1,28 @@
+"""Comparing tensors and operands bit for bit."""
+
+from __future__ import annotations
+
+import blockscale as bs
+import torch
+
+
+def raw(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of any dtype, in order."""
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: object = "") -> None:
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), what
+    assert torch.equal(raw(got), raw(want)), what
+
+
+def assert_same_operand(
+    got: bs.QuantizedTensor, want: bs.QuantizedTensor, what: object = ""
+) -> None:
+    about = [(q.spec, q.axis, q.shape, q.layout, q.batch_dims) for q in (got, want)]
+    assert about[0] == about[1], what
+    assert_same_bits(got.codes, want.codes, ("codes", what))
+    assert_same_bits(got.scales, want.scales, ("scales", what))
+    assert (got.outer is None) == (want.outer is None), what
+    if got.outer is not None and want.outer is not None:
+        assert_same_bits(got.outer, want.outer, ("outer", what))

@@ -1,0 +1,139 @@
+"""Calls of every operator, for PyTorch's opcheck: on any device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import blockscale as bs
+import torch
+
+OPS = torch.ops.blockscale
+F32, BF16 = torch.float32, torch.bfloat16
+
+Sample = tuple[str, tuple[Any, ...]]  # the operator's name and its arguments
+
+
+class Inputs:
+    """What the samples of one device are made of."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.key = (torch.tensor(5, device=device), torch.tensor(6, device=device))
+        # Groups of five rows: one without rows, and a row of no group.
+        self.ends = torch.tensor([0, 3, 4], device=device)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+
+    def ones(self, *shape: int) -> torch.Tensor:
+        return torch.ones(shape, device=self.device)
+
+    def stored(self, *shape: int, axis: int = -1, ends: torch.Tensor | None = None) -> list[Any]:
+        """A stored operand. opcheck compares inputs with allclose, which knows no FP8 dtype: those
+        of amdfp4 are uint8."""
+        batch = len(shape) - 2
+        args: tuple[Any, ...] = ("amdfp4", axis, None, None, None, [], "linear", batch, ends)
+        return [*OPS.quantize(self.normal(*shape), *args)]
+
+
+@functools.cache
+def op_samples(device: torch.device) -> list[Sample]:
+    """At least one call of each operator with tensors of `device`."""
+    of = Inputs(device)
+    return [
+        *quantizer_samples(of),
+        *reader_samples(of),
+        *linear_samples(of),
+        *grouped_linear_samples(of),
+    ]
+
+
+def quantizer_samples(of: Inputs) -> list[Sample]:
+    stochastic, square = "nvfp4[rounding=stochastic,hadamard=16]", "mxfp8[block=32x32]"
+    x, batch, none = of.normal(5, 70), of.normal(3, 5, 70), (None, None, None)
+    return [
+        ("quantize", (x, stochastic, -1, None, *of.key, [], "linear", 0)),
+        ("quantize", (batch, square, -2, *none, [], "nv_128x4", 1)),
+        ("quantize", (x, "nvfp4", -1, of.ones(), None, None, [0, 0], "linear", 0)),
+        ("quantize", (x, square, -2, *none, [], "nv_128x4", 0, of.ends)),
+        ("quantize_dual", (batch, stochastic, "nvfp4", None, None, *of.key, [],
+                           "mfma_16x16+aiter_scale", "linear", 0)),
+        ("quantize_dual", (x, "nvfp4", "mxfp4", None, *none, [], "linear", "mfma_16x16", 0,
+                           of.ends)),
+        ("amax", (x, stochastic, -2, 0)),
+        ("amax", (x, stochastic, -2, 0, of.ends)),
+        ("amax", (batch, "nvfp4", -1, 1)),
+    ]  # fmt: skip
+
+
+def reader_samples(of: Inputs) -> list[Sample]:
+    """What reads stored operands: of one matrix, of groups of rows, and of groups along the
+    contraction axis."""
+    a, b = of.stored(5, 70), of.stored(9, 70)
+    groups, matrices = of.stored(5, 70, ends=of.ends), of.stored(3, 9, 70)
+    c, d = (of.stored(5, n, axis=-2, ends=of.ends) for n in (70, 9))
+    text = ("amdfp4", "linear")
+    shape = ("amdfp4", -1, [5, 70], "linear")
+    return [
+        ("dequantize", (*a, *shape, BF16)),
+        ("dequantize", (*groups, *shape, BF16, of.ends)),
+        ("relayout", (*a[:2], *shape, "mfma_16x16+nv_128x4")),
+        ("relayout", (*groups[:2], *shape, "nv_128x4", of.ends)),
+        ("matmul", (*a, *text, 5, *b, *text, 9, 70, None, BF16)),
+        ("matmul", (*a, *text, 5, *b, *text, 9, 70, of.normal(9), F32)),
+        ("matmul", (*groups, *text, 5, *matrices, *text, 9, 70, None, BF16, of.ends)),
+        ("matmul", (*groups, *text, 5, *matrices, *text, 9, 70, of.normal(3, 9), F32, of.ends, -1)),
+        ("matmul", (*c, *text, 70, *d, *text, 9, 5, None, F32, of.ends, -2)),
+    ]
+
+
+def linear_samples(of: Inputs) -> list[Sample]:
+    """Forwards, and the backwards of what they return: quantized, with random bits, and mixed."""
+    x, w, bias, dy = (of.normal(*shape) for shape in ((2, 3, 70), (9, 70), (9,), (2, 3, 9)))
+    mixed = bs.recipe("mxfp8").replace(wgrad_x=None, fprop_w=None, dgrad_dy=None)
+    samples: list[Sample] = []
+    for recipe, dx, dw in (
+        (bs.recipe("nvfp4"), True, True),
+        (bs.recipe("nvfp4"), False, False),
+        (bs.recipe("amdfp4"), False, True),
+        (bs.recipe("fp8_blockwise"), True, True),
+        (mixed, True, True),
+    ):
+        key = of.key if recipe.stochastic else (None, None)
+        forward = (x, w, bias, recipe.text, dx, dw, *key, None, BF16)
+        saved = OPS.linear(*forward)[1:]
+        if recipe is mixed:
+            saved.insert(0, x)
+        if recipe.stochastic and (dx or dw):
+            saved.append(of.key[0])
+        backward = (dy, saved, recipe.text, 70, dx, dw, dw, None, None, BF16, F32)
+        samples += [("linear", forward), ("linear_backward", backward)]
+        made = OPS.quantize_weight(w, recipe.text, dx)
+        samples.append(("quantize_weight", (w, recipe.text, dx)))
+        samples.append(("linear", (*forward, made)))
+        if dw:
+            into = (dy, saved, recipe.text, 70, dx, dx, None, of.ones(9, 70), F32, BF16)
+            samples.append(("linear_backward_into", into))
+    return samples
+
+
+def grouped_linear_samples(of: Inputs) -> list[Sample]:
+    """The same over groups."""
+    x, w, dy = of.normal(5, 70), of.normal(3, 9, 70), of.normal(5, 9)
+    samples: list[Sample] = []
+    for recipe in (bs.recipe("nvfp4"), bs.recipe("fp8_blockwise"), bs.recipe("bf16")):
+        key = of.key if recipe.stochastic else (None, None)
+        forward = (x, w, None, recipe.text, True, True, *key, of.ends)
+        saved = OPS.linear(*forward)[1:]
+        if recipe.high_precision:
+            saved = [x, w]
+        if recipe.stochastic:
+            saved.append(of.key[0])
+        call = (dy, saved, recipe.text, 70)
+        samples += [
+            ("linear", forward),
+            ("linear_backward", (*call, True, True, False, of.ends)),
+            ("linear_backward_into", (*call, True, False, of.ends, of.ones(3, 9, 70))),
+        ]
+    return samples
