@@ -1,4 +1,12 @@
-"""Block-scaled FP8 and FP4 quantization and matrix multiplication for training."""
+"""Block-scaled FP8 and FP4 quantization and matrix multiplication for training.
+
+- A model: `convert`, `revert`; random bits: `attach` or `advance`, `rng_state`, `set_step`.
+- A layer: `nn.Linear`, `linear`, `grouped_linear`, `quantize_weight`.
+- Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
+  `grouped_matmul`.
+- What decides the bits: `spec`, `recipe`, `Rng`.
+- What runs where: `describe`, `explain`, and the command `blockscale doctor`.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ def fail(operation: str, argument: str, got: object, need: str, remedy: str = ""
 
 def fail_type(operation: str, argument: str, got: object, need: str, remedy: str = "") -> NoReturn:
     """Raise TypeError naming the type of `got`."""
-    raise TypeError(message(operation, argument, f"a {type(got).__name__}", need, remedy))
+    kind = type(got).__name__
+    what = "None" if got is None else f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
+    raise TypeError(message(operation, argument, what, need, remedy))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -50,7 +50,10 @@ def convert(
     """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place.
 
     Modules, parameters and state_dict keys stay the same objects and names. Converting again
-    changes what is different and keeps the count of steps; `revert` undoes it.
+    changes what is different and keeps the count of steps; `revert` undoes it. Call `attach` next.
+
+    PyTorch's fast path of `nn.TransformerEncoderLayer` (evaluation without gradients) reads weights
+    past the layers, unquantized: `torch.backends.mha.set_fastpath_enabled(False)` turns it off.
 
     Args:
         model: its outermost module: its forward is what counts as a forward (docs/rng.md).
@@ -68,12 +71,7 @@ def convert(
         TypeError, ValueError: an unknown recipe, a rule or skip that matches nothing, or a model
             with nothing to convert. Nothing is changed then.
     """
-    if not isinstance(model, torch.nn.Module):
-        fail_type("convert", "model", model, "an nn.Module")
-    if isinstance(skip, str):
-        fail_type("convert", "skip", skip, "a list of names", f"write skip=[{skip!r}]")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        fail_type("convert", "seed", seed, "an int")
+    _check_types(model, rules, skip, seed)
     default = recipe_named(recipe)
     plan = list(_plan(model, default, dict(rules or {}), list(skip)))
     report = Report(
@@ -122,6 +120,24 @@ class _Step:
     name: str
     module: torch.nn.Module
     what: Recipe | str  # its recipe, or why it is left alone
+
+
+def _check_types(model: object, rules: object, skip: object, seed: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        fail_type("convert", "model", model, "an nn.Module")
+    if rules is not None and not isinstance(rules, Mapping):
+        need = "a dict {regular expression: recipe or None}"
+        fail_type("convert", "rules", rules, need, "to leave layers alone, name them in skip=")
+    if isinstance(skip, str):
+        fail_type("convert", "skip", skip, "a list of names", f"write skip=[{skip!r}]")
+    if not isinstance(skip, Sequence):
+        fail_type("convert", "skip", skip, "a list of names", "leave it out to skip nothing")
+    for argument, entries in (("rules", rules or ()), ("skip", skip)):
+        for entry in entries:
+            if not isinstance(entry, str):
+                fail_type("convert", argument, entry, "names of modules, as text")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        fail_type("convert", "seed", seed, "an int")
 
 
 def _clean(name: str) -> str:

@@ -7,6 +7,7 @@ import math
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from blockscale._errors import fail, fail_type
@@ -17,6 +18,7 @@ from blockscale.tensor import FLOATS, FLOATS_TEXT, stored_shapes
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
+_KEEP = "bs.quantize_weight(w, recipe) makes it"
 
 
 def linear(
@@ -112,6 +114,8 @@ def linear_with_key(
     quantized: QuantizedWeight | None = None,
 ) -> torch.Tensor:
     """`linear`, or with offsets `grouped_linear`, for a caller that has the key at hand."""
+    if quantized is not None and not isinstance(quantized, QuantizedWeight):
+        fail_type(_name(offsets), "quantized_weight", quantized, "a QuantizedWeight", _KEEP)
     if recipe.high_precision and offsets is None and into is None:
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
@@ -133,6 +137,8 @@ def linear_with_key(
         if dx or dw or db:
             y: torch.Tensor = _Linear.apply(x, w, bias, recipe, rest, into)  # type: ignore[no-untyped-call]
         else:
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(_name(offsets), x, w)
             y = _ops.linear.default(x, w, bias, *rest)[0]
         return y
     except Exception as error:
@@ -155,6 +161,14 @@ def _name(offsets: torch.Tensor | None) -> str:
 def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
     remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
     fail(_name(offsets), "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
+
+
+def _refuse_tangents(operation: str, x: torch.Tensor, w: torch.Tensor) -> None:
+    """PyTorch would take an operator without a derivative of its own for a constant."""
+    for name, tensor in (("x", x), ("w", w)):
+        if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            need = "no tangent: forward-mode derivatives are not implemented"
+            fail(operation, name, "a dual tensor", need, "use reverse mode")
 
 
 def _check_into(
@@ -255,6 +269,8 @@ def _check(
             fail_type(op, name, tensor, "a tensor")
         if tensor.dtype not in FLOATS and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
+        if tensor.layout is not torch.strided:
+            fail(op, f"{name}.layout", tensor.layout, "torch.strided", "call .to_dense() first")
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
     grouped = offsets is not None

@@ -278,6 +278,8 @@ def _spec(operation: str, value: object) -> Spec:
 def _tensor(operation: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         fail_type(operation, "x", x, "a tensor")
+    if x.layout is not torch.strided:
+        fail(operation, "x.layout", x.layout, "torch.strided", "call x.to_dense() first")
     return x.detach()
 
 

@@ -97,9 +97,11 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
     """A named spec, or a copy of one with changes.
 
     Args:
-        name: "nvfp4", "mxfp8", ... (`spec_names`), a spec's text, or a Spec.
-        changes: element="e5m2", block=(16, 16), rounding="stochastic", scale_rule="rceil",
-            scale_rounding="up", outer=False, hadamard=None, 16 or (16, 0xd7e8).
+        name: "nvfp4", "mxfp8", ... (`spec_names`), a spec's text such as "nvfp4[block=16x16]", or a
+            Spec.
+        changes: element="e5m2", block=(16, 16), rounding="nearest" or "stochastic", scale_rule
+            (MX: "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
+            "nearest" or "up", outer=False, hadamard=None, 16, or (16, 0xd7e8) with its sign mask.
 
     Raises:
         ValueError: unknown name or change, or a combination that means nothing, with the reason.
@@ -268,10 +270,15 @@ def recipe(name: str | Recipe) -> Recipe:
     if isinstance(name, Recipe):
         return name
     if not isinstance(name, str):
-        fail_type("recipe", "name", name, "a name such as 'nvfp4', or a Recipe")
+        fail_type("recipe", "name", name, "a name such as 'nvfp4', or a Recipe (not a Spec)")
     if name not in _RECIPES:
         known = recipe_names()
-        fail("recipe", "name", repr(name), f"one of {', '.join(known)}", did_you_mean(name, known))
+        remedy = did_you_mean(name, known)
+        if name in spec_names():
+            remedy = (
+                f"{name!r} is a spec, for one operand: bs.recipe(...).replace(fprop_x={name!r})"
+            )
+        fail("recipe", "name", repr(name), f"one of {', '.join(known)}", remedy)
     return _RECIPES[name]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import blockscale as bs
 import pytest
 import torch
 from blockscale.cli.main import SUBCOMMANDS, main
@@ -37,8 +38,8 @@ OPTIONS = [
      "--recipes = nvpf4; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; did "
      "you mean nvfp4?"),
     (["--recipes", ""],
-     "--recipes = ; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; known: "
-     "bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4"),
+     "--recipes = ; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; choose "
+     "one of these"),
     (["--recipes", "bf16,bf16"],
      "--recipes = bf16 twice; need each recipe once; drop one of them"),
     (["--device", "cudaa"], "--device = cudaa; need cpu or cuda; did you mean cuda?"),
@@ -374,6 +375,11 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in SUBCOMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"blockscale {bs.__version__}\n"
 
 
 def test_the_process_exits_with_the_status() -> None:

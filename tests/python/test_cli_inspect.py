@@ -108,6 +108,14 @@ def test_saturation_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (amax, underflow, saturation) == ("6.9", f"{1 / 3:.3%}", f"{1 / 64:.3%}")
 
 
+def test_brackets_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"layers[0]": torch.ones(16, 16)}, tmp_path / "a.safetensors")
+    words = ["--spec", "nvfp4", "--spec", "nvfp4[block=16x16]"]
+    assert main(["inspect", str(tmp_path / "a.safetensors"), *words]) == 0
+    found = rows(capsys.readouterr().out)
+    assert list(found) == [("layers[0]", "nvfp4"), ("layers[0]", "nvfp4[block=16x16]")]
+
+
 def test_skipped_tensors_and_plot(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

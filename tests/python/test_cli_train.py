@@ -213,6 +213,12 @@ def test_presets_grow_to_the_shape_of_gpt_124m() -> None:
             sum(p.numel() for p in LanguageModel(preset, preset.seq_len).layers.parameters())
             for preset in PRESETS.values()
         ]
+        whole = [
+            sum(p.numel() for p in LanguageModel(preset, preset.seq_len).parameters())
+            for preset in PRESETS.values()
+        ]
+    about = [preset.about.removesuffix(" parameters") for preset in PRESETS.values()]
+    assert about == [f"{size / 1e6:.1f} M" for size in whole]
     assert sizes == sorted(sizes)
     assert sizes[-1] == 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768)  # GPT-2 small has 85.1 M
 

@@ -47,17 +47,49 @@ def test_unknown_names() -> None:
 
 def test_wrong_types() -> None:
     type_error(lambda: bs.quantize([1.0], "nvfp4"), "quantize: x = a list; need a tensor")  # type: ignore[arg-type]
-    type_error(lambda: bs.quantize(X, 4), "quantize: spec = a int", "'nvfp4'")  # type: ignore[arg-type]
-    type_error(lambda: bs.quantize(X, STOCHASTIC, rng=7), "rng = a int; need bs.Rng(seed, offset)")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize(X, 4), "quantize: spec = an int", "'nvfp4'")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize(X, STOCHASTIC, rng=7), "rng = an int; need bs.Rng(seed, offset)")  # type: ignore[arg-type]
     type_error(lambda: bs.quantize(X, "nvfp4", amax="1"), "quantize: amax = a str; need a number")  # type: ignore[arg-type]
     type_error(lambda: bs.matmul(X, X), "matmul: a = a Tensor; need a QuantizedTensor")  # type: ignore[arg-type]
     type_error(lambda: bs.dequantize(X), "dequantize: q = a Tensor", "quantize it first")  # type: ignore[arg-type]
-    type_error(lambda: bs.linear(X, None), "linear: w = a NoneType; need a tensor")  # type: ignore[arg-type]
-    type_error(lambda: bs.linear(X, X, rng=3), "linear: rng = a int")  # type: ignore[arg-type]
+    type_error(lambda: bs.linear(X, None), "linear: w = None; need a tensor")  # type: ignore[arg-type]
+    type_error(lambda: bs.linear(X, X, rng=3), "linear: rng = an int")  # type: ignore[arg-type]
+    type_error(
+        lambda: bs.linear(X, X, recipe="mxfp8", quantized_weight=bs.quantize(X, "mxfp8")),  # type: ignore[arg-type]
+        "linear: quantized_weight = a QuantizedTensor; need a QuantizedWeight; ",
+    )
     type_error(lambda: bs.Rng(1.5), "rng: seed = a float; need an int")  # type: ignore[arg-type]
     value_error(lambda: bs.Rng(torch.ones(1)), "rng: seed = torch.float32[1]; need an int64")
     value_error(lambda: bs.Rng(1, torch.zeros(2, dtype=torch.int64)), "offset = torch.int64[2]")
     value_error(lambda: bs.Rng(1).role("z"), "rng: role = 'z'; need one of x, w, dy")
+
+
+def test_a_spec_is_no_recipe() -> None:
+    said = "'mxfp6' is a spec, for one operand: bs.recipe(...).replace(fprop_x='mxfp6')"
+    value_error(lambda: bs.linear(X, X, recipe="mxfp6"), "recipe: name = 'mxfp6'", said)
+    spec = bs.spec("mxfp6")
+    type_error(lambda: bs.linear(X, X, recipe=spec), "recipe: name = a Spec", "(not a Spec)")  # type: ignore[arg-type]
+
+
+def test_sparse_tensors() -> None:
+    sparse = torch.eye(4).to_sparse()
+    need = "x.layout = torch.sparse_coo; need torch.strided; call "
+    value_error(lambda: bs.quantize(sparse, "nvfp4"), f"quantize: {need}x.to_dense() first")
+    value_error(lambda: bs.linear(sparse, torch.eye(4), recipe="mxfp8"), f"linear: {need}")
+
+
+def test_derivatives_that_do_not_exist() -> None:
+    said = "x = a dual tensor; need no tangent: forward-mode derivatives are not implemented"
+
+    def along(x: torch.Tensor) -> torch.Tensor:
+        return bs.linear(x, X, recipe="mxfp8")
+
+    value_error(lambda: torch.func.jvp(along, (X,), (X,)), f"linear: {said}; use reverse mode")
+    w = X.clone().requires_grad_()
+    y = bs.linear(X, w, recipe="mxfp8").square().sum()
+    (gradient,) = torch.autograd.grad(y, w, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.backward(gradient.sum())
 
 
 def test_wrong_rank() -> None:
@@ -214,7 +246,7 @@ def test_a_damaged_operand(what: str) -> None:
     value_error(lambda: bs.matmul(q, good), "matmul: ", words)
     value_error(lambda: bs.matmul(good, q), "matmul: ", words)
     if what == "outer gone":
-        words = "outer = a NoneType; need a tensor"
+        words = "outer = None; need a tensor"
     kind = TypeError if what == "outer gone" else ValueError
     name = words.split(";")[0].replace("float", "torch.float").replace("uint8", "torch.uint8")
     refused(kind, lambda: dataclasses.replace(q), "QuantizedTensor: ", name)
@@ -260,6 +292,10 @@ def test_convert() -> None:
     type_error(lambda: bs.convert(model, "nvfp4", skip="0"), "skip = a str", "skip=['0']")
     type_error(lambda: bs.convert([model], "nvfp4"), "model = a list; need an nn.Module")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", seed="1"), "seed = a str; need an int")  # type: ignore[arg-type]
+    type_error(lambda: bs.convert(model, "nvfp4", rules=["0"]), "rules = a list; need a dict")  # type: ignore[arg-type]
+    type_error(lambda: bs.convert(model, "nvfp4", rules={0: None}), "rules = an int; need names")  # type: ignore[dict-item]
+    type_error(lambda: bs.convert(model, "nvfp4", skip=None), "skip = None; need a list of names")  # type: ignore[arg-type]
+    type_error(lambda: bs.convert(model, "nvfp4", skip=[0]), "skip = an int; need names")  # type: ignore[list-item]
     assert type(model[0]) is nn.Linear  # nothing was changed
     assert not model._forward_pre_hooks
 

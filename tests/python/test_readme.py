@@ -1,4 +1,5 @@
-"""The README: its snippet runs, its generated parts are what the core and the results say."""
+"""The README and the pages: their snippets run, generated parts are what the core and the results
+say, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -33,6 +36,19 @@ def test_generated_parts_are_up_to_date() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_links_and_pictures_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", ["guide", "groups", "rng"])
+def test_the_blocks_of_a_page_run(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    done = run(sys.executable, "-c", "\n".join(snippets))
+    assert done.returncode == 0, done.stderr
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_and_pictures_exist(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)\)", prose):
+        assert (page.parent / target).exists() or "://" in target, target

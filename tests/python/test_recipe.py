@@ -175,7 +175,7 @@ def test_recipes_that_mean_nothing(operands: dict[str, Any], words: list[str]) -
 def test_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"recipe: name = 'nvpf4'; need one of bf16, .*'nvfp4'\?"):
         bs.recipe("nvpf4")
-    with pytest.raises(TypeError, match=r"recipe: name = a int; need a name such as 'nvfp4'"):
+    with pytest.raises(TypeError, match=r"recipe: name = an int; need a name such as 'nvfp4'"):
         bs.recipe(4)  # type: ignore[arg-type]
 
 

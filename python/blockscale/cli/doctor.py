@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints two tables."""
-    console = Console()
+    console = Console(markup=False)
     about = bs.describe()
     console.print(facts(about))
     console.print(recipes([backend["name"] for backend in about["backends"]]))

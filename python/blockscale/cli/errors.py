@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`did you mean X?` for a misspelt name, or the list of known names."""
+    """The remedy for an unknown name, after a message that lists the known ones."""
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else "choose one of these"
 
 
 def device_name(text: str) -> str:

@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one row per tensor and spec, and the skipped tensors with the reason."""
-    console = Console()
+    console = Console(markup=False)  # specs and names of tensors may hold brackets
     if not console.is_terminal:
-        console = Console(width=160)  # in a file, rather wide than folded
+        console = Console(width=160, markup=False)  # in a file, rather wide than folded
     specs = [parse_spec(text) for text in args.spec or DEFAULT_SPECS]
     if args.out is not None:
         check_plot_path(Path(args.out))

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from blockscale._core import facts
 from blockscale.cli.errors import CliError, Parser, nearest
 
 SUBCOMMANDS = {
@@ -25,7 +26,8 @@ def usage() -> str:
     rows = "\n".join(f"  {name:<9}{text}" for name, text in SUBCOMMANDS.items())
     return (
         "usage: blockscale COMMAND [options]\n\nBlock-scaled FP8 and FP4 training.\n\n"
-        f"commands:\n{rows}\n\n`blockscale COMMAND --help` lists a command's options."
+        f"commands:\n{rows}\n\n`blockscale COMMAND --help` lists a command's options; "
+        "`blockscale --version` says which version this is."
     )
 
 
@@ -35,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
+    if words == ["--version"]:
+        print(f"blockscale {facts()['version']}")
+        return 0
     name = words[0]
     prog = f"blockscale {name}"
     try:

@@ -25,12 +25,14 @@ class Preset:
     steps: int
     lr: float
     eval_every: int
+    about: str
 
 
 PRESETS = {
-    "tiny": Preset(256, 3, 4, 640, 128, 8, 200, 1e-3, 25),
-    "small": Preset(512, 6, 8, 1408, 256, 16, 2000, 1e-3, 100),
-    "gpt-124m": Preset(768, 12, 12, 2048, 1024, 8, 20000, 6e-4, 500),
+    "tiny": Preset(256, 3, 4, 640, 128, 8, 200, 1e-3, 25, "2.4 M parameters"),
+    "small": Preset(512, 6, 8, 1408, 256, 16, 2000, 1e-3, 100, "19.5 M"),
+    # GPT-2's smallest, which is 124 M with its vocabulary of 50257.
+    "gpt-124m": Preset(768, 12, 12, 2048, 1024, 8, 20000, 6e-4, 500, "85.3 M"),
 }
 
 

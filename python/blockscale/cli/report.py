@@ -116,7 +116,7 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
     settings = folder.settings
     lines = [
         f"# {', '.join(settings['recipes'])}: preset {settings['preset']}, "
-        f"{settings['steps']} steps, seeds {seed_range(settings)}",
+        f"{settings['steps']} steps, {seed_range(settings)}",
         "",
         f"| {' | '.join(HEADINGS)} |",
         "|---|" + "---:|" * (len(HEADINGS) - 1),
@@ -144,9 +144,9 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
 
 
 def seed_range(settings: dict[str, Any]) -> str:
-    """`0` or `0 to 2`."""
+    """`seed 0` or `seeds 0 to 2`."""
     first, last = settings["seed"], settings["seed"] + settings["seeds"] - 1
-    return str(first) if first == last else f"{first} to {last}"
+    return f"seed {first}" if first == last else f"seeds {first} to {last}"
 
 
 def command(settings: dict[str, Any]) -> str:

@@ -36,20 +36,21 @@ FACTS = ("data_sha256", "environment")  # saved beside the settings, not options
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every default is None: the preset (or, with --resume, the run) supplies the value."""
-    add = parser.add_argument
-    add("--preset", metavar="NAME", help=f"model: {', '.join(PRESETS)} (default tiny)")
+    add, preset = parser.add_argument, " (default: the preset's)"
+    models = ", ".join(f"{name} ({model.about})" for name, model in PRESETS.items())
+    add("--preset", metavar="NAME", help=f"the model and its settings: {models} (default tiny)")
     source = "text files or folders, read into memory (default: the Python standard library)"
     add("--data", nargs="+", metavar="PATH", help=source)
     names = ",".join(bs.recipe_names())
     add("--recipes", metavar="A,B,...", help=f"default, where the device can: {names}")
-    add("--steps", type=integer(1), metavar="N", help="optimizer steps of each training")
+    add("--steps", type=integer(1), metavar="N", help=f"optimizer steps of each training{preset}")
     seeds = "train each recipe from N seeds and give the gap with its spread (default 1)"
     add("--seeds", type=integer(1), metavar="N", help=seeds)
     add("--seed", type=integer(0), metavar="N", help="the first seed (default 0)")
-    add("--batch-size", type=integer(1), metavar="N", help="sequences in a batch")
-    add("--seq-len", type=integer(2), metavar="N", help="bytes in a sequence")
-    add("--lr", type=positive_float, metavar="X", help="peak learning rate")
-    add("--eval-every", type=integer(1), metavar="N", help="steps between validations")
+    add("--batch-size", type=integer(1), metavar="N", help=f"sequences in a batch{preset}")
+    add("--seq-len", type=integer(2), metavar="N", help=f"bytes in a sequence{preset}")
+    add("--lr", type=positive_float, metavar="X", help=f"peak learning rate{preset}")
+    add("--eval-every", type=integer(1), metavar="N", help=f"steps between validations{preset}")
     add("--checkpoint-every", type=integer(1), metavar="N", help="default: as --eval-every")
     add("--device", type=device_name, metavar="NAME", help="cpu or cuda (default cpu)")
     add("--out", metavar="FOLDER", help="new or empty folder (default runs/train-<date>-<time>)")
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains every cell, then writes report.md and loss.png and prints the table."""
-    console = Console()
+    console = Console(markup=False)  # paths may hold brackets
     folder, corpus = prepare(args, console)
     use_reproducible_kernels(folder.settings["device"])
     cells = folder.cells()
