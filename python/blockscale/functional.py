@@ -7,9 +7,11 @@ import math
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from blockscale._errors import fail, fail_type
+from blockscale._fakes import register_fake
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
@@ -58,6 +60,7 @@ def linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
+    _check_types("linear", x, quantized_weight)
     key = layer_key("linear", rng, chosen.stochastic, x.device)
     return linear_with_key(x, w, bias, chosen, key, None, accumulate_into, quantized_weight)
 
@@ -98,6 +101,9 @@ def grouped_linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
+    _check_types("grouped_linear", x, quantized_weight)
+    if not isinstance(offsets, torch.Tensor):
+        fail_type("grouped_linear", "offsets", offsets, "a tensor of the ends of groups, [E]")
     key = layer_key("grouped_linear", rng, chosen.stochastic, x.device)
     return linear_with_key(x, w, None, chosen, key, offsets, accumulate_into, quantized_weight)
 
@@ -131,7 +137,8 @@ def linear_with_key(
             _check_into(into, w, dw, offsets)
         made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
         rest = (recipe.text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made)
-        if dx or dw or db:
+        # Forward-mode derivatives are PyTorch's to refuse; the operator would drop them.
+        if dx or dw or db or forward_ad._current_level >= 0:
             y: torch.Tensor = _Linear.apply(x, w, bias, recipe, rest, into)  # type: ignore[no-untyped-call]
         else:
             y = _ops.linear.default(x, w, bias, *rest)[0]
@@ -147,6 +154,15 @@ def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     kind = "cuda" if x.is_cuda else "cpu"
     on = torch.is_autocast_enabled(kind) and not x.is_meta
     return torch.get_autocast_dtype(kind) if on else None
+
+
+def _check_types(operation: str, x: object, quantized: object) -> None:
+    """Those that are used before the operator is asked."""
+    if not isinstance(x, torch.Tensor):
+        fail_type(operation, "x", x, "a tensor")
+    if quantized is not None and not isinstance(quantized, QuantizedWeight):
+        need = "what bs.quantize_weight returns"
+        fail_type(operation, "quantized_weight", quantized, need)
 
 
 def _name(offsets: torch.Tensor | None) -> str:
@@ -388,7 +404,7 @@ def _fake_linear_backward_into(
     return made[0] if dx else none, made[-1] if db else none.clone()
 
 
-torch.library.register_fake("blockscale::linear", _fake_linear)
-torch.library.register_fake("blockscale::quantize_weight", _fake_quantize_weight)
-torch.library.register_fake("blockscale::linear_backward", _fake_linear_backward)
-torch.library.register_fake("blockscale::linear_backward_into", _fake_linear_backward_into)
+register_fake("linear", _fake_linear)
+register_fake("quantize_weight", _fake_quantize_weight)
+register_fake("linear_backward", _fake_linear_backward)
+register_fake("linear_backward_into", _fake_linear_backward_into)

@@ -335,7 +335,9 @@ def test_an_encoder_evaluates_through_its_converted_layers() -> None:
         bs.revert(reverted)
         assert reverted["encoder"].use_nested_tensor is True
         assert reverted["encoder"].layers[0].activation_relu_or_gelu == 1
-        assert not any("_blockscale" in name for inner in reverted.modules() for name in vars(inner))
+        assert not any(
+            "_blockscale" in name for inner in reverted.modules() for name in vars(inner)
+        )
     assert torch.equal(outputs(), plain)
 
 
