@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one row per tensor and spec, and the skipped tensors with the reason."""
-    console = Console()
+    console = Console(markup=False)  # names and specs have brackets of their own
     if not console.is_terminal:
-        console = Console(width=160)  # in a file, rather wide than folded
+        console.width = 160  # in a file, rather wide than folded
     specs = [parse_spec(text) for text in args.spec or DEFAULT_SPECS]
     if args.out is not None:
         check_plot_path(Path(args.out))
@@ -217,6 +217,8 @@ class Sums:
         """SQNR in dB, underflow, saturation."""
         if self.signal == 0.0 or self.noise == 0.0:  # a tensor of zeros, or an exact one
             sqnr = math.inf
+        elif math.isinf(self.noise) and not math.isinf(self.signal):
+            sqnr = -math.inf  # a value that overflows when decoded
         else:
             sqnr = 10.0 * math.log10(self.signal / self.noise)
         return sqnr, self.underflowed / max(1, self.nonzero), self.saturated / self.count
