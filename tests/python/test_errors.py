@@ -197,7 +197,9 @@ def test_origin() -> None:
     value_error(lambda: bs.quantize(X, "nvfp4", origin=(1,)), "origin = [1]; need [row, column]")
     value_error(lambda: bs.quantize(X, "nvfp4", origin=(-1, 0)), "origin = [-1, 0]", "0 or more")
     value_error(lambda: bs.quantize(X, STOCHASTIC, rng=rng, origin=(0, 8)), "multiples of 16")
-    value_error(lambda: bs.quantize(X, STOCHASTIC, rng=rng, origin=(2**32, 0)), "below 2^32")
+    for far in (2**32, 2**63 - 1):  # the coordinates behind the second do not fit in int64_t
+        value_error(partial(bs.quantize, X, STOCHASTIC, rng=rng, origin=(far, 0)), "below 2^32")
+    value_error(lambda: bs.quantize_dual(X, "mxfp8", "nvfp4", origin=(8, 32)), "quantize_dual: ori")
 
 
 def test_layouts_that_cannot_hold_an_operand() -> None:
