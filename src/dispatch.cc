@@ -90,19 +90,20 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
     fail(op, name, "codes off a multiple of 16 bytes", "codes at a multiple of 16 on a GPU");
 }
 
-void check_amax(const Quantized& out, const QuantizeOptions& options, Memory memory) {
+void check_amax(const char* op, const Quantized& out, const QuantizeOptions& options,
+                Memory memory) {
   if (!options.amax) return;
   if (!out.spec.outer)
-    fail("quantize", "amax", "given", "none: " + to_string(out.spec) + " has no outer scale",
+    fail(op, "amax", "given", "none: " + to_string(out.spec) + " has no outer scale",
          "leave amax out");
   if (memory == Memory::device) return;
   for (int64_t b = 0; b < out.matrices(); ++b)
     if (options.amax[b] < 0)
-      fail("quantize", "amax", options.amax[b], "a value of at least 0",
-           "pass max |x|, e.g. from amax()");
+      fail(op, "amax", options.amax[b], "a value of at least 0", "pass max |x|, e.g. from amax()");
 }
 
-void check_origin(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& o) {
+void check_origin(const char* op, const ConstMatrix& x, const Quantized& out,
+                  const QuantizeOptions& o) {
   const QuantSpec& spec = out.spec;
   const bool rows = out.axis == -1;
   const int64_t pos = rows ? o.origin_column : o.origin_row;
@@ -112,34 +113,35 @@ void check_origin(const ConstMatrix& x, const Quantized& out, const QuantizeOpti
     return "(" + std::to_string(o.origin_row) + ", " + std::to_string(o.origin_column) + ")";
   };
   if (pos < 0 || line < 0 || pos % step != 0 || line % spec.block_lines() != 0)
-    fail("quantize", "origin", where(),
+    fail(op, "origin", where(),
          "multiples of " + std::to_string(step) + " along axis " + std::to_string(out.axis) +
              " and of " + std::to_string(spec.block_lines()) + " across it",
          "cut shards at whole blocks");
   const int64_t limit = int64_t{1} << 32;
   const StoredShape s = out.shape();
-  if (spec.stochastic() && (pos + s.padded > limit || line + s.lines * x.batch > limit))
-    fail("quantize", "origin", where(), "global coordinates below 2^32 for stochastic rounding");
+  // Not their sums: an origin may be as large as int64_t holds.
+  if (spec.stochastic() && (pos > limit - s.padded || line > limit - s.lines * x.batch))
+    fail(op, "origin", where(), "global coordinates below 2^32 for stochastic rounding");
 }
 
-void check_quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
-                    Memory memory) {
-  check_matrix("quantize", "x", x.rows, x.columns, x.batch, x.data, memory);
-  check_quantized("quantize", "out", out, memory);
+void check_quantize(const char* op, const ConstMatrix& x, const Quantized& out,
+                    const QuantizeOptions& options, Memory memory) {
+  check_matrix(op, "x", x.rows, x.columns, x.batch, x.data, memory);
+  check_quantized(op, "out", out, memory);
   if (out.rows != x.rows || out.columns != x.columns || out.batch != x.batch)
-    fail("quantize", "out", extents(out.rows, out.columns),
+    fail(op, "out", extents(out.rows, out.columns),
          "the extents of x, " + extents(x.rows, x.columns));
   const bool on_device = options.device_seed || options.device_offset;
   if (on_device && (memory == Memory::host || !options.device_seed || !options.device_offset))
-    fail("quantize", "device_seed, device_offset",
+    fail(op, "device_seed, device_offset",
          memory == Memory::host ? "given" : "one without the other",
          memory == Memory::host ? "none: x is in host memory" : "both or neither",
          "pass rng for a key by value");
   if (out.spec.stochastic() && !options.rng && !on_device)
-    fail("quantize", "rng", "none", "a seed and an offset: the spec rounds stochastically",
+    fail(op, "rng", "none", "a seed and an offset: the spec rounds stochastically",
          "pass rng, or use rounding = nearest");
-  check_amax(out, options, memory);
-  check_origin(x, out, options);
+  check_amax(op, out, options, memory);
+  check_origin(op, x, out, options);
 }
 
 std::string describe(const ConstQuantized& q) {
@@ -160,8 +162,8 @@ void check_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized&
          std::to_string(row_out.axis) + " and " + std::to_string(column_out.axis),
          "-1 for the row operand and -2 for the column operand");
   check_same_groups("quantize_dual", row_out.groups, column_out.groups);
-  check_quantize(x, row_out, row_options, memory);
-  check_quantize(x, column_out, column_options, memory);
+  check_quantize("quantize_dual", x, row_out, row_options, memory);
+  check_quantize("quantize_dual", x, column_out, column_options, memory);
 }
 
 void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
@@ -251,7 +253,7 @@ void check_offsets(const char* op, const Groups& groups, int64_t rows) {
 
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
               const Executor& executor) {
-  check_quantize(x, out, options, Memory::host);
+  check_quantize("quantize", x, out, options, Memory::host);
   const StrictExecutor strict(executor);
   if (out.axis == -1)
     cpu::quantize(x, &out, options, nullptr, {}, strict);
@@ -260,7 +262,7 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
 }
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
               const Stream& stream) {
-  check_quantize(x, out, options, Memory::device);
+  check_quantize("quantize", x, out, options, Memory::device);
   if (out.axis == -1)
     gpu::quantize(x, &out, options, nullptr, {}, stream);
   else

@@ -3,15 +3,39 @@ Importing this registers them."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
+from blockscale._errors import fail
 from blockscale.recipe import spec
 from blockscale.tensor import stored_shapes
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Register the fake kernel of an operator.
+
+    PyTorch also calls it where one argument of many is on meta: the result would be memory that
+    nobody has written.
+    """
+
+    @functools.wraps(fake)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        named = inspect.signature(fake).bind(*args, **kwargs).arguments
+        tensors = {key: t for key, t in named.items() if isinstance(t, torch.Tensor)}
+        first, *rest = tensors
+        for key in () if tensors[first].is_meta else rest:
+            if tensors[key].is_meta:
+                need = f"{tensors[first].device}, where {first} is"
+                fail(name, f"{key}.device", "meta", need)
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"blockscale::{name}", checked)
 
 
 def _fake_stored(
@@ -138,4 +162,4 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "matmul": _fake_matmul,
 }
 for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"blockscale::{_name}", _fake)
+    register_fake(_name, _fake)

@@ -18,6 +18,12 @@ from blockscale.tensor import FLOATS, FLOATS_TEXT
 # Wrappers that put themselves into the names of what they wrap. A layer's random bits must not
 # depend on whether it is compiled, checkpointed or sharded.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
+# PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
+# layers: whose attribute allows it, and the value that does not.
+_FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
+    (torch.nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (torch.nn.TransformerEncoder, "use_nested_tensor", False),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +57,6 @@ def convert(
 
     Modules, parameters and state_dict keys stay the same objects and names. Converting again
     changes what is different and keeps the count of steps; `revert` undoes it. Call `attach` next.
-
-    PyTorch's fast path of `nn.TransformerEncoderLayer` (evaluation without gradients) reads weights
-    past the layers, unquantized: `torch.backends.mha.set_fastpath_enabled(False)` turns it off.
 
     Args:
         model: its outermost module: its forward is what counts as a forward (docs/rng.md).
@@ -100,6 +103,7 @@ def convert(
         else:
             _restore(step.module)
     make_root(model, state)
+    _settle_fast_paths(model)
     return report
 
 
@@ -112,6 +116,7 @@ def revert(model: torch.nn.Module) -> list[str]:
     names = [_clean(name) for name, module in model.named_modules() if _restore(module)]
     for module in model.modules():
         drop_root(module)
+    _settle_fast_paths(model)
     return names
 
 
@@ -215,9 +220,24 @@ def _unfit(module: torch.nn.Module) -> str:
             return f"{kind} is a subclass of nn.Linear: its forward may be its own"
         return f"{kind} is not nn.Linear"
     assert isinstance(module, torch.nn.Linear)
+    if type(module) is torch.nn.Linear and "forward" in vars(module):
+        return "its forward was replaced by another library: convert before that"
     if module.weight.dtype not in FLOATS:
         return f"its weight is {module.weight.dtype}, not {FLOATS_TEXT}"
     return ""
+
+
+def _settle_fast_paths(model: torch.nn.Module) -> None:
+    """No encoder with converted layers goes past them, and every other one may as before."""
+    for module in model.modules():
+        for kind, name, never in _FAST_PATHS:
+            if not isinstance(module, kind):
+                continue
+            if "_blockscale_fast_path" in vars(module):
+                setattr(module, name, vars(module).pop("_blockscale_fast_path"))
+            if any(isinstance(inner, Linear) for inner in module.modules()):
+                vars(module)["_blockscale_fast_path"] = getattr(module, name)
+                setattr(module, name, never)
 
 
 def _check_not_inside_another(model: torch.nn.Module) -> None:

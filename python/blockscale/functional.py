@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from blockscale._errors import fail, fail_type
+from blockscale._fakes import register_fake
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
@@ -59,6 +60,8 @@ def linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
+    if not isinstance(x, torch.Tensor):
+        fail_type("linear", "x", x, "a tensor")
     key = layer_key("linear", rng, chosen.stochastic, x.device)
     return linear_with_key(x, w, bias, chosen, key, None, accumulate_into, quantized_weight)
 
@@ -99,6 +102,10 @@ def grouped_linear(
         TypeError, ValueError: with the argument, what it got and what it needs.
     """
     chosen = recipe_named(recipe)
+    if not isinstance(x, torch.Tensor):
+        fail_type("grouped_linear", "x", x, "a tensor")
+    if not isinstance(offsets, torch.Tensor):
+        fail_type("grouped_linear", "offsets", offsets, "a tensor of the ends of groups, [E]")
     key = layer_key("grouped_linear", rng, chosen.stochastic, x.device)
     return linear_with_key(x, w, None, chosen, key, offsets, accumulate_into, quantized_weight)
 
@@ -134,11 +141,11 @@ def linear_with_key(
             _check_into(into, w, dw, offsets)
         made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
         rest = (recipe.text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(_name(offsets), x, w)
         if dx or dw or db:
             y: torch.Tensor = _Linear.apply(x, w, bias, recipe, rest, into)  # type: ignore[no-untyped-call]
         else:
-            if forward_ad._current_level >= 0:
-                _refuse_tangents(_name(offsets), x, w)
             y = _ops.linear.default(x, w, bias, *rest)[0]
         return y
     except Exception as error:
@@ -403,7 +410,7 @@ def _fake_linear_backward_into(
     return made[0] if dx else none, made[-1] if db else none.clone()
 
 
-torch.library.register_fake("blockscale::linear", _fake_linear)
-torch.library.register_fake("blockscale::quantize_weight", _fake_quantize_weight)
-torch.library.register_fake("blockscale::linear_backward", _fake_linear_backward)
-torch.library.register_fake("blockscale::linear_backward_into", _fake_linear_backward_into)
+register_fake("linear", _fake_linear)
+register_fake("quantize_weight", _fake_quantize_weight)
+register_fake("linear_backward", _fake_linear_backward)
+register_fake("linear_backward_into", _fake_linear_backward_into)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import sys
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -56,6 +58,7 @@ def quantize(
     """
     s = _spec("quantize", spec)
     x = _tensor("quantize", x)
+    _plain("quantize", axis=axis, layout=layout, batch_dims=batch_dims, origin=origin)
     _offsets("quantize", offsets)
     seed, offset = _rng("quantize", rng, x)
     codes, scales, outer = _ops.quantize(
@@ -65,7 +68,7 @@ def quantize(
         _amax("quantize", "amax", amax, x, batch_dims, offsets),
         seed,
         offset,
-        list(origin or ()),
+        [] if origin is None else list(origin),
         layout,
         batch_dims,
         offsets,
@@ -93,6 +96,8 @@ def quantize_dual(
     """
     row, col = _spec("quantize_dual", row_spec), _spec("quantize_dual", col_spec)
     x = _tensor("quantize_dual", x)
+    _plain("quantize_dual", batch_dims=batch_dims, origin=origin)
+    _plain("quantize_dual", row_layout=row_layout, col_layout=col_layout)
     _offsets("quantize_dual", offsets)
     seed, offset = _rng("quantize_dual", rng, x)
     out = _ops.quantize_dual(
@@ -103,7 +108,7 @@ def quantize_dual(
         _amax("quantize_dual", "col_amax", col_amax, x, batch_dims, offsets),
         seed,
         offset,
-        list(origin or ()),
+        [] if origin is None else list(origin),
         row_layout,
         col_layout,
         batch_dims,
@@ -129,6 +134,7 @@ def amax(
         is NaN, else Inf when one is infinite, 0 for an empty tensor.
     """
     s = _spec("amax", spec)
+    _plain("amax", axis=axis, batch_dims=batch_dims)
     _offsets("amax", offsets)
     result: torch.Tensor = _ops.amax(_tensor("amax", x), str(s), axis, batch_dims, offsets)
     return result
@@ -146,6 +152,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
         TypeError, ValueError: not a QuantizedTensor, or a damaged one.
     """
     _operand("dequantize", "q", q)
+    _plain("dequantize", dtype=dtype)
     values: torch.Tensor = _ops.dequantize(
         q.codes,
         q.scales,
@@ -168,6 +175,7 @@ def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
             cannot be stored in.
     """
     _operand("relayout", "q", q)
+    _plain("relayout", layout=layout)
     codes, scales = _ops.relayout(
         q.codes, q.scales, str(q.spec), q.axis, _matrix_shape(q), q.layout, layout, q.offsets
     )
@@ -202,6 +210,7 @@ def matmul(
     """
     _operand("matmul", "a", a)
     _operand("matmul", "b", b)
+    _plain("matmul", bias=bias, out_dtype=out_dtype)
     for name, q in (("a", a), ("b", b)):
         if q.batch_dims:
             fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix")
@@ -248,6 +257,7 @@ def grouped_matmul(
     op = "grouped_matmul"
     _operand(op, "a", a)
     _operand(op, "b", b)
+    _plain(op, bias=bias, out_dtype=out_dtype)
     if not isinstance(offsets, torch.Tensor):
         fail_type(op, "offsets", offsets, "a tensor of the cumulative ends of groups, [G]")
     along = b.offsets is not None
@@ -273,6 +283,33 @@ def _spec(operation: str, value: object) -> Spec:
     if not isinstance(value, str | Spec):
         fail_type(operation, "spec", value, "a Spec, or a spec's text such as 'nvfp4'")
     return spec(value)
+
+
+# What arguments are in words, and their types.
+_INT = ("an int", (int, torch.SymInt))
+_TEXT = ("a layout's name such as 'linear'", (str,))
+_DTYPE = ("a torch.dtype", (torch.dtype,))
+_KINDS: Final[dict[str, tuple[str, tuple[type, ...]]]] = {
+    "axis": _INT,
+    "batch_dims": _INT,
+    "layout": _TEXT,
+    "row_layout": _TEXT,
+    "col_layout": _TEXT,
+    "dtype": _DTYPE,
+    "out_dtype": _DTYPE,
+    "bias": ("a tensor, or None", (torch.Tensor, type(None))),
+}
+
+
+def _plain(operation: str, **values: object) -> None:
+    """Refuse arguments of a wrong type in this package's words; PyTorch's fill a page."""
+    for name, value in values.items():
+        if name == "origin":
+            listed = isinstance(value, list | tuple) and all(isinstance(v, _INT[1]) for v in value)
+            if value is not None and not listed:
+                fail_type(operation, name, value, "(row, column), two ints")
+        elif not isinstance(value, _KINDS[name][1]):
+            fail_type(operation, name, value, _KINDS[name][0])
 
 
 def _tensor(operation: str, x: object) -> torch.Tensor:
@@ -316,10 +353,15 @@ def _amax(
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(operation, name, value, "a number, or a float32 tensor")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond any float
+        number = sys.float_info.max
     # NaN in a tensor is data and makes the result NaN; as a number it is a mistake.
     if math.isnan(number) or number < 0:
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
+    if torch.finfo(torch.float32).max < number < math.inf:
+        fail(operation, name, value, "a float32 number, at most 3.4028234e38")
     shape = x.shape[:batch_dims] if offsets is None else offsets.shape
     return torch.full(shape, number, dtype=torch.float32, device=x.device)
 

@@ -149,6 +149,12 @@ class QuantizedTensor:
             offsets=None if self.offsets is None else self.offsets.to(device),
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As bytes, since pickle knows no 8-bit floats of torch's; and checked when it comes back.
+        spec = str(self.spec)
+        rest = (self.outer, spec, self.axis, self.shape, self.layout, self.batch_dims, self.offsets)
+        return _restored, (_as_bytes(self.codes), _as_bytes(self.scales), *rest)
+
     def __repr__(self) -> str:
         groups = "" if self.offsets is None else f"groups={self.offsets.numel()}, "
         return (
@@ -156,6 +162,22 @@ class QuantizedTensor:
             f"layout={self.layout!r}, {groups}codes={self.codes.dtype}{list(self.codes.shape)}, "
             f"scales={self.scales.dtype}{list(self.scales.shape)}, device={str(self.device)!r})"
         )
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _restored(
+    codes: torch.Tensor, scales: torch.Tensor, outer: torch.Tensor | None, text: str, *rest: Any
+) -> QuantizedTensor:
+    s = spec(text)
+    codes, scales = codes.view(s.code_dtype), scales.view(s.scale_dtype)
+    return QuantizedTensor(codes, scales, outer, s, *rest)
+
+
+# What torch.load may call: a quantized tensor is data.
+torch.serialization.add_safe_globals([_restored])
 
 
 def check_stored(q: QuantizedTensor, operation: str) -> None:

@@ -68,6 +68,8 @@ def quantize_weight(
     """
     if not isinstance(w, torch.Tensor):
         fail_type("quantize_weight", "w", w, "a tensor")
+    if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        fail("quantize_weight", "w.dtype", w.dtype, "float32, bfloat16 or float16")
     chosen = recipe_named(recipe)
     specs = (chosen.fprop_w, chosen.dgrad_w)
     stochastic = any(s is not None and s.stochastic for s in specs)

@@ -116,6 +116,23 @@ def test_brackets_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert list(found) == [("layers[0]", "nvfp4"), ("layers[0]", "nvfp4[block=16x16]")]
 
 
+def test_brackets_and_overflows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are not the console's markup; a value that decodes to Inf is noise without bound."""
+    tensors = {"a[red]b": torch.ones(16, 32), "c[/d]": torch.zeros(4), "e[/f]": torch.ones(1, 8)}
+    tensors["large"] = torch.full((1, 32), 3.4e38)
+    (tmp_path / "x[").mkdir()
+    save_file(tensors, tmp_path / "x[" / "y].safetensors")
+    words = ["inspect", str(tmp_path / "x[/y].safetensors"), "--out", str(tmp_path / "x[/y].png")]
+    assert main([*words, "--spec", "nvfp4[block=16x16]", "--spec", "mxfp6"]) == 0
+    out = capsys.readouterr().out
+    assert f"wrote {tmp_path}/x[/y].png" in out
+    assert "skipped c[/d]: 1-D, not a matrix" in out
+    printed = rows(out)
+    assert printed["a[red]b", "nvfp4[block=16x16]"][1] == "inf"
+    assert ("e[/f]", "nvfp4[block=16x16]") in printed
+    assert printed["large", "mxfp6"][1] == "-inf"
+
+
 def test_skipped_tensors_and_plot(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,6 +186,19 @@ def test_split_is_by_file_and_does_not_depend_on_the_folder(tmp_path: Path) -> N
     assert all(bytes(one.train.numpy()).find(name * 50) < 0 for name in held_out)
 
 
+def test_names_of_any_bytes_and_brackets(tmp_path: Path) -> None:
+    """A file's name need not be UTF-8, and brackets are not the console's markup."""
+    folder = os.fsencode(tmp_path) + b"/text\xe9"
+    os.mkdir(folder)
+    for index in range(3):
+        with open(folder + b"/\xe9%d.txt" % index, "wb") as file:
+            file.write(b"a line of text\n" * 20)
+    out = tmp_path / "run["
+    words = ["--data", os.fsdecode(folder), "--steps", "1", "--recipes", "bf16", "--seq-len", "8"]
+    assert f" to {out}/b]" in train("--out", str(out / "b]"), "--batch-size", "2", *words)
+    assert b"text\xe9" in (out / "b]" / "report.md").read_bytes()
+
+
 def test_weights_come_from_the_seed_alone() -> None:
     models = [LanguageModel(PRESETS["tiny"], 16) for _ in range(3)]
     for model, seed in zip(models, (5, 5, 6), strict=True):

@@ -297,6 +297,50 @@ def test_what_is_left_alone_and_why() -> None:
     assert "act" not in reasons
 
 
+def test_a_forward_that_another_library_replaced_is_left_alone() -> None:
+    """It still calls nn.Linear's own, as accelerate's hooks do: converted in name only."""
+    m = nn.ModuleDict(dict(plain=nn.Linear(4, 4), hooked=nn.Linear(4, 4)))
+    m["hooked"].forward = m["hooked"].forward
+    report = bs.convert(m, "mxfp8")
+    assert [name for name, _ in report.converted] == ["plain"]
+    reasons = dict(report.skipped)
+    assert reasons["hooked"] == "its forward was replaced by another library: convert before that"
+    m["plain"].forward = m["plain"].forward  # that of a converted layer: it stays one
+    assert [name for name, _ in bs.convert(m, "mxfp4").converted] == ["plain"]
+
+
+def test_an_encoder_evaluates_through_its_converted_layers() -> None:
+    """In inference PyTorch's encoder layers have a kernel that never calls their linear layers."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    m = nn.ModuleDict(dict(encoder=nn.TransformerEncoder(layer, 2), other=copy.deepcopy(layer)))
+    encoder = m["encoder"].eval()
+    x = torch.randn(2, 5, 32)
+    padding = torch.arange(5).expand(2, 5) >= torch.tensor([[5], [3]])
+
+    def outputs() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat((encoder(x), encoder(x, src_key_padding_mask=padding)))[:3]
+
+    plain = outputs()
+    bs.convert(m, "mxfp4", rules={"other": None})
+    quantized = outputs()
+    assert not torch.allclose(quantized, plain, atol=1e-2)
+    called = encoder(x.clone().requires_grad_()).detach()  # no such kernel with gradients
+    assert torch.allclose(quantized[:2], called, atol=1e-5)
+    assert m["other"].activation_relu_or_gelu == 1
+    twin = pickle.loads(pickle.dumps(m))
+    bs.convert(m, "mxfp4")  # keeps what it was before the first time
+    for reverted in (m, twin):
+        bs.revert(reverted)
+        assert reverted["encoder"].use_nested_tensor is True
+        assert reverted["encoder"].layers[0].activation_relu_or_gelu == 1
+        assert not any(
+            "_blockscale" in name for inner in reverted.modules() for name in vars(inner)
+        )
+    assert torch.equal(outputs(), plain)
+
+
 def test_rules_in_order_and_skip_first() -> None:
     m = model()
     report = bs.convert(

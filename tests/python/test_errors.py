@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import blockscale as bs
@@ -59,6 +60,11 @@ def test_wrong_types() -> None:
         "linear: quantized_weight = a QuantizedTensor; need a QuantizedWeight; ",
     )
     type_error(lambda: bs.Rng(1.5), "rng: seed = a float; need an int")  # type: ignore[arg-type]
+    type_error(lambda: bs.linear([1.0], X), "linear: x = a list; need a tensor")  # type: ignore[arg-type]
+    type_error(lambda: bs.linear(X, X, recipe="mxfp8", quantized_weight=X), "quantized_weight = a")  # type: ignore[arg-type]
+    type_error(lambda: bs.grouped_linear(X, X[None], None), "grouped_linear: offsets = None")  # type: ignore[arg-type]
+    value_error(lambda: bs.quantize_weight(X.double()), "quantize_weight: w.dtype = torch.float64")
+    value_error(lambda: bs.quantize(X.to_sparse(), "nvfp4"), "x.layout = torch.sparse_coo")
     value_error(lambda: bs.Rng(torch.ones(1)), "rng: seed = torch.float32[1]; need an int64")
     value_error(lambda: bs.Rng(1, torch.zeros(2, dtype=torch.int64)), "offset = torch.int64[2]")
     value_error(lambda: bs.Rng(1).role("z"), "rng: role = 'z'; need one of x, w, dy")
@@ -90,6 +96,24 @@ def test_derivatives_that_do_not_exist() -> None:
     (gradient,) = torch.autograd.grad(y, w, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         torch.autograd.backward(gradient.sum())
+
+
+def test_wrong_types_that_the_operators_would_refuse_in_pages() -> None:
+    q: Any = bs.quantize(X, "nvfp4")
+    bad: Any
+    for bad in (1.5, None, "-1", torch.tensor(-1)):
+        name = "None; need an int" if bad is None else f"a {type(bad).__name__}; need an int"
+        type_error(partial(bs.quantize, X, "nvfp4", axis=bad), "quantize: axis = " + name)
+        type_error(partial(bs.amax, X, "nvfp4", axis=bad), "amax: axis = " + name)
+        type_error(partial(bs.quantize_dual, X, "nvfp4", "nvfp4", batch_dims=bad), name)
+    for bad in (16, "ab", (1.0, 2.0), torch.tensor([0, 16])):
+        type_error(partial(bs.quantize, X, "nvfp4", origin=bad), "origin = a", "two ints")
+    type_error(lambda: bs.quantize(X, "nvfp4", layout=None), "layout = None")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize_dual(X, "nvfp4", "nvfp4", col_layout=3), "col_layout = an int")  # type: ignore[arg-type]
+    type_error(lambda: bs.relayout(q, None), "relayout: layout = None")  # type: ignore[arg-type]
+    type_error(lambda: bs.dequantize(q, "f"), "dequantize: dtype = a str; need a torch.dtype")  # type: ignore[arg-type]
+    type_error(lambda: bs.matmul(q, q, out_dtype="bf16"), "matmul: out_dtype = a str")  # type: ignore[arg-type]
+    type_error(lambda: bs.matmul(q, q, bias=[1.0]), "matmul: bias = a list; need a tensor, or None")  # type: ignore[arg-type]
 
 
 def test_wrong_rank() -> None:
@@ -128,6 +152,16 @@ def test_wrong_device() -> None:
         lambda: bs.QuantizedTensor(q.codes, meta.scales, q.outer, q.spec, -1, (4, 70)),
         "QuantizedTensor: scales.device = meta; need cpu, where the codes are",
     )
+    # PyTorch asks the fake kernel then, whose result would be memory that nobody wrote.
+    seed = torch.tensor(3, device="meta")
+    for call in (
+        lambda: bs.matmul(q, meta),
+        lambda: bs.matmul(q, q, bias=torch.ones(4, device="meta")),
+        lambda: bs.quantize(X, "nvfp4", amax=torch.tensor(1.0, device="meta")),
+        lambda: bs.quantize(X, STOCHASTIC, rng=bs.Rng(seed)),
+        lambda: bs.linear(X, X.clone().requires_grad_(), rng=bs.Rng(seed)),
+    ):
+        value_error(call, ".device = meta; need cpu")
     # A device that no kernel was built for: the operator says so itself.
     keys = "CompositeExplicitAutograd"
     assert all(
@@ -149,6 +183,8 @@ def test_amax() -> None:
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.tensor(-1.0)), "amax = -1; need 0 or more"
     )
+    for large in (1e300, 10**400):
+        value_error(partial(bs.quantize, X, "nvfp4", amax=large), "need a float32 number")
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.ones(2)), "amax.shape = [2]", "1 element"
     )
@@ -193,7 +229,9 @@ def test_origin() -> None:
     value_error(lambda: bs.quantize(X, "nvfp4", origin=(1,)), "origin = [1]; need [row, column]")
     value_error(lambda: bs.quantize(X, "nvfp4", origin=(-1, 0)), "origin = [-1, 0]", "0 or more")
     value_error(lambda: bs.quantize(X, STOCHASTIC, rng=rng, origin=(0, 8)), "multiples of 16")
-    value_error(lambda: bs.quantize(X, STOCHASTIC, rng=rng, origin=(2**32, 0)), "below 2^32")
+    for far in (2**32, 2**63 - 1):  # the coordinates behind the second do not fit in int64_t
+        value_error(partial(bs.quantize, X, STOCHASTIC, rng=rng, origin=(far, 0)), "below 2^32")
+    value_error(lambda: bs.quantize_dual(X, "mxfp8", "nvfp4", origin=(8, 32)), "quantize_dual: ori")
 
 
 def test_layouts_that_cannot_hold_an_operand() -> None:

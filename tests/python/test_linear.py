@@ -9,6 +9,7 @@ import blockscale as bs
 import pytest
 import torch
 from models import BANDS
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 QUANTIZED = [name for name in bs.recipe_names() if name != "bf16"]
@@ -326,6 +327,26 @@ def test_gradients_accumulate_over_forwards_of_different_offsets() -> None:
     for i, case in enumerate(x):
         y = bs.linear(case.x, w, recipe="nvfp4", rng=bs.Rng(5, 7 + i))
         assert torch.equal(got[i], torch.autograd.grad(y, w, case.dy)[0])
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    """The operator alone would drop the tangent, which then counts as zero."""
+    x, w, ends = torch.randn(3, 70), torch.randn(5, 70), torch.tensor([3])
+
+    def dense(x: torch.Tensor) -> torch.Tensor:
+        return bs.linear(x, w, recipe="mxfp8")
+
+    def grouped(x: torch.Tensor) -> torch.Tensor:
+        return bs.grouped_linear(x, w[None], ends, recipe="mxfp8")
+
+    for call in (dense, grouped):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x)  # type: ignore[no-untyped-call]
+            with pytest.raises(NotImplementedError, match="forward mode AD"):
+                call(dual)
+            assert torch.equal(call(x), call(x.clone().requires_grad_()))
+        with pytest.raises(RuntimeError, match="functorch"):
+            torch.func.jvp(call, (x,), (x,))
 
 
 def test_the_layer_is_the_function() -> None:

@@ -146,5 +146,5 @@ def test_what_does_not_belong() -> None:
         bs.quantize_weight([1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"quantize_weight: w.dim\(\) = 1; need 2"):
         bs.quantize_weight(case.w[0], "mxfp8")
-    with pytest.raises(ValueError, match=r"quantize_weight: x.dtype = float64"):
+    with pytest.raises(ValueError, match=r"quantize_weight: w.dtype = torch.float64"):
         bs.quantize_weight(case.w.double(), "mxfp8")

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     write_atomically(folder / "bench.png", lambda file: file.write(plot))
     print_tables(found, console)
     written = "bench.png" if args.source is not None else "results.json and bench.png"
-    console.print(f"wrote {written} to {folder}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {written} to {folder}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

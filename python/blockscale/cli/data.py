@@ -72,7 +72,7 @@ def load_corpus(paths: Sequence[str], seq_len: int) -> Corpus:
         )
     digest = hashlib.sha256()
     for name in sorted(texts):
-        digest.update(f"{name}\0{len(texts[name])}\0".encode() + texts[name])
+        digest.update(as_bytes(f"{name}\0{len(texts[name])}\0") + texts[name])
     held_out = validation_names(texts)
     if len(texts) == 1:  # one file cannot be split by file: its last tenth is held out
         (only,) = texts.values()
@@ -97,11 +97,16 @@ def load_corpus(paths: Sequence[str], seq_len: int) -> Corpus:
     )
 
 
+def as_bytes(name: str) -> bytes:
+    """A file's name as it is on disk, which need not be UTF-8."""
+    return name.encode(errors="surrogateescape")
+
+
 def validation_names(texts: dict[str, bytes]) -> set[str]:
     """About one file in twenty, picked by a hash of its name; always at least one."""
 
     def bucket(name: str) -> int:
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        return int.from_bytes(hashlib.sha256(as_bytes(name)).digest()[:8], "little")
 
     chosen = {name for name in texts if bucket(name) % 20 == 0}
     if not chosen or len(chosen) == len(texts):
@@ -129,6 +134,8 @@ def read_all(paths: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     # the text lies or on how its path was typed.
     for index, given in enumerate(paths):
         root = Path(given)
+        if not given:
+            raise CliError("--data = ''; need an existing file or folder; check the path")
         if root.is_dir():
             for path in walk(root, {"__pycache__"}):
                 text = read_text(path, given)

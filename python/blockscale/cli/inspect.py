@@ -217,6 +217,8 @@ class Sums:
         """SQNR in dB, underflow, saturation."""
         if self.signal == 0.0 or self.noise == 0.0:  # a tensor of zeros, or an exact one
             sqnr = math.inf
+        elif math.isinf(self.noise) and not math.isinf(self.signal):
+            sqnr = -math.inf  # a value that overflows when decoded
         else:
             sqnr = 10.0 * math.log10(self.signal / self.noise)
         return sqnr, self.underflowed / max(1, self.nonzero), self.saturated / self.count

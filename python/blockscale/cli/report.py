@@ -107,7 +107,7 @@ def write_report(folder: RunFolder, corpus: Corpus) -> None:
     unigram = corpus.unigram_loss()
     plot = draw(folder, unigram)
     write_atomically(folder.path / "loss.png", lambda file: file.write(plot))
-    text = markdown(folder, corpus, unigram).encode()
+    text = markdown(folder, corpus, unigram).encode(errors="surrogateescape")
     write_atomically(folder.path / "report.md", lambda file: file.write(text))
 
 

@@ -88,7 +88,7 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
     if args.resume and args.out is None:
         raise CliError("--out = nothing; need the folder of the run to --resume; add --out FOLDER")
     if args.data is not None:  # absolute, so that --resume works from any folder
-        args.data = [os.path.abspath(path) for path in args.data]
+        args.data = [os.path.abspath(path) if path else "" for path in args.data]
     if args.recipes is not None:
         args.recipes = parse_recipes(args.recipes)
     path = Path(args.out or time.strftime("runs/train-%Y%m%d-%H%M%S"))
@@ -119,7 +119,7 @@ def choose_settings(args: argparse.Namespace, saved: dict[str, Any]) -> dict[str
 
     Raises CliError when a given setting is not the saved run's.
     """
-    name = args.preset or "tiny"
+    name = "tiny" if args.preset is None else args.preset
     if name not in PRESETS:
         raise CliError(
             f"--preset = {name}; need one of {', '.join(PRESETS)}; {nearest(name, list(PRESETS))}"

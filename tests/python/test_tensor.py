@@ -1,0 +1,74 @@
+"""`QuantizedTensor` as a value: copied, pickled, saved and loaded as data, checked on return."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import blockscale as bs
+import pytest
+import torch
+
+# Every dtype of codes and scales, with and without an outer scale, a tiled layout, groups.
+KINDS = (
+    "fp8_1x128",
+    "fp8_128x128[element=e4m3fnuz]",
+    "mxfp8[element=e5m2]",
+    "mxfp8[element=e5m2fnuz]",
+    "mxfp6",
+    "nvfp4[block=16x16]",
+    "amdfp4[outer=false]",
+)
+
+
+def operands() -> list[bs.QuantizedTensor]:
+    torch.manual_seed(0)
+    x = torch.randn(3, 20, 70)
+    made = [bs.quantize(x, kind, axis=-2, batch_dims=1) for kind in KINDS]
+    offsets = torch.tensor([3, 3, 60])
+    made.append(bs.quantize(x, "nvfp4", layout="mfma_16x16+aiter_scale", offsets=offsets))
+    return [*made, bs.quantize(x[:0], "mxfp4")]
+
+
+def assert_same(a: bs.QuantizedTensor, b: bs.QuantizedTensor) -> None:
+    assert type(b) is bs.QuantizedTensor
+    for name in ("spec", "axis", "shape", "layout", "batch_dims"):
+        assert getattr(a, name) == getattr(b, name)
+    for name in ("codes", "scales", "outer", "offsets"):
+        one, other = getattr(a, name), getattr(b, name)
+        if one is None:
+            assert other is None
+        else:
+            assert one.dtype == other.dtype
+            assert one.shape == other.shape
+    assert torch.equal(a.dequantize(torch.float32), b.dequantize(torch.float32))
+
+
+def test_comes_back_from_a_file_as_it_was() -> None:
+    for q in operands():
+        assert_same(q, pickle.loads(pickle.dumps(q)))
+        for weights_only in (True, False):
+            buffer = io.BytesIO()
+            torch.save({"w": q}, buffer)
+            buffer.seek(0)
+            assert_same(q, torch.load(buffer, weights_only=weights_only)["w"])
+
+
+def test_copies() -> None:
+    q = bs.quantize(torch.randn(4, 70), "nvfp4")
+    shallow, deep = copy.copy(q), copy.deepcopy(q)
+    assert_same(q, shallow)
+    assert_same(q, deep)
+    q.codes.zero_()
+    assert not shallow.codes.any()
+    assert deep.codes.any()
+
+
+def test_a_file_that_lies_is_refused() -> None:
+    q = bs.quantize(torch.randn(4, 70), "nvfp4")
+    object.__setattr__(q, "shape", (4, 71 + 16))
+    with pytest.raises(
+        ValueError, match=r"^QuantizedTensor: codes.shape = \[4, 40\]; need \[4, 48"
+    ):
+        pickle.loads(pickle.dumps(q))
