@@ -130,8 +130,7 @@ void launch(DequantizeParams& p, NativeStream stream) {
   if (p.q.axis == -1) {
     const int64_t runs = ceil_div(p.columns, kPiece);
     const int64_t each = groups ? kTile / kRowLines : ceil_div(p.rows, kRowLines);
-    const int64_t second = p.two ? ceil_div(p.second.rows, kRowLines) : 0;
-    const int64_t all = runs * (each * parts + second);
+    const int64_t all = runs * (each * parts + ceil_div(p.second.rows, kRowLines));
     p.runs = Divisor(runs), p.parts = Divisor(each);
     p.all = static_cast<uint32_t>(all);
     constexpr int kPieces = kDecodeThreads / 32 * (32 - kHalo<kRows>);  // of a block of threads
@@ -156,17 +155,8 @@ Launcher launcher_of(Format element) {
   return launch<Codec::any, kRows>;
 }
 
-Place first_of(const ConstQuantized& q, const StoredShape& s, int64_t rows) {
-  return {q.codes,
-          q.scales,
-          nullptr,
-          0,
-          0,
-          static_cast<int>(rows),
-          static_cast<int>(s.padded),
-          static_cast<int>(s.code_columns),
-          static_cast<int>(s.scale_columns),
-          s.scale_lines == 1 ? 0 : std::countr_zero(q.spec.block)};
+int scale_shift_of(const ConstQuantized& q, const StoredShape& s) {
+  return s.scale_lines == 1 ? 0 : std::countr_zero(q.spec.block);
 }
 DequantizeParams params_of(const ConstQuantized& q, const Matrix& x) {
   DequantizeParams p{};
@@ -175,7 +165,16 @@ DequantizeParams params_of(const ConstQuantized& q, const Matrix& x) {
   p.rows = static_cast<int>(x.rows), p.columns = static_cast<int>(x.columns);
   p.block_shift = std::countr_zero(q.spec.block);
   p.linear = q.layout == StorageLayout{}, p.wide_scales = q.spec.scale == Format::fp32;
-  p.first = first_of(q, p.shape, x.rows);
+  p.first = {q.codes,
+             q.scales,
+             nullptr,
+             0,
+             0,
+             p.rows,
+             static_cast<int>(p.shape.padded),
+             static_cast<int>(p.shape.code_columns),
+             static_cast<int>(p.shape.scale_columns),
+             scale_shift_of(q, p.shape)};
   return p;
 }
 void run(DequantizeParams& p, const Stream& stream) {
@@ -218,9 +217,8 @@ void dequantize_two(const ConstQuantized& a, const Matrix& x, const ConstQuantiz
   }
   if (x.rows < y.rows) return dequantize_two(b, y, a, x, stream);  // the longer one is the first
   DequantizeParams p = params_of(a, x);
-  p.two = true;
-  p.second = first_of(b, b.shape(), y.rows);
-  p.second.x = static_cast<uint16_t*>(y.data) - static_cast<uint16_t*>(x.data);
+  p.second = {b.codes, b.scales, static_cast<uint16_t*>(y.data) - static_cast<uint16_t*>(x.data),
+              static_cast<int>(y.rows), scale_shift_of(b, b.shape())};
   run(p, stream);
 }
 

@@ -22,6 +22,13 @@ struct Place {
   int scale_shift;  // the binary logarithm of the lines that share a row of scales
 };
 
+// What a second operand with lines of the same form has of its own.
+struct SecondPlace {
+  const uint8_t *codes, *scales;
+  int64_t x;
+  int rows, scale_shift;
+};
+
 struct DequantizeParams {
   ConstQuantized q;
   StoredShape shape;
@@ -36,8 +43,7 @@ struct DequantizeParams {
   Divisor across;           // down columns: tiles beside each other
   uint32_t all;             // along rows: threads with work
   Place first;              // the first matrix of a batch
-  Place second;             // of two operands the other one's
-  int two;
+  SecondPlace second;       // of two operands the other one's, or no rows
 };
 
 BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at) {
@@ -46,8 +52,9 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
   const int scale_bytes = p.q.spec.scale == Format::fp32 ? 4 : 1;
   if (!p.plan.head) {
     at = p.first;
-    if (p.two && batch == 1) {
-      at = p.second;
+    if (p.second.rows > 0 && batch == 1) {
+      at.codes = p.second.codes, at.scales = p.second.scales, at.x = p.second.x;
+      at.rows = p.second.rows, at.scale_shift = p.second.scale_shift;
     } else if (p.x.batch > 1) {
       at.codes += batch * s.code_bytes;
       at.scales += batch * s.scale_count * scale_bytes;
