@@ -97,7 +97,7 @@ Tensor checked(const Place& at, const std::string& name, const Tensor& t, Scalar
     fail(op, name + ".shape", shape_text(t),
          list_text(sizes.data(), sizes.size()) + " for " + to_string(spec),
          "the operand is damaged, or described by the wrong extents or layout");
-  return torch::stable::contiguous(t);
+  return contiguous_of(t);
 }
 
 // A row stride that walks all leading dimensions, if there is one. Dimensions of extent 1 have no
@@ -280,7 +280,7 @@ Options options(const Place& at, const QuantSpec& spec, const std::optional<Tens
       fail(op, "amax.shape", shape_text(*amax),
            std::to_string(matrices) +
                (matrices == 1 ? " element" : " elements, one per matrix or group"));
-    result.amax_tensor = torch::stable::contiguous(*amax);
+    result.amax_tensor = contiguous_of(*amax);
     result.options.amax = static_cast<const float*>(result.amax_tensor->const_data_ptr());
     // NaN and Inf are data (the whole result becomes NaN); a negative maximum is a mistake.
     for (int64_t e = 0; !at.cuda() && e < matrices; ++e)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 // PyTorch has it in its builds for GPUs only: weak, so that one binary loads under every build.
 extern "C" __attribute__((weak, visibility("default"))) AOTITorchError
@@ -44,7 +45,7 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
 }  // namespace
 
 Place::Place(const char* op, const char* argument, const Tensor& first)
-    : op_(op), first_(argument), device_(first.device()) {
+    : op_(op), first_(argument), device_(first.device()), memory_(device_) {
   if (device_.type() == DeviceType::CPU) return;
   if (cuda()) {
     // Asked once: the answer takes a look at the driver and loads a kernel.
@@ -81,20 +82,53 @@ Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_
 
 Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes) {
   if (fresh.dim() == static_cast<int64_t>(sizes.size())) return fresh;
+  return part(fresh, sizes, contiguous_strides(sizes), 0);
+}
+
+Tensor part(const Tensor& fresh, const std::vector<int64_t>& sizes,
+            const std::vector<int64_t>& strides, int64_t from) {
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(fresh.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
-                                     contiguous_strides(sizes).data(), 0, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      fresh.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), from, &made));
   return Tensor(made);
 }
 
-TorchStream::TorchStream(const Device& device) : device_(device) {
+Tensor contiguous_of(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+void* Memory::take(int64_t bytes) {
+  if (void* const small = take_small(bytes)) return small;
+  tensors_.push_back(empty({bytes}, ScalarType::Byte, device_));
+  return tensors_.back().mutable_data_ptr();
+}
+
+void* Memory::take_small(int64_t bytes) {
+  constexpr int64_t kShared = 1 << 19, kMost = 1 << 17, kAlign = 256;
+  if (device_.type() == DeviceType::CPU || bytes > kMost) return nullptr;
+  if (!shared_ || used_ + bytes > kShared) {
+    if (shared_) tensors_.push_back(*shared_);
+    shared_ = empty({kShared / 2}, ScalarType::BFloat16, device_);
+    base_ = static_cast<uint8_t*>(shared_->mutable_data_ptr());
+    used_ = 0;
+  }
+  return base_ + std::exchange(used_, round_up(used_ + bytes, kAlign));
+}
+
+Memory::Values Memory::take_values(int64_t count) {
+  if (void* const small = take_small(2 * count))
+    return {*shared_, (static_cast<uint8_t*>(small) - base_) / 2};
+  return {empty({count}, ScalarType::BFloat16, device_), 0};
+}
+
+TorchStream::TorchStream(const Device& device, Memory& memory) : device_(device), memory_(memory) {
   using namespace torch::stable::accelerator;
   if (getCurrentDeviceIndex() != device.index()) guard_.emplace(device.index());
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &handle_));
 }
 
 void* TorchStream::workspace(int64_t bytes) const {
+  if (void* const small = memory_.take_small(bytes)) return small;
   workspaces_.push_back(empty({bytes}, ScalarType::Byte, device_));
   return workspaces_.back().mutable_data_ptr();
 }

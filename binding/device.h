@@ -19,18 +19,42 @@ using torch::headeronly::ScalarType;
 using torch::stable::Device;
 using torch::stable::Tensor;
 
-// PyTorch's current stream of a device, which is the current one while this lives. Workspaces are
-// freed before the kernels that use them have run: PyTorch's allocator hands memory on in stream
+// Memory of a call, until it returns. Small pieces on a GPU are parts of one tensor: to the host of
+// a small layer an allocation is a good part of a kernel's launch.
+class Memory {
+ public:
+  explicit Memory(const Device& device) : device_(device) {}
+  void* take(int64_t bytes);
+  // Null for what is large, or lies in host memory.
+  void* take_small(int64_t bytes);
+  // BF16 values, from an element of a tensor on; large ones live as long as it.
+  struct Values {
+    Tensor tensor;
+    int64_t from;
+  };
+  Values take_values(int64_t count);
+
+ private:
+  Device device_;
+  std::vector<Tensor> tensors_;
+  std::optional<Tensor> shared_;  // BF16, and `used_` bytes are taken of the last one
+  uint8_t* base_ = nullptr;
+  int64_t used_ = 0;
+};
+
+// PyTorch's current stream of a device, which is the current one while this lives. Memory is freed
+// before the kernels that use them have run: PyTorch's allocator hands memory on in stream
 // order.
 class TorchStream final : public Stream {
  public:
-  explicit TorchStream(const Device& device);
+  TorchStream(const Device& device, Memory& memory);
   void* handle() const override { return handle_; }
   void* workspace(int64_t bytes) const override;
   void release() const { workspaces_.clear(); }
 
  private:
   Device device_;
+  Memory& memory_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
   void* handle_ = nullptr;
   mutable std::vector<Tensor> workspaces_;
@@ -48,14 +72,16 @@ class Place {
   bool cuda() const { return device_.type() == DeviceType::CUDA; }
   // Of a GPU; asked for once a call.
   const TorchStream& stream() const {
-    if (!stream_) stream_.emplace(device_);
+    if (!stream_) stream_.emplace(device_, memory_);
     return *stream_;
   }
+  Memory& memory() const { return memory_; }
 
  private:
   const char* op_;
   const char* first_;
   Device device_;
+  mutable Memory memory_;
   mutable std::optional<TorchStream> stream_;
 };
 
@@ -64,8 +90,13 @@ class Place {
 Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device);
 Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                      ScalarType dtype, const Device& device);
-// The memory of a fresh contiguous tensor under another shape; to autograd it is no view.
+// The memory of a fresh contiguous tensor under another shape, or a part of it from an element on;
+// to autograd it is no view.
 Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes);
+Tensor part(const Tensor& fresh, const std::vector<int64_t>& sizes,
+            const std::vector<int64_t>& strides, int64_t from);
+// The tensor itself where it is contiguous already: asking PyTorch costs its dispatcher.
+Tensor contiguous_of(const Tensor& tensor);
 
 // The first result of one of PyTorch's operators.
 template <class... Args>

@@ -8,12 +8,12 @@
 #include <unordered_map>
 
 #include "matmul.h"
+#include "operands.h"
 
 namespace blockscale::binding {
 namespace {
 
 using Ints = std::vector<int64_t>;
-using Spec = std::optional<QuantSpec>;  // none: high precision
 
 struct Recipe {
   Spec fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x;
@@ -37,146 +37,10 @@ const Recipe& recipe_of(const Text& text) {
       .first->second;
 }
 
-// The matrices of a tensor: one, a batch, or groups of the rows of one.
-struct Extent {
-  int64_t rows, columns;
-  int64_t batch = 1;
-  Groups groups{};
-};
-
-// How the operands of a layer are stored: as GEMMs read them. FP32 scales lie transposed, which is
-// how Hopper's FP8 GEMM brings them in; everything else is linear.
-StorageLayout storage_of(const QuantSpec& spec) {
-  StorageLayout layout;
-  if (spec.scale == Format::fp32) layout.scales = Layout::mn_major;
-  return layout;
-}
-
-// An operand without memory, and where its parts lie in what it gets. Codes take whole blocks of at
-// least 8 bytes, so that what follows is aligned.
-struct Plan {
-  Plan(const QuantSpec& spec, int axis, const Extent& e) {
-    q.spec = spec, q.layout = storage_of(spec), q.axis = axis;
-    q.rows = e.rows, q.columns = e.columns, q.batch = e.batch, q.groups = e.groups;
-    const StoredShape s = q.shape();
-    outer = q.batch * s.code_bytes;
-    scales = outer + (spec.outer ? q.matrices() * static_cast<int64_t>(sizeof(float)) : 0);
-    bytes = scales + q.batch * s.scale_count * scale_bytes(spec.scale);
-  }
-  Quantized in(uint8_t* base) const {
-    Quantized placed = q;
-    placed.codes = base;
-    placed.outer = reinterpret_cast<float*>(base + outer);
-    placed.scales = base + scales;
-    return placed;
-  }
-  Quantized q;
-  int64_t outer, scales, bytes;
-};
-
-// One operand of a GEMM, quantized or a high-precision matrix, which runs along the contraction
-// axis or, with axis -2, down it.
-struct Side {
-  Tensor memory;  // of `view`, or the matrix
-  int axis;
-  std::optional<ConstQuantized> view;
-};
-
-// Where a quantizer writes.
-struct Made {
-  Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e) {
-    const Plan plan(spec, axis, e);
-    memory = empty({plan.bytes}, ScalarType::Byte, at.device());
-    view = plan.in(static_cast<uint8_t*>(memory.mutable_data_ptr()));
-  }
-  Side side() const { return {memory, view.axis, as_const(view)}; }
-
-  Tensor memory;
-  Quantized view;
-};
-
-// What an earlier call has made, from its memory; without a spec, the matrix itself.
-Side kept(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
-          const Extent& e) {
-  if (!spec) return {saved, axis, std::nullopt};
-  const Plan plan(*spec, axis, e);
-  at.check(name, saved);
-  if (saved.scalar_type() != ScalarType::Byte || saved.numel() != plan.bytes)
-    fail(at.op(), name, std::to_string(saved.numel()) + " elements",
-         std::to_string(plan.bytes) + " bytes for " + to_string(*spec),
-         "pass what was returned for these extents");
-  Tensor memory = torch::stable::contiguous(saved);
-  // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
-  if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
-    memory = torch::stable::clone(memory);
-  auto* base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
-  return {memory, axis, as_const(plan.in(base))};
-}
-
-int64_t rows_of(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  return rows;
-}
-Tensor matrix(const Tensor& x) {
-  return x.dim() == 2 ? x : torch::stable::reshape(x, Ints{rows_of(x), x.size(x.dim() - 1)});
-}
 Ints with_last(const Tensor& x, int64_t last) {
   Ints sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = last;
   return sizes;
-}
-
-// What the random bits of one operand are keyed by: the layer's seed, from which each operand
-// derives its own (docs/rng.md), and the offset.
-enum class Role : uint64_t { x = 1, w, dy };
-struct Key {
-  Role role;
-  const std::optional<Tensor>&seed, &offset;
-};
-QuantizeOptions drawn(const Place& at, const Key& key) {
-  require(key.seed && key.offset, at.op(), "rng", "none",
-          "a seed and an offset: the recipe rounds stochastically");
-  QuantizeOptions o;
-  set_key(at, o, *key.seed, *key.offset, static_cast<uint64_t>(key.role) * 0x9E3779B97F4A7C15);
-  return o;
-}
-
-// The operands of x along its rows and down its columns, in one pass where both are quantized; one
-// that is not wanted is left out. x is one matrix, with `batched` [E, R, C], or in groups.
-struct Operands {
-  std::optional<Side> row, column;
-};
-Operands operands(const Place& at, const Tensor& x, bool batched, const Groups& groups,
-                  const Spec& row_spec, const Spec& column_spec, bool want_row, bool want_column,
-                  const Key& key) {
-  const Tensor t = x.dim() == 1 ? matrix(x) : x;
-  const Input in = input(at, t, -1, batched);
-  const Extent extent{in.view.rows, in.view.columns, in.view.batch, groups};
-  Operands result;
-  std::optional<Made> row, column;
-  QuantizeOptions row_options, column_options;
-  const auto prepare = [&](const Spec& spec, int axis, std::optional<Made>& made,
-                           QuantizeOptions& o, std::optional<Side>& side) {
-    if (!spec) {
-      side = Side{batched ? x : matrix(x), axis, std::nullopt};
-      return;
-    }
-    made.emplace(at, *spec, axis, extent);
-    if (spec->stochastic()) o = drawn(at, key);
-    side = made->side();
-  };
-  if (want_row) prepare(row_spec, -1, row, row_options, result.row);
-  if (want_column) prepare(column_spec, -2, column, column_options, result.column);
-  run(at, x.numel(), [&](const auto& on) {
-    if (row && column)
-      quantize_dual(in.view, row->view, column->view, row_options, column_options, on);
-    else if (row)
-      quantize(in.view, row->view, row_options, on);
-    else if (column)
-      quantize(in.view, column->view, column_options, on);
-  });
-  return result;
 }
 
 // The values of an operand in a dtype: [lines, k], with `batched` [E, lines, k].
@@ -362,18 +226,21 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   const ScalarType out = dtype.value_or(x.scalar_type());
   const int64_t rows = rows_of(x);
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
-  const Operands xs = operands(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, true,
-                               dw && recipe.wgrad_x, {Role::x, seed, offset});
+  const Making xs(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
+                  outside_if(dw && recipe.wgrad_x), {Role::x, seed, offset});
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
   Operands ws;
   if (!quantized_w) {
-    ws = operands(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, true, dx && recipe.dgrad_w,
-                  {Role::w, seed, offset});
+    const Making made(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, Wanted::here,
+                      outside_if(dx && recipe.dgrad_w), {Role::w, seed, offset});
+    make(at, xs, &made);
+    ws = made;
   } else {
     require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
             "what quantize_weight returned");
     ws.row = kept(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_w, -1,
                   {n, k, grouped ? w.size(0) : 1, {}});
+    make(at, xs);
   }
   const Ints sizes = with_last(x, n);
   std::vector<Tensor> results{product(at, *xs.row, *ws.row, bias, out, out, sizes, groups, rows)};
@@ -388,9 +255,10 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at("quantize_weight", "w", w);
   require(w.dim() == 2 || w.dim() == 3, at.op(), "w.dim()", w.dim(), "2, [N, K], or 3, [E, N, K]");
-  const Operands made =
-      operands(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w, recipe.fprop_w.has_value(),
-               dgrad && recipe.dgrad_w, {Role::w, seed, offset});
+  const Making made(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w,
+                    outside_if(recipe.fprop_w.has_value()), outside_if(dgrad && recipe.dgrad_w),
+                    {Role::w, seed, offset});
+  make(at, made);
   std::vector<Tensor> results;
   if (made.row) results.push_back(made.row->memory);
   if (made.column) results.push_back(made.column->memory);
@@ -427,8 +295,9 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   if (draws) offset = *next++, seed = *next++;
 
   const ScalarType dtype = dy.scalar_type();
-  const Operands dys = operands(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, dx, dw,
-                                {Role::dy, seed, offset});
+  const Making dys(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, here_if(dx),
+                   here_if(dw), {Role::dy, seed, offset});
+  make(at, dys);
   std::vector<Tensor> gradients;
   if (dx)
     gradients.push_back(product(at, *dys.row, *w, std::nullopt, dtype, x_dtype.value_or(dtype),

@@ -32,15 +32,12 @@ void multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bia
       aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), to<int32_t>(from(dtype))));
 }
 
-// scale * code in BF16, [lines, extent], with `batched` [E, lines, extent], without the outer
-// scale: exact. A product of a code and a block scale has at most 4 + 4 significant bits and BF16
-// holds 8 (NVFP4: 1.5 * 1.875 = 2.8125 = 0b10.1101, six bits), with FP32's exponents. The one
-// exception: below 2^-126 BF16 keeps multiples of 2^-133 only, so that an E8M0 block whose largest
-// value is below about 2^-117 loses what is smaller than 2^-134.
-//
-// With `transposed` the last two dimensions are [extent, lines], over the same memory.
-Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, bool batched,
-               const Stream& stream) {
+// An operand as decoding to BF16 reads it: without the outer scale, lines along the contraction
+// axis. scale * code is exact in BF16: a product of a code and a block scale has at most 4 + 4
+// significant bits and BF16 holds 8 (NVFP4: 1.5 * 1.875 = 2.8125 = 0b10.1101, six bits), with
+// FP32's exponents. The one exception: below 2^-126 BF16 keeps multiples of 2^-133 only, so that an
+// E8M0 block whose largest value is below about 2^-117 loses what is smaller than 2^-134.
+ConstQuantized without_outer(const ConstQuantized& q) {
   const StoredShape s = q.shape();
   ConstQuantized view = q;
   // Both operands of a GEMM are transformed alike, and the product sums over all that the transform
@@ -54,20 +51,28 @@ Tensor decoded(const Place& at, const ConstQuantized& q, bool transposed, bool b
   view.axis = -1;
   view.rows = s.lines;
   view.columns = s.extent;
-  // Rows at multiples of 16 bytes, which the fast kernels of both sides ask for.
-  const int64_t stride = std::max<int64_t>(round_up(s.extent, 8), 8);
-  Ints sizes{s.lines, s.extent}, strides{stride, 1};
-  if (transposed) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
-  if (batched) {
-    sizes.insert(sizes.begin(), q.batch);
-    strides.insert(strides.begin(), s.lines * stride);
-  }
-  Tensor values = empty_strided(sizes, strides, ScalarType::BFloat16, at.device());
-  dequantize(view,
-             Matrix{values.mutable_data_ptr(), DType::bf16, s.lines, s.extent, stride, 1, q.batch,
-                    s.lines * stride},
-             stream);
-  return values;
+  return view;
+}
+
+// Both operands in BF16: [lines, extent] of a, and of b, with `batched` a batch, [extent, lines]
+// over lines in memory. Rows are at multiples of 16 bytes, which the fast kernels of both sides ask
+// for, and both are parts of one tensor, which costs the host less than two.
+std::pair<Tensor, Tensor> decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                                  bool batched, const Stream& stream) {
+  const ConstQuantized left = without_outer(a), right = without_outer(b);
+  const int64_t stride = std::max<int64_t>(round_up(left.columns, 8), 8);
+  const int64_t first = round_up(left.rows * stride, 128), matrix = right.rows * stride;
+  const auto [memory, from] = at.memory().take_values(first + b.batch * matrix);
+  auto* const values = static_cast<uint16_t*>(memory.mutable_data_ptr()) + from;
+  const auto view = [&](const ConstQuantized& q, int64_t at_element) {
+    return Matrix{values + at_element, DType::bf16, q.rows, q.columns, stride, 1, q.batch,
+                  q.rows * stride};
+  };
+  gpu::dequantize_two(left, view(left, 0), right, view(right, first), stream);
+  Ints sizes{right.columns, right.rows}, strides{1, stride};
+  if (batched) sizes.insert(sizes.begin(), b.batch), strides.insert(strides.begin(), matrix);
+  return {part(memory, {left.rows, left.columns}, {stride, 1}, from),
+          part(memory, sizes, strides, from + first)};
 }
 
 void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
@@ -104,8 +109,7 @@ Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantize
   GemmOptions options;
   std::optional<Tensor> row;  // keeps the memory of the bias
   if (bias) {
-    row =
-        torch::stable::contiguous(at.cuda() ? *bias : torch::stable::to(*bias, ScalarType::Float));
+    row = contiguous_of(at.cuda() ? *bias : torch::stable::to(*bias, ScalarType::Float));
     options.bias = row->const_data_ptr();
     options.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
   }
@@ -132,8 +136,7 @@ Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantize
     if (b.groups) shape.insert(shape.begin(), b.groups.count);
     return torch::stable::full(shape, 0.0, dtype, std::nullopt, at.device());
   }
-  const Tensor left = decoded(at, a, false, false, stream);
-  const Tensor right = decoded(at, b, true, ends && !b.groups, stream);
+  const auto [left, right] = decoded(at, a, b, ends && !b.groups, stream);
   if (ends) return grouped_mm(left, right, *ends);
   Tensor out = empty({sa.lines, sb.lines}, dtype, at.device());
   multiply(left, right, bias, out, dtype);
@@ -189,7 +192,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   if (b.spec.outer) epilogue.b_outer = b.outer;
   std::optional<Tensor> row;  // keeps the memory of the bias
   if (bias) {
-    row = torch::stable::contiguous(*bias);
+    row = contiguous_of(*bias);
     epilogue.bias = row->const_data_ptr();
     epilogue.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
   }

@@ -263,10 +263,9 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
               const Stream& stream) {
   check_quantize("quantize", x, out, options, Memory::device);
-  if (out.axis == -1)
-    gpu::quantize(x, &out, options, nullptr, {}, stream);
-  else
-    gpu::quantize(x, nullptr, {}, &out, options, stream);
+  const Quantization one[] = {out.axis == -1 ? Quantization{x, &out, nullptr, options, {}}
+                                             : Quantization{x, nullptr, &out, {}, options}};
+  gpu::quantize(one, stream);
 }
 
 void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
@@ -279,7 +278,20 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
                    const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                    const Stream& stream) {
   check_dual(x, row_out, column_out, row_options, column_options, Memory::device);
-  gpu::quantize(x, &row_out, row_options, &column_out, column_options, stream);
+  const Quantization one[] = {{x, &row_out, &column_out, row_options, column_options}};
+  gpu::quantize(one, stream);
+}
+void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream) {
+  const Quantization both[] = {first, second};
+  for (const Quantization& q : both) {
+    if (q.row && q.column)
+      check_dual(q.x, *q.row, *q.column, q.row_options, q.column_options, Memory::device);
+    else if (q.row)
+      check_quantize("quantize", q.x, *q.row, q.row_options, Memory::device);
+    else if (q.column)
+      check_quantize("quantize", q.x, *q.column, q.column_options, Memory::device);
+  }
+  gpu::quantize(both, stream);
 }
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,

@@ -72,6 +72,16 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
                    const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                    const Stream& stream);
 
+// One input, and what is made of it: along its rows, down its columns, or both.
+struct Quantization {
+  ConstMatrix x;
+  const Quantized* row = nullptr;
+  const Quantized* column = nullptr;
+  QuantizeOptions row_options{}, column_options{};
+};
+// Two inputs, as a linear layer has: on a GPU with fewer launches than one after the other.
+void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream);
+
 // max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch, or per group:
 // NaN when any value is NaN, else Inf when any is infinite, 0 for an empty matrix. On a GPU offsets
 // that decrease or pass the end of x make all of them NaN.

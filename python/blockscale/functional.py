@@ -4,6 +4,7 @@ recipe."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from blockscale.tensor import FLOATS, FLOATS_TEXT, stored_shapes
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
+_forward = _ops.linear.default
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
 
 
@@ -143,10 +145,13 @@ def linear_with_key(
         rest = (recipe.text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made)
         if forward_ad._current_level >= 0:
             _refuse_tangents(_name(offsets), x, w)
-        if dx or dw or db:
-            y: torch.Tensor = _Linear.apply(x, w, bias, recipe, rest, into)  # type: ignore[no-untyped-call]
+        y: torch.Tensor
+        if not (dx or dw or db):
+            y = _forward(x, w, bias, *rest)[0]
+        elif torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            y = _Linear.apply(x, w, bias, (recipe, rest, into))  # type: ignore[no-untyped-call]
         else:
-            y = _ops.linear.default(x, w, bias, *rest)[0]
+            y = _apply(x, w, bias, (recipe, rest, into))
         return y
     except Exception as error:
         failure = error
@@ -195,8 +200,9 @@ def _check_into(
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `rest`:
-    what the operator takes after them, in one tuple because each argument costs time."""
+    """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`:
+    the recipe, what the operator takes after the tensors, and the buffer of w's gradient, in one
+    tuple because each argument costs time."""
 
     @staticmethod
     def forward(
@@ -204,54 +210,52 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        recipe: Recipe,
-        rest: tuple[Any, ...],
-        into: torch.Tensor | None,
+        call: tuple[Recipe, tuple[Any, ...], torch.Tensor | None],
     ) -> torch.Tensor:
-        made = _ops.linear.default(x, w, bias, *rest)
-        text, dx, dw, seed, _, offsets, _, quantized_w = rest
+        recipe, rest, into = call
+        y: torch.Tensor
         # The operator returns y and what it has made; operands in high precision are the inputs.
-        # (Tuples: PyTorch 2.11's compiler does not trace changes of a list here.)
-        saved: tuple[torch.Tensor, ...] = ()
-        taken = 1
+        y, *saved = _forward(x, w, bias, *rest)
+        text, dx, dw, seed, _, offsets, _, quantized_w = rest
+        # (No list is changed here: PyTorch 2.11's compiler does not trace it.)
         if dw and recipe.wgrad_x is None:
-            saved = (x,)
-        elif dw:
-            saved, taken = (made[1],), 2
+            saved = [x, *saved]
         if dx and recipe.dgrad_w is None:
-            saved = (*saved, w)
+            saved = [*saved[:dw], w, *saved[dw:]]
         elif dx and quantized_w is not None:
-            saved = (*saved, quantized_w[-1])
-        elif dx:
-            saved, taken = (*saved, made[taken]), taken + 1
-        if taken < len(made):  # the offset's copy: dy will draw
-            saved = (*saved, made[taken], seed)
+            saved = [*saved[:dw], quantized_w[-1], *saved[dw:]]
+        if len(saved) > dx + dw:  # the offset's copy: dy will draw
+            saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)
-        ctx.into = into
-        y: torch.Tensor = made[0]
         out = y.dtype  # gradients have the dtypes of what they belong to; none: that of dy
-        ctx.dtypes = (
+        dtypes = (
             None if x.dtype == out else x.dtype,
             None if w.dtype == out else w.dtype,
             None if bias is None or bias.dtype == out else bias.dtype,
         )
-        ctx.call = (text, w.shape[-1], dx, dw, ctx.needs_input_grad[2])
+        ctx.call = (text, w.shape[-1], dx, dw, ctx.needs_input_grad[2], dtypes, into)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
-        text, k, dx, dw, db = ctx.call
-        if ctx.into is None:
-            made = iter(_ops.linear_backward.default(dy, saved, *ctx.call, offsets, *ctx.dtypes))
+        text, k, dx, dw, db, dtypes, into = ctx.call
+        if into is None:
+            call = (text, k, dx, dw, db, offsets, *dtypes)
+            made = iter(_ops.linear_backward.default(dy, saved, *call))
             gradients = [next(made) if needed else None for needed in (dx, dw, db)]
         else:
-            x_dtype, _, bias_dtype = ctx.dtypes
-            call = (text, k, dx, db, offsets, ctx.into, x_dtype, bias_dtype)
+            x_dtype, _, bias_dtype = dtypes
+            call = (text, k, dx, db, offsets, into, x_dtype, bias_dtype)
             grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
             gradients = [grad_x if dx else None, None, grad_b if db else None]
-        return (*gradients, None, None, None)
+        return (*gradients, None)
+
+
+# `apply` without what torch.autograd.Function does in Python before it, for functions with a
+# setup_context and for functorch: a tenth of a small layer's time.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
 
 
 def _check(

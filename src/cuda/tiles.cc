@@ -74,9 +74,11 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
 
 int choose_tile(const GemmSize& s) {
   int best = 0;
-  for (int i = 1; i < kTileCount; ++i)
-    if ((kTiles[i].e5m2 || !s.e5m2) && tile_cost(kTiles[i], s) < tile_cost(kTiles[best], s))
-      best = i;
+  double least = tile_cost(kTiles[0], s);
+  for (int i = 1; i < kTileCount; ++i) {
+    if (s.e5m2 && !kTiles[i].e5m2) continue;
+    if (const double cost = tile_cost(kTiles[i], s); cost < least) best = i, least = cost;
+  }
   return best;
 }
 

@@ -13,14 +13,15 @@ std::string unavailable() {
   return "this build has no CUDA kernels: nvcc was not found; every spec runs on the CPU";
 }
 
-void quantize(const ConstMatrix&, const Quantized*, const QuantizeOptions&, const Quantized*,
-              const QuantizeOptions&, const Stream&) {
-  refuse("quantize");
-}
+void quantize(std::span<const Quantization>, const Stream&) { refuse("quantize"); }
 void amax(const ConstMatrix&, const QuantSpec&, int, const Groups&, float*, const Stream&) {
   refuse("amax");
 }
 void dequantize(const ConstQuantized&, const Matrix&, const Stream&) { refuse("dequantize"); }
+void dequantize_two(const ConstQuantized&, const Matrix&, const ConstQuantized&, const Matrix&,
+                    const Stream&) {
+  refuse("dequantize");
+}
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
 void group_ends(const Groups&, int64_t, int64_t, int32_t*, int32_t*, const Stream&) {
   refuse("gemm");

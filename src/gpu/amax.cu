@@ -6,6 +6,12 @@
 namespace blockscale::gpu {
 namespace {
 
+// What reading values asks of a side.
+void set_transform(Side& side, const QuantSpec& spec) {
+  side.out.spec = spec;
+  for (int i = 0; i < kRun; ++i) side.transform_signs[i] = spec.hadamard.negates(i) ? -1.0f : 1.0f;
+}
+
 template <class Loader>
 struct AmaxShared {
   static constexpr int kStages = Loader::kStages;
@@ -104,23 +110,20 @@ void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   start(kKernel, blocks, kThreads, kBytes, stream, p, out, before);
 }
 
-// The same of FP32 and FP16 with contiguous columns, down the columns of a tile for each block of
-// threads, which loads it straight from global memory.
-template <bool kTransform, bool kBoth>
-__global__ void __launch_bounds__(kDirectThreads, 2)
-    amax_floats_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
-  after_previous();
+// The same down the columns of one tile, which a block of threads loads straight from global
+// memory.
+template <class In, bool kTransform, bool kBoth>
+BLOCKSCALE_DEVICE void amax_of_tile(const Source& x, const Side& side, const TileAt& at, float* out,
+                                    float* before) {
   constexpr Pass kPass{Encoder::fp4_nearest, Format::e4m3, false, kTransform};
-  const TileAt at = direct_tile(kSidewaysShift);
-  if (at.column >= p.x.columns) return;
   const ColumnPart<kPass> part;
-  FloatColumns in[2];
-  part.load(FloatsIn{}, p.x, at, in);
+  typename In::Tile::Columns in[2];
+  part.load(In{}, x, at, in);
   uint32_t largest = 0, plain = 0;
 #pragma unroll
-  for (const FloatColumns& columns : in) {
-    ColumnValues<kPass, FloatTile> values;
-    values.take(columns, p.row);
+  for (const auto& columns : in) {
+    ColumnValues<kPass, typename In::Tile> values;
+    values.take(columns, side);
     largest = max(largest, max(values.amax[0], values.amax[1]));
     if constexpr (kBoth) {
       uint32_t two[2];
@@ -130,6 +133,16 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
   }
   add_to(out + at.batch, largest);
   if constexpr (kBoth) add_to(before + at.batch, plain);
+}
+
+// FP32 and FP16 with contiguous columns.
+template <bool kTransform, bool kBoth>
+__global__ void __launch_bounds__(kDirectThreads, 2)
+    amax_floats_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
+  after_previous();
+  const TileAt at = direct_tile(kSidewaysShift);
+  if (at.column >= p.x.columns) return;
+  amax_of_tile<FloatsIn, kTransform, kBoth>(p.x, p.row, at, out, before);
 }
 void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   const auto run = [&](auto kernel) {
@@ -142,6 +155,74 @@ void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream st
     run(amax_floats_kernel<true, true>);
   else
     run(amax_floats_kernel<true, false>);
+}
+
+// Two small inputs, a tile for each block of threads; the second without a transform.
+struct AmaxTiles {
+  Source x;
+  Side side;
+  float *out, *before;
+  Divisor matrix, across;  // tiles of a matrix, and beside each other
+  uint32_t tiles;
+
+  BLOCKSCALE_DEVICE TileAt at(uint32_t n) const {
+    const uint32_t batch = matrix.divide(n), down = across.divide(n);
+    return {static_cast<int>(batch), static_cast<int>(down) * kTile, static_cast<int>(n) * kTile};
+  }
+};
+struct AmaxPair {
+  AmaxTiles first, second;
+};
+template <class In, bool kTransform, bool kBoth>
+__global__ void __launch_bounds__(kDirectThreads, 2)
+    amax_pair_kernel(const __grid_constant__ AmaxPair p) {
+  after_previous();
+  const AmaxTiles &a = p.first, &b = p.second;
+  if (blockIdx.x < a.tiles)
+    amax_of_tile<In, kTransform, kBoth>(a.x, a.side, a.at(blockIdx.x), a.out, a.before);
+  else
+    amax_of_tile<In, false, false>(b.x, b.side, b.at(blockIdx.x - a.tiles), b.out, nullptr);
+}
+template <class In>
+void launch_pair(const AmaxPair& p, NativeStream stream) {
+  const auto run = [&](auto kernel) {
+    start(kernel, p.first.tiles + p.second.tiles, kDirectThreads, 0, stream, p);
+  };
+  if (p.first.side.out.spec.hadamard.dim == 0)
+    run(amax_pair_kernel<In, false, false>);
+  else if (p.first.before)
+    run(amax_pair_kernel<In, true, true>);
+  else
+    run(amax_pair_kernel<In, true, false>);
+}
+
+AmaxTiles tiles_of(const Amax& amax) {
+  const int64_t across = ceil_div(amax.x.columns, kTile);
+  const int64_t matrix = across * ceil_div(amax.x.rows, kTile);
+  AmaxTiles t{};
+  t.x = source_of(amax.x);
+  set_transform(t.side, amax.spec);
+  t.out = amax.out, t.before = amax.before;
+  t.matrix = Divisor(matrix), t.across = Divisor(across);
+  t.tiles = static_cast<uint32_t>(matrix * amax.x.batch);
+  return t;
+}
+// Whether one launch reads both: where the device has so little to do that the host is waited for.
+bool small_pair(const Amax& a, const Amax& b) {
+  constexpr int64_t kTilesEach = 8;  // of a multiprocessor
+  const auto tiles = [](const ConstMatrix& x) {
+    return ceil_div(x.columns, kTile) * ceil_div(x.rows, kTile) * x.batch;
+  };
+  const auto direct = [](const Amax& m) {
+    const bool down = m.spec.hadamard.dim == 0 || (m.spec.hadamard.dim == kRun && m.axis == -2);
+    // Bytes of the rows of a tile are counted in 32 bits.
+    const bool near = m.x.row_stride >= 0 && m.x.row_stride < 1 << 22;
+    return down && near && !m.groups && m.x.column_stride == 1 &&
+           m.x.rows * m.x.columns * m.x.batch != 0 && (m.x.dtype != DType::bf16 || is_aligned(m.x));
+  };
+  return direct(a) && direct(b) && b.spec.hadamard.dim == 0 &&
+         (a.x.dtype == DType::bf16) == (b.x.dtype == DType::bf16) &&
+         tiles(a.x) + tiles(b.x) <= kTilesEach * multiprocessors(current_device());
 }
 
 template <class Loader, bool kGrouped>
@@ -258,11 +339,11 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
   const int64_t matrices = groups ? groups.count : x.batch;
   if (matrices == 0) return;
   clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
-  add_amax(x, spec, axis, groups, out, nullptr, stream);
+  add_amax({x, spec, axis, groups, out, nullptr}, stream);
 }
 
-void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
-              float* out, float* before, const Stream& stream) {
+void add_amax(const Amax& amax, const Stream& stream) {
+  const auto& [x, spec, axis, groups, out, before] = amax;
   const bool wide = spec.hadamard.dim > kRun;
   ConstQuantized operand;  // only its shape is of interest
   operand.spec = spec, operand.axis = axis, operand.groups = groups;
@@ -273,8 +354,7 @@ void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Group
     plan = make_plan(groups, x.rows, x.columns, positions ? &operand : nullptr, nullptr, positions,
                      stream);
   QuantizeParams p{};
-  p.row.out.spec = spec;
-  for (int i = 0; i < kRun; ++i) p.row.transform_signs[i] = spec.hadamard.negates(i) ? -1.0f : 1.0f;
+  set_transform(p.row, spec);
   ConstMatrix y = x;
   if (wide) {
     const StoredShape s = operand.shape();
@@ -293,6 +373,20 @@ void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Group
     launch_on_axis<AlignedLoader>(p, axis, out, before, native(stream));
   else
     launch_on_axis<UnalignedLoader>(p, axis, out, before, native(stream));
+  check_launch("amax");
+}
+
+void add_amaxes(const Amax& a, const Amax& b, const Stream& stream) {
+  if (small_pair(b, a) && !small_pair(a, b)) return add_amaxes(b, a, stream);
+  if (!small_pair(a, b)) {
+    add_amax(a, stream);
+    return add_amax(b, stream);
+  }
+  const AmaxPair pair{tiles_of(a), tiles_of(b)};
+  if (a.x.dtype == DType::bf16)
+    launch_pair<Bf16In<true>>(pair, native(stream));
+  else
+    launch_pair<FloatsIn>(pair, native(stream));
   check_launch("amax");
 }
 

@@ -16,11 +16,10 @@ template <class Codes>
 BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, int first, int c,
                                    int byte, int left, Codes* codes, uint32_t* stored) {
   const uint8_t* from = code_at<true>(p, at, first, byte);
-  // The lines of a thread are of one row of a grid of square blocks.
-  const bool grid = p.shape.scale_lines != 1;
-  const int row = grid ? first >> p.block_shift : first;
+  const int row = first >> at.scale_shift;
   const int64_t scale = static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift);
-  const int step = grid ? 0 : at.scale_columns;
+  // The lines of a thread are of one row of a grid of square blocks.
+  const int step = at.scale_shift ? 0 : at.scale_columns;
   int further[kRowLines];  // what stands for lines that are not there is the last that is
 #pragma unroll
   for (int i = 0; i < kRowLines; ++i) {
@@ -131,7 +130,7 @@ void launch(DequantizeParams& p, NativeStream stream) {
   if (p.q.axis == -1) {
     const int64_t runs = ceil_div(p.columns, kPiece);
     const int64_t each = groups ? kTile / kRowLines : ceil_div(p.rows, kRowLines);
-    const int64_t all = runs * each * parts;
+    const int64_t all = runs * (each * parts + ceil_div(p.second.rows, kRowLines));
     p.runs = Divisor(runs), p.parts = Divisor(each);
     p.all = static_cast<uint32_t>(all);
     constexpr int kPieces = kDecodeThreads / 32 * (32 - kHalo<kRows>);  // of a block of threads
@@ -156,23 +155,71 @@ Launcher launcher_of(Format element) {
   return launch<Codec::any, kRows>;
 }
 
-}  // namespace
-
-void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) {
-  if (x.rows * x.columns * x.batch == 0) return;
+int scale_shift_of(const ConstQuantized& q, const StoredShape& s) {
+  return s.scale_lines == 1 ? 0 : std::countr_zero(q.spec.block);
+}
+DequantizeParams params_of(const ConstQuantized& q, const Matrix& x) {
   DequantizeParams p{};
   p.q = q, p.shape = q.shape(), p.x = x;
   p.element = Decoder::of(q.spec.element), p.scale = Decoder::of(q.spec.scale);
   p.rows = static_cast<int>(x.rows), p.columns = static_cast<int>(x.columns);
   p.block_shift = std::countr_zero(q.spec.block);
-  if (q.groups) p.plan = make_plan(q.groups, x.rows, x.columns, &q, nullptr, false, stream);
   p.linear = q.layout == StorageLayout{}, p.wide_scales = q.spec.scale == Format::fp32;
-  const ConstMatrix to = as_const(x);
-  const Launcher run = !is_bf16_rows(to) ? launcher_of<Rows::any>(q.spec.element)
-                       : is_aligned(to)  ? launcher_of<Rows::aligned>(q.spec.element)
-                                         : launcher_of<Rows::anywhere>(q.spec.element);
-  run(p, native(stream));
+  p.first = {q.codes,
+             q.scales,
+             nullptr,
+             0,
+             0,
+             p.rows,
+             static_cast<int>(p.shape.padded),
+             static_cast<int>(p.shape.code_columns),
+             static_cast<int>(p.shape.scale_columns),
+             scale_shift_of(q, p.shape)};
+  return p;
+}
+void run(DequantizeParams& p, const Stream& stream) {
+  const ConstMatrix to = as_const(p.x);
+  const Launcher launcher = !is_bf16_rows(to) ? launcher_of<Rows::any>(p.q.spec.element)
+                            : is_aligned(to)  ? launcher_of<Rows::aligned>(p.q.spec.element)
+                                              : launcher_of<Rows::anywhere>(p.q.spec.element);
+  launcher(p, native(stream));
   check_launch("dequantize");
+}
+
+// Whether one launch decodes both: lines of one form, so that they differ in where they lie and in
+// how many share a scale.
+bool alike(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b, const Matrix& y) {
+  const auto plain = [](const ConstQuantized& q, const Matrix& to) {
+    return q.axis == -1 && !q.groups && !q.spec.outer && q.layout == StorageLayout{} &&
+           q.batch == 1 && to.rows * to.columns != 0 && is_bf16_rows(as_const(to)) &&
+           is_aligned(as_const(to));
+  };
+  return plain(a, x) && plain(b, y) && a.spec.element == b.spec.element &&
+         a.spec.scale == b.spec.scale && a.spec.block == b.spec.block && x.columns == y.columns &&
+         x.row_stride == y.row_stride &&
+         ceil_div(x.columns, kPiece) * (x.rows + y.rows) < int64_t{1} << 31;
+}
+
+}  // namespace
+
+void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) {
+  if (x.rows * x.columns * x.batch == 0) return;
+  DequantizeParams p = params_of(q, x);
+  if (q.groups) p.plan = make_plan(q.groups, x.rows, x.columns, &q, nullptr, false, stream);
+  run(p, stream);
+}
+
+void dequantize_two(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b,
+                    const Matrix& y, const Stream& stream) {
+  if (!alike(a, x, b, y)) {
+    gpu::dequantize(a, x, stream);
+    return gpu::dequantize(b, y, stream);
+  }
+  if (x.rows < y.rows) return dequantize_two(b, y, a, x, stream);  // the longer one is the first
+  DequantizeParams p = params_of(a, x);
+  p.second = {b.codes, b.scales, static_cast<uint16_t*>(y.data) - static_cast<uint16_t*>(x.data),
+              static_cast<int>(y.rows), scale_shift_of(b, b.shape())};
+  run(p, stream);
 }
 
 }  // namespace blockscale::gpu

@@ -12,6 +12,23 @@ namespace blockscale::gpu {
 
 inline constexpr int kDecodeThreads = 256;
 
+// What a piece of work is part of: a matrix of the batch, or a row of tiles of a group.
+struct Place {
+  const uint8_t *codes, *scales;
+  const float* outer;  // its outer scale, or null
+  int64_t x;           // where its first element lies, from x.data on
+  int row;             // the first one
+  int rows, padded, code_columns, scale_columns;
+  int scale_shift;  // the binary logarithm of the lines that share a row of scales
+};
+
+// What a second operand with lines of the same form has of its own.
+struct SecondPlace {
+  const uint8_t *codes, *scales;
+  int64_t x;
+  int rows, scale_shift;
+};
+
 struct DequantizeParams {
   ConstQuantized q;
   StoredShape shape;
@@ -25,31 +42,20 @@ struct DequantizeParams {
   Divisor runs;             // along rows: pieces of a line
   Divisor across;           // down columns: tiles beside each other
   uint32_t all;             // along rows: threads with work
+  Place first;              // the first matrix of a batch
+  SecondPlace second;       // of two operands the other one's, or no rows
 };
 
-// What a piece of work is part of: a matrix of the batch, or a row of tiles of a group.
-struct Place {
-  const uint8_t *codes, *scales;
-  const float* outer;  // its outer scale, or null
-  int64_t x;           // where its first element lies, from x.data on
-  int row;             // the first one
-  int rows, padded, code_columns, scale_columns;
-};
 BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at) {
   int batch = static_cast<int>(part);
   const StoredShape& s = p.shape;
   const int scale_bytes = p.q.spec.scale == Format::fp32 ? 4 : 1;
   if (!p.plan.head) {
-    at = {p.q.codes,
-          p.q.scales,
-          nullptr,
-          0,
-          0,
-          p.rows,
-          static_cast<int>(s.padded),
-          static_cast<int>(s.code_columns),
-          static_cast<int>(s.scale_columns)};
-    if (p.x.batch > 1) {
+    at = p.first;
+    if (p.second.rows > 0 && batch == 1) {
+      at.codes = p.second.codes, at.scales = p.second.scales, at.x = p.second.x;
+      at.rows = p.second.rows, at.scale_shift = p.second.scale_shift;
+    } else if (p.x.batch > 1) {
       at.codes += batch * s.code_bytes;
       at.scales += batch * s.scale_count * scale_bytes;
       at.x = batch * p.x.batch_stride;
@@ -67,7 +73,8 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
           g.rows,
           g.padded,
           g.code_columns,
-          g.scale_columns};
+          g.scale_columns,
+          p.first.scale_shift};
   }
   if (p.q.spec.outer) at.outer = p.q.outer + batch;
   return true;
@@ -77,7 +84,7 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
 template <bool kLinear>
 BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& at, int line,
                                         int block) {
-  const int row = p.shape.scale_lines == 1 ? line : line >> p.block_shift;
+  const int row = line >> at.scale_shift;
   const int64_t i = kLinear ? static_cast<int64_t>(row) * at.scale_columns + block
                             : layout_offset_as<uint32_t>(p.q.layout.scales,
                                                          static_cast<uint32_t>(p.shape.scale_rows),

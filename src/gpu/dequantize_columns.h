@@ -38,8 +38,7 @@ BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, 
   if (p.wide_scales) return {stored_scale<kLinear>(p, at, line, block), 0};  // a block is kTile
   if constexpr (kLinear) {
     const uint8_t* from = at.scales + block;
-    from += static_cast<int64_t>(p.shape.scale_lines == 1 ? line : line >> p.block_shift) *
-            at.scale_columns;
+    from += static_cast<int64_t>(line >> at.scale_shift) * at.scale_columns;
     if (count == 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0)
       return load_once(reinterpret_cast<const uint2*>(from));
     if (count == 4 && reinterpret_cast<uintptr_t>(from) % 4 == 0)

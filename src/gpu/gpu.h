@@ -2,6 +2,8 @@
 // device pointer; nothing here waits for the device.
 #pragma once
 
+#include <span>
+
 #include "blockscale/ops.h"
 
 namespace blockscale::gpu {
@@ -9,12 +11,14 @@ namespace blockscale::gpu {
 // Why this build cannot run on a GPU here; empty when it can.
 std::string unavailable();
 
-void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
-              const Quantized* column_out, const QuantizeOptions& column_options,
-              const Stream& stream);
+// One input, or two: amaxes that are not given are found for both at once.
+void quantize(std::span<const Quantization> inputs, const Stream& stream);
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
           const Stream& stream);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
+// Of two operands; in one launch where their lines have one form, as those of a GEMM mostly have.
+void dequantize_two(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b,
+                    const Matrix& y, const Stream& stream);
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 // Refuses a current GPU that gemm does not run on.
 void check_gemm_device();

@@ -121,10 +121,18 @@ inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis
   hadamard(x, h, axis, y, plan, stream);
   return y;
 }
-// amax into `out`, which holds zeros; and max |x| before a transform of 16 into `before`, if given
-// and there are no groups.
-void add_amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
-              float* out, float* before, const Stream& stream);
+// An amax to be found, into `out`, which holds zeros; and max |x| before a transform of 16 into
+// `before`, if given and there are no groups.
+struct Amax {
+  ConstMatrix x;
+  QuantSpec spec;
+  int axis;
+  Groups groups;
+  float *out, *before;
+};
+void add_amax(const Amax& amax, const Stream& stream);
+// Of two inputs; small ones in one launch.
+void add_amaxes(const Amax& a, const Amax& b, const Stream& stream);
 // FP32 scales of two operands in `mn_major` to the same ones in `linear`.
 void turn_scales(const Quantized from[2], const Quantized to[2], const Stream& stream);
 // Writes the padding of a storage layout and nothing else: not that of FP32 scales, which

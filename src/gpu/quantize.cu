@@ -1,4 +1,5 @@
 #include <bit>
+#include <utility>
 
 #include "gpu/instances.h"
 
@@ -125,32 +126,53 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   return s;
 }
 
-// The amaxes of specs with an outer scale, where the caller has not given them: both from one read
-// of x where at most one of them follows a transform.
-void find_amaxes(const ConstMatrix& x, const Groups& groups, Side& row, Side& column,
-                 const Stream& stream) {
-  const auto lacks = [](const Side& s) { return s.out.spec.outer && !s.amax; };
-  if (!lacks(row) && !lacks(column)) return;
-  const int64_t matrices = groups ? groups.count : x.batch;
-  const int64_t bytes = matrices * static_cast<int64_t>(sizeof(float));
-  float* found = static_cast<float*>(stream.workspace(2 * bytes));
-  clear_async(found, static_cast<size_t>(2 * bytes), native(stream));
-  const auto transforms = [](const Side& s) { return s.out.spec.hadamard.dim != 0; };
-  if (!groups && lacks(row) && lacks(column) && !(transforms(row) && transforms(column))) {
-    Side& first = transforms(row) ? row : column;
-    Side& plain = transforms(row) ? column : row;
-    float* before = transforms(first) ? found + matrices : nullptr;
-    add_amax(x, first.out.spec, first.out.axis, groups, found, before, stream);
-    first.amax = found;
-    plain.amax = before ? before : found;
-    return;
+// Gives specs with an outer scale the amaxes that the caller has not given: both of an input from
+// one read where at most one of them follows a transform.
+void find_amaxes(std::span<Quantization> inputs, const Stream& stream) {
+  const auto lacks = [](const Quantized* out, const QuantizeOptions& o) {
+    return out && out->spec.outer && !o.amax;
+  };
+  int64_t words = 0;
+  for (const Quantization& q : inputs)
+    for (const auto& [out, options] :
+         {std::pair(q.row, &q.row_options), std::pair(q.column, &q.column_options)})
+      if (lacks(out, *options)) words += out->matrices();
+  if (words == 0) return;
+  const int64_t bytes = words * static_cast<int64_t>(sizeof(float));
+  float* found = static_cast<float*>(stream.workspace(bytes));
+  clear_async(found, static_cast<size_t>(bytes), native(stream));
+  Amax asked[4];
+  int count = 0;
+  for (Quantization& q : inputs) {
+    const bool row = lacks(q.row, q.row_options), column = lacks(q.column, q.column_options);
+    const auto next = [&](const Quantized& out) {
+      return std::exchange(found, found + out.matrices());
+    };
+    const auto ask = [&](const Quantized& out, QuantizeOptions& o) {
+      float* const to = next(out);
+      asked[count++] = {q.x, out.spec, out.axis, out.groups, to, nullptr};
+      o.amax = to;
+    };
+    const auto transforms = [](const Quantized& out) { return out.spec.hadamard.dim != 0; };
+    const auto wide = [](const Quantized& out) { return out.spec.hadamard.dim > kRun; };
+    if (row && column && !q.row->groups && !wide(*q.row) && !wide(*q.column) &&
+        !(transforms(*q.row) && transforms(*q.column))) {
+      const bool row_first = transforms(*q.row);
+      const Quantized& first = row_first ? *q.row : *q.column;
+      QuantizeOptions& plain = row_first ? q.column_options : q.row_options;
+      QuantizeOptions& other = row_first ? q.row_options : q.column_options;
+      ask(first, other);
+      if (transforms(first))
+        plain.amax = asked[count - 1].before = next(first);
+      else
+        plain.amax = other.amax;
+    } else {
+      if (row) ask(*q.row, q.row_options);
+      if (column) ask(*q.column, q.column_options);
+    }
   }
-  for (Side* s : {&row, &column}) {
-    if (!lacks(*s)) continue;
-    add_amax(x, s->out.spec, s->out.axis, groups, found, nullptr, stream);
-    s->amax = found;
-    found += matrices;
-  }
+  if (count == 2) return add_amaxes(asked[0], asked[1], stream);
+  for (int i = 0; i < count; ++i) add_amax(asked[i], stream);
 }
 
 // Whether scales of both directions are written as `mn_major` first, and turned then: where a
@@ -202,7 +224,6 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
   if (row_out) p.row = side_of(*row_out, row_options);
   if (column_out) p.column = side_of(*column_out, column_options);
   p.row.scales_aside = p.column.scales_aside = aside;
-  find_amaxes(x, groups, p.row, p.column, stream);
   if (positions) planned();
   auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
     if (!out) return;
@@ -233,19 +254,25 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
   check_launch("quantize");
 }
 
+void quantize_one(const Quantization& q, const Stream& stream) {
+  if (!q.row || !q.column || !turns_scales(q.x, *q.row, *q.column))
+    return quantize_into(q.x, q.row, q.row_options, q.column, q.column_options, false, stream);
+  const Quantized to[] = {*q.row, *q.column};
+  const Quantized aside[] = {with_scales_aside(*q.row, stream),
+                             with_scales_aside(*q.column, stream)};
+  quantize_into(q.x, &aside[0], q.row_options, &aside[1], q.column_options, true, stream);
+  turn_scales(aside, to, stream);
+}
+
 }  // namespace
 
-void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
-              const Quantized* column_out, const QuantizeOptions& column_options,
-              const Stream& stream) {
-  if (x.batch == 0) return;
-  if (!row_out || !column_out || !turns_scales(x, *row_out, *column_out))
-    return quantize_into(x, row_out, row_options, column_out, column_options, false, stream);
-  const Quantized to[] = {*row_out, *column_out};
-  const Quantized aside[] = {with_scales_aside(*row_out, stream),
-                             with_scales_aside(*column_out, stream)};
-  quantize_into(x, &aside[0], row_options, &aside[1], column_options, true, stream);
-  turn_scales(aside, to, stream);
+void quantize(std::span<const Quantization> inputs, const Stream& stream) {
+  Quantization all[2];
+  size_t count = 0;
+  for (const Quantization& q : inputs)
+    if (q.x.batch != 0 && (q.row || q.column)) all[count++] = q;
+  find_amaxes({all, count}, stream);
+  for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
 }
 
 }  // namespace blockscale::gpu
