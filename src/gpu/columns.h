@@ -136,6 +136,10 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
     for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
       const int line = i / per_line, b = first_block + i % per_line * 4;
       if (line >= lines || b >= s.blocks) continue;
+      if (!kPass.square && s.aside_pitch != 0) {
+        store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
+        continue;
+      }
       const uint32_t at = s.linear_scales
                               ? static_cast<uint32_t>((tile_line + line) * s.scale_columns + b)
                               : layout_offset_as<uint32_t>(Layout::nv_128x4, s.lines,
