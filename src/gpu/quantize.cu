@@ -156,7 +156,7 @@ void find_amaxes(const ConstMatrix& x, const Groups& groups, Side& row, Side& co
 // Whether scales of both directions go to the workspace first, as words, and are turned then: where
 // a kernel more is less than what it saves.
 bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
-  constexpr int64_t kTilesEach = 8;  // of a multiprocessor
+  constexpr int64_t kTilesEach = 10;  // of a multiprocessor
   const auto may = [](const Quantized& q) {
     const bool words = q.spec.scale == Format::fp32 ||
                        (q.spec.scale == Format::e8m0 && codes_per_byte(q.spec.element) == 1);
