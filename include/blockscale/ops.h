@@ -35,7 +35,7 @@ class Stream {
   // Device memory that lives until the work launched so far is done. Its size depends on shapes
   // alone: one FP32 a matrix for an amax that is not given, a BF16 copy of x for a Hadamard
   // transform wider than 16, with groups some bytes for each of them and for 128 rows of x, and a
-  // copy of the scales of both directions in FP32 and `linear`.
+  // copy of the scales of both directions of elements of a byte, `linear` and not square.
   virtual void* workspace(int64_t bytes) const = 0;
 };
 

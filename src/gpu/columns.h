@@ -124,6 +124,21 @@ struct ColumnValues {
   }
 };
 
+// Scales of a byte from the stage to lines that no word divides.
+template <Pass kPass, int kCount>
+BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int tile_line,
+                                           int first_block, int lines, Stage<kPass>& stage) {
+  constexpr int kBlocks = kTile / kPass.block(), kLines = kCount / kBlocks;
+  const int b = static_cast<int>(threadIdx.x) % kBlocks;
+  int line = static_cast<int>(threadIdx.x) / kBlocks;
+  if (first_block + b >= s.blocks) return;
+  uint8_t* to =
+      m.scales + static_cast<uint32_t>((tile_line + line) * s.scale_columns + first_block + b);
+#pragma unroll
+  for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += kLines * s.scale_columns)
+    if (line < lines) *to = stage.template scale<uint8_t>(line, kBlocks, b);
+}
+
 // Scales from the stage to memory, by kCount threads.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
@@ -136,6 +151,10 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
     for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
       const int line = i / per_line, b = first_block + i % per_line * 4;
       if (line >= lines || b >= s.blocks) continue;
+      if (!kPass.square && s.aside_pitch != 0) {
+        store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
+        continue;
+      }
       const uint32_t at = s.linear_scales
                               ? static_cast<uint32_t>((tile_line + line) * s.scale_columns + b)
                               : layout_offset_as<uint32_t>(Layout::nv_128x4, s.lines,
@@ -143,6 +162,10 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
     }
     return;
+  }
+  if constexpr (!kPass.any() && !kPass.square && kPass.scale != Format::fp32) {
+    if (s.linear_scales)
+      return store_linear_scales<kPass, kCount>(s, m, tile_line, first_block, lines, stage);
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < kTile * blocks; i += kCount) {

@@ -1,7 +1,8 @@
 // Codes of columns back to values: tiles come in by lines of codes and leave by rows.
 //
 // Memory sets the pace, and it minds the order: tiles of a row of them follow each other, so that
-// whole rows are written, and a tile is so high that it reads 128 bytes or more of a line.
+// whole rows are written, and a tile is so high that it reads 128 bytes or more of a line. What the
+// next row of tiles reads of it may come along.
 #pragma once
 
 #include "gpu/dequantize.h"
@@ -117,7 +118,7 @@ struct Columns {
       const uint8_t* from = code_at<true>(p, at, c + first, r / kPerByte + chunk * 16);
 #pragma unroll
       for (int i = 0; i < Tile::kLines; i += kStep, from += int64_t{kStep} * at.code_columns)
-        begin_chunk(&tile.chunk(first + i, chunk), from);
+        begin_chunk_and_more(&tile.chunk(first + i, chunk), from);
       return;
     }
     const int left = rows() / kPerByte - chunk * 16;  // bytes of a line, 8 at a time

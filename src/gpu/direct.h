@@ -90,6 +90,19 @@ struct FloatsIn {
   }
 };
 
+// Scales of a byte of four lines. Eight threads have four blocks of each, two threads a block; they
+// exchange them until each has a word of one line.
+BLOCKSCALE_DEVICE void store_scales_aside(const Side& s, const MatrixAt& m, const Block* b,
+                                          int line, int pos) {
+  const int run = pos / kRun % kRunsPerLine, mine = run / 2;
+  uint32_t word = permute_bytes(permute_bytes(b[0].stored, b[1].stored, 0x0040),
+                                permute_bytes(b[2].stored, b[3].stored, 0x0040), 0x5410);
+  // Lines 0 and 1, or 2 and 3, of blocks two apart; then one line of all four.
+  word = permute_bytes(word, shuffle_xor(word, 4), mine & 2 ? 0x3276 : 0x5410);
+  word = permute_bytes(word, shuffle_xor(word, 2), mine & 1 ? 0x3715 : 0x6240);
+  if (run % 2 == 0 && line + mine < s.lines) store_aside(s, m, line + mine, pos / kTile, word);
+}
+
 // Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
 // behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
 // `loaded` gives the matrix, after the first loads are on their way.
@@ -148,6 +161,15 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
         if (i < lines)
           store_row_codes<kPass>(s, m, random, values[i], amax[i], inv, line + i, pos, to);
       }
+    } else if (s.aside_pitch != 0) {
+      Block b[kDirectLines];
+#pragma unroll
+      for (int i = 0; i < kDirectLines; ++i) b[i] = block_of<kPass>(s, m.outer, amax[i]);
+      store_scales_aside(s, m, b, line, pos);
+#pragma unroll
+      for (int i = 0; i < kDirectLines; ++i, to.advance(s))
+        if (i < lines)
+          store_row_codes<kPass>(s, m, random, values[i], amax[i], b[i].inv, line + i, pos, to);
     } else {
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))

@@ -256,12 +256,15 @@ inline bool fits_grid(const QuantizeParams& p) {
   return p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16;
 }
 // Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
-// for FP8 in both directions, which waits for memory more than it computes.
+// for FP8 in both directions, which waits for memory more than it computes. Rows at odd addresses
+// take many registers on their way.
 template <Pass kRow, Pass kColumn, class In>
 inline constexpr int kTileBlocks = In::kFloats ? 2
                                    : kColumn.hadamard ||
                                            kColumn.encoder == Encoder::fp4_stochastic ||
-                                           (kRow.present() && kColumn.present() && !kColumn.fp4())
+                                           (kRow.present() && kColumn.present() &&
+                                            !kColumn.fp4()) ||
+                                           (In::kAround && !kColumn.present())
                                        ? 3
                                        : 4;
 

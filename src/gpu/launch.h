@@ -133,7 +133,19 @@ struct Amax {
 void add_amax(const Amax& amax, const Stream& stream);
 // Of two inputs; small ones in one launch.
 void add_amaxes(const Amax& a, const Amax& b, const Stream& stream);
-// FP32 scales of two operands in `mn_major` to the same ones in `linear`.
+// The scales of one matrix in the workspace: words of FP32, or of four blocks of a line. They lie
+// as FP32 scales do in `mn_major`.
+struct AsideWords {
+  int64_t pitch, across;  // lines, with padding, and words of a line
+
+  explicit AsideWords(const Quantized& q) {
+    const StoredShape s = q.shape();
+    pitch = padded_rows(Layout::mn_major, s.scale_rows);
+    across = ceil_div(s.scale_columns * scale_bytes(q.spec.scale), 4);
+  }
+  int64_t count() const { return pitch * across; }
+};
+// Scales of two operands from there to where they belong, `linear`.
 void turn_scales(const Quantized from[2], const Quantized to[2], const Stream& stream);
 // Writes the padding of a storage layout and nothing else: not that of FP32 scales, which
 // store_scale() writes, nor that of groups (fill.h).

@@ -175,25 +175,31 @@ void find_amaxes(std::span<Quantization> inputs, const Stream& stream) {
   for (int i = 0; i < count; ++i) add_amax(asked[i], stream);
 }
 
-// Whether scales of both directions are written as `mn_major` first, and turned then: where a
-// kernel more is less than what it saves.
+// Whether scales of both directions go to the workspace first, as words, and are turned then: where
+// a kernel more is less than what it saves.
 bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
-  constexpr int64_t kTilesEach = 8;  // of a multiprocessor
+  constexpr int64_t kTilesEach = 10;  // of a multiprocessor
   const auto may = [](const Quantized& q) {
-    return q.spec.scale == Format::fp32 && !q.spec.square && q.layout.scales == Layout::linear &&
-           !q.groups;
+    const bool words = q.spec.scale == Format::fp32 ||
+                       (q.spec.scale == Format::e8m0 && codes_per_byte(q.spec.element) == 1);
+    return words && !q.spec.square && q.layout.scales == Layout::linear && !q.groups;
   };
   return may(row_out) && may(column_out) &&
          x.batch * x.rows * x.columns >=
              kTilesEach * kTile * kTile * multiprocessors(current_device());
 }
-// `out` with its scales in the workspace, as `mn_major`.
+// `out` with its scales in the workspace.
 Quantized with_scales_aside(const Quantized& out, const Stream& stream) {
   Quantized aside = out;
-  aside.layout.scales = Layout::mn_major;
-  const int64_t bytes = out.batch * aside.shape().scale_count * scale_bytes(out.spec.scale);
-  aside.scales = static_cast<uint8_t*>(stream.workspace(bytes));
+  aside.scales = static_cast<uint8_t*>(stream.workspace(4 * out.batch * AsideWords(out).count()));
   return aside;
+}
+void set_aside(Side& side) {
+  const AsideWords words(side.out);
+  side.aside_pitch = static_cast<int>(words.pitch);
+  side.shape.scale_count = words.count() * 4 / scale_bytes(side.out.spec.scale);
+  side.scale_words = true;
+  side.linear_scales = side.plain = false;
 }
 
 // `aside`: scales are in the workspace.
@@ -223,7 +229,8 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
   Pass row, column;
   if (row_out) p.row = side_of(*row_out, row_options);
   if (column_out) p.column = side_of(*column_out, column_options);
-  p.row.scales_aside = p.column.scales_aside = aside;
+  if (aside && row_out) set_aside(p.row);
+  if (aside && column_out) set_aside(p.column);
   if (positions) planned();
   auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
     if (!out) return;

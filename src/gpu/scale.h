@@ -22,7 +22,9 @@ struct Side {
   GroupRule groups;  // where there are
   // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
   int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
-  int scales_aside;                                   // in the workspace, to be read soon (turn.cu)
+  // Scales go to the workspace, for turn.cu, as words: of FP32, or of four blocks of a line. Words
+  // of a line are so many apart, those of neighbouring lines lie together. 0: they do not.
+  int aside_pitch;
   // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
   int code_pairs, scale_words;
   int rows_behind;  // of padding, behind the scales of mn_major without groups
@@ -215,11 +217,27 @@ BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
   return kPass.any() ? s.out.spec.scale == Format::fp32 : kPass.scale == Format::fp32;
 }
 
+// Where word `which` of a line's scales lies in the workspace.
+BLOCKSCALE_DEVICE uint32_t aside_offset(const Side& s, int line, int which) {
+  return static_cast<uint32_t>(which * s.aside_pitch + line);
+}
+BLOCKSCALE_DEVICE void store_aside(const Side& s, const MatrixAt& m, int line, int which,
+                                   uint32_t word) {
+  store_to_stay(reinterpret_cast<uint32_t*>(m.scales) + aside_offset(s, line, which), word);
+}
+
 // Scale of (line, block) of a matrix.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, int block,
                                    uint32_t stored) {
   const StoredShape& shape = s.shape;
+  if (!kPass.square && s.aside_pitch != 0) {
+    if (has_wide_scales<kPass>(s))
+      store_aside(s, m, line, block, stored);
+    else
+      m.scales[4 * aside_offset(s, line, block / 4) + block % 4] = static_cast<uint8_t>(stored);
+    return;
+  }
   int row = line;
   if (is_square<kPass>(s) && shape.scale_lines != 1) {
     // The grid of square blocks: one row for a block of lines.
@@ -232,10 +250,7 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
                                                        s.scale_columns, row, block);
   if (has_wide_scales<kPass>(s)) {
     uint32_t* to = reinterpret_cast<uint32_t*>(m.scales) + at;
-    if (!kPass.square && s.scales_aside)
-      store_to_stay(to, stored);
-    else
-      *to = stored;
+    *to = stored;
     if (s.rows_behind > 0 && row == shape.scale_rows - 1)
       for (int i = 1; i <= s.rows_behind; ++i) to[i] = 0;
   } else {

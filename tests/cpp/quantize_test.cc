@@ -170,6 +170,8 @@ TEST_P(QuantizeTest, ManyTilesOfBytesAreTheReference) {
   for (int i = 0; i < 4 && !HasFailure(); ++i) {
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, &fp8, &fp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::padded_rows, &fp8, &fp8, 800);
+    expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, &mxfp8, &mxfp8, 800);
+    expect_reference(*runner, Random(seed() + i), Strides::negative_rows, &mxfp8, &mxfp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, nullptr, &fp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, nullptr, &mxfp8, 800);
   }
