@@ -1,7 +1,7 @@
 // max |x| after a spec's transform, one FP32 a matrix; and transforms wider than a run.
-#include "gpu/direct_tiles.h"
 #include "gpu/launch.h"
-#include "gpu/quantize.h"
+#include "gpu/quantize/direct_tiles.h"
+#include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
 namespace {

@@ -1,6 +1,6 @@
 // Codes and scales from one storage layout to another, and the padding of layouts.
 #include "gpu/launch.h"
-#include "gpu/quantize.h"
+#include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
 namespace {
