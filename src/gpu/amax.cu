@@ -26,7 +26,7 @@ BLOCKSCALE_DEVICE void add_to(float* result, uint32_t found) {
 template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
-  after_previous();
+  after_previous(p);
   // The encoder plays no part; the pass says whether values are transformed.
   constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
@@ -109,7 +109,7 @@ void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
 template <bool kTransform, bool kBoth>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     amax_floats_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
-  after_previous();
+  after_previous(p);
   constexpr Pass kPass{Encoder::fp4_nearest, Format::e4m3, false, kTransform};
   const TileAt at = direct_tile(kSidewaysShift);
   if (at.column >= p.x.columns) return;

@@ -71,6 +71,22 @@ BLOCKSCALE_DEVICE void after_previous() {
 #endif
 }
 
+// The same for a kernel of parameters p. While it waits they come to the constant cache, of which
+// it reads a word of each line; every warp, as each scheduler has a cache of its own.
+template <class P>
+BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kLine = 64;
+  uint32_t words = 0;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(P)) / kLine; ++i)
+    words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
+  // Something has to depend on them, or nothing is read.
+  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
+#endif
+  after_previous();
+}
+
 // The value of the lane whose number differs in the bits of `mask`. Masks stay below 32, so that
 // wavefronts of 64 behave like two warps.
 BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {

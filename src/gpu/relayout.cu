@@ -364,7 +364,7 @@ BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
 template <bool kGrouped>
 __global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
     relayout_kernel(const __grid_constant__ RelayoutParams given) {
-  after_previous();
+  after_previous(given);
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int64_t i = threadIdx.x; i < given.outers; i += kBlock)
       given.to.outer[i] = given.from.outer[i];

@@ -13,6 +13,6 @@ def test_every_kernel_waits_for_the_ones_before() -> None:
     kernels = 0
     for source in {*GPU.rglob("*.cu"), *GPU.rglob("*.h")} - {GPU / "port" / "host.h"}:
         for body in re.findall(r"__global__[^;{]*\{\s*(\S+)", source.read_text()):
-            assert body in ("after_previous();", "}"), f"a kernel of {source.name} does not wait"
+            assert body.startswith(("after_previous(", "}")), f"a kernel of {source.name} does not wait"
             kernels += body != "}"
     assert kernels > 10

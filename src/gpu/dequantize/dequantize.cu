@@ -54,7 +54,7 @@ BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int 
 template <Codec kCodec, Rows kRows>
 __global__ void __launch_bounds__(kDecodeThreads)
     dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
-  after_previous();
+  after_previous(p);
   constexpr int kPerWord = codes_per_word(kCodec), kWords = kPiece / kPerWord;
   using Codes = std::conditional_t<kWords == 1, uint32_t, uint2>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 // Rows of no group are 0; where offsets are wrong, everything is NaN.
 __global__ void __launch_bounds__(kDecodeThreads)
     clear_rows_kernel(const __grid_constant__ DequantizeParams p) {
-  after_previous();
+  after_previous(p);
   const float value = p.plan.head->bad ? bit_cast<float>(kNanBits) : 0.0f;
   const int first = p.plan.side[0][p.plan.count].row;
   const int64_t count = static_cast<int64_t>(p.rows - first) * p.columns;

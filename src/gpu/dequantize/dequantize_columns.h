@@ -210,7 +210,7 @@ inline constexpr int kColumnBlocks = 4;
 template <Codec kCodec, Rows kRows, int kHigh>
 __global__ void __launch_bounds__(kDecodeThreads, kColumnBlocks)
     dequantize_columns_kernel(const __grid_constant__ DequantizeParams p) {
-  after_previous();
+  after_previous(p);
   __shared__ CodeTile<kCodec, kHigh> tile;
   Columns<kCodec, kRows, kHigh> columns(p, tile, blockIdx.x);
   if (!columns.there) return;

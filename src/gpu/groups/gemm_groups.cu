@@ -69,7 +69,7 @@ BLOCKSCALE_DEVICE void fill_rows(const SettleParams& p, int64_t first, int64_t l
 }
 
 __global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant__ SettleParams p) {
-  after_previous();
+  after_previous(p);
   if (are_wrong(p.groups, p.group_rows)) {
     fill_rows(p, 0, p.rows, bit_cast<float>(kNanBits));
   } else if (p.clear && p.matrix_rows == 0) {

@@ -88,7 +88,7 @@ BLOCKSCALE_DEVICE void store(const PlanParams& p, const Sums& at, int64_t g, int
 
 // One block of threads, each with some consecutive groups.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
-  after_previous();
+  after_previous(p);
   alignas(8) __shared__ uint8_t memory[kPlanThreads * sizeof(Sums)];
   auto* sums = reinterpret_cast<Sums*>(memory);
   const int thread = static_cast<int>(threadIdx.x);
@@ -152,7 +152,7 @@ struct FillParams {
 
 // One block of threads after another for every group, and all for what lies behind them.
 __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ FillParams p) {
-  after_previous();
+  after_previous(p);
   const int count = p.plan.count, blocks = static_cast<int>(gridDim.x);
   const int slices = max(blocks / count, 1);
   for (int i = 0; i < 2; ++i) {

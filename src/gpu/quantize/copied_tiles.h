@@ -83,7 +83,7 @@ struct TileReader {
 template <class Row, class Column>
 __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::kRows), 1)
     copied_kernel(const __grid_constant__ CopiedParams p) {
-  after_previous();
+  after_previous(p);
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   auto& all = *reinterpret_cast<CopiedMemory<Row, Column>*>(bytes);

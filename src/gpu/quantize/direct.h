@@ -165,7 +165,7 @@ inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
 template <class Row, class In>
 __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
     rows_kernel(const __grid_constant__ RowsParams p) {
-  after_previous();
+  after_previous(p);
   const Side& s = p.row;
   const int batch = static_cast<int>(blockIdx.y);
   const uint32_t n = blockIdx.x * kDirectThreads + threadIdx.x, at = min(n, p.all - 1);

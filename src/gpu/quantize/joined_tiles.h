@@ -42,7 +42,7 @@ inline constexpr int kJoinedBlocks = kTileBlocks<Pass{}, Column::kPass, Bf16In<t
 template <class Column>
 __global__ void __launch_bounds__(kDirectThreads* kJoined, kJoinedBlocks<Column>)
     joined_kernel(const __grid_constant__ TilesParams p) {
-  after_previous();
+  after_previous(p);
   constexpr Pass kPass = Column::kPass;
   constexpr int kWide = ColumnPart<kPass>::kWide;
   BLOCKSCALE_DYNAMIC_SHARED(bytes);

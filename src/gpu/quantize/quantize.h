@@ -74,7 +74,7 @@ struct Current<true> {
 template <class Row, class Column, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  after_previous();
+  after_previous(p);
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   constexpr bool kRows = kRow.present(), kColumns = kColumn.present();
   using Memory = Shared<kRow, kColumn, Loader>;

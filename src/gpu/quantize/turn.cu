@@ -21,7 +21,7 @@ struct TurnParams {
 };
 
 __global__ void __launch_bounds__(kTurnThreads) turn_kernel(const __grid_constant__ TurnParams p) {
-  after_previous();
+  after_previous(p);
   __shared__ uint32_t words[kTurnBlocks][kTurnLines + 1];
   const bool second = blockIdx.x >= p.side[0].parts;
   const Turned& t = p.side[second];
