@@ -1,4 +1,4 @@
-// Writes what quantizers of groups leave: the padding of layouts, and what lies behind the last
+// Writes what quantizers leave: the padding of layouts, and of groups what lies behind the last
 // group.
 #pragma once
 

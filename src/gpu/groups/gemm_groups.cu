@@ -5,15 +5,10 @@
 namespace blockscale::gpu {
 namespace {
 
-BLOCKSCALE_DEVICE int64_t start_of(const Groups& groups, int64_t g) {
-  return g == 0 ? 0 : groups.end(g - 1);
-}
-
 // Whether the offsets make no sense; for a whole block of threads.
 BLOCKSCALE_DEVICE bool are_wrong(const Groups& groups, int64_t rows) {
   bool wrong = false;
-  for (int64_t g = threadIdx.x; g < groups.count; g += kThreads)
-    wrong |= groups.end(g) < start_of(groups, g) || groups.end(g) > rows;
+  for (int64_t g = threadIdx.x; g < groups.count; g += kThreads) wrong |= groups.is_wrong(g, rows);
   return __syncthreads_or(wrong) != 0;
 }
 
@@ -27,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t each = ceil_div(groups.count, kThreads);
   const int64_t first = thread * each, last = min(first + each, groups.count);
   const auto size = [&](int64_t g) {
-    return wrong ? 0 : round_up(groups.end(g) - start_of(groups, g), unit);
+    return wrong ? 0 : round_up(groups.end(g) - groups.begin(g), unit);
   };
   int64_t own = 0;
   for (int64_t g = first; g < last; ++g) own += size(g);
@@ -76,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant_
     fill_rows(p, p.groups.end(p.groups.count - 1), p.rows, 0.0f);
   } else if (p.clear) {
     for (int64_t g = 0; g < p.groups.count; ++g)
-      if (p.groups.end(g) == start_of(p.groups, g))
+      if (p.groups.end(g) == p.groups.begin(g))
         fill_rows(p, g * p.matrix_rows, (g + 1) * p.matrix_rows, 0.0f);
   }
 }

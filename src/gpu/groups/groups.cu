@@ -94,12 +94,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t count = p.groups.count, each = ceil_div(count, kPlanThreads);
   const int64_t first = thread * each, last = first + each < count ? first + each : count;
-  const auto begin_of = [&](int64_t g) { return g == 0 ? 0 : p.groups.end(g - 1); };
   bool wrong = false;
-  for (int64_t g = first; g < last; ++g)
-    wrong |= p.groups.end(g) < begin_of(g) || p.groups.end(g) > p.rows;
+  for (int64_t g = first; g < last; ++g) wrong |= p.groups.is_wrong(g, p.rows);
   const bool bad = __syncthreads_or(wrong);
-  const auto rows_of = [&](int64_t g) { return bad ? 0 : p.groups.end(g) - begin_of(g); };
+  const auto rows_of = [&](int64_t g) { return bad ? 0 : p.groups.end(g) - p.groups.begin(g); };
 
   Sums own;
   for (int64_t g = first; g < last; ++g) own.add(p, rows_of(g));
@@ -118,7 +116,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   Sums at;
   if (thread > 0) at = sums[thread - 1];
   for (int64_t g = first; g < last; ++g) {
-    store(p, at, g, bad ? 0 : begin_of(g), rows_of(g));
+    store(p, at, g, bad ? 0 : p.groups.begin(g), rows_of(g));
     if (g + 1 < last) at.add(p, rows_of(g));
   }
   const int tile_rows = static_cast<int>(sums[used - 1].tiles);
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
       (first_tile(middle) <= tile ? low : high) = middle;
     }
     const int64_t rows = rows_of(low);
-    const int64_t begin = p.positions ? p.only().at[low].position : begin_of(low);
+    const int64_t begin = p.positions ? p.only().at[low].position : p.groups.begin(low);
     p.tile_rows[tile] = {static_cast<int>(low), (tile - first_tile(low)) * kTile,
                          static_cast<int>(begin), static_cast<int>(Sums::source_rows(p, rows))};
   }

@@ -106,11 +106,10 @@ BLOCKSCALE_DEVICE void find_tile(const GroupGrid& grid, const GroupRule& row,
   const int lane = static_cast<int>(threadIdx.x) % 32, count = static_cast<int>(grid.groups.count);
   const int each = (count + 31) / 32;
   const int first = min(lane * each, count), last = min(first + each, count);
-  const auto begin_of = [&](int g) { return g == 0 ? 0 : grid.groups.end(g - 1); };
   Sums own;
   bool wrong = false;
   for (int g = first; g < last; ++g) {
-    const int64_t begin = begin_of(g), end = grid.groups.end(g);
+    const int64_t begin = grid.groups.begin(g), end = grid.groups.end(g);
     wrong |= end < begin || end > grid.rows;
     add(own, static_cast<int>(end - begin));
   }
@@ -145,7 +144,7 @@ BLOCKSCALE_DEVICE void find_tile(const GroupGrid& grid, const GroupRule& row,
   } else if (!is_before && upto - own.tiles <= tile_row) {
     before.tiles = upto - own.tiles;
     for (int g = first; g < last; ++g) {
-      const int begin = static_cast<int>(begin_of(g));
+      const int begin = static_cast<int>(grid.groups.begin(g));
       const int rows = static_cast<int>(grid.groups.end(g)) - begin;
       Sums after = before;
       add(after, rows);
