@@ -63,11 +63,13 @@ format: $(venv)/.requirements  ## rewrite the sources the way lint wants them
 	$(venv)/bin/ruff check --fix .
 	$(venv)/bin/ruff format .
 
+gpu_sources = $(shell find src/gpu -name '*.cu')
+
 # Compiled, not run (so hardly optimised): the build itself is for sm_90a.
 archs := 80 89 100a 120a
 archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (nothing is run)
 	@if ! command -v nvcc >/dev/null; then echo "archs: nvcc was not found; nothing to compile"; exit 0; fi; \
-	for arch in $(archs); do for source in src/gpu/*.cu; do echo $$arch $$source; done; done | \
+	for arch in $(archs); do for source in $(gpu_sources); do echo $$arch $$source; done; done | \
 	    xargs -P $(JOBS) -L 1 sh -c 'nvcc -std=c++20 -O1 -Xcicc -O1 -Xptxas -O0 -fmad=false -Werror all-warnings \
 	        -gencode arch=compute_$$0,code=sm_$$0 -Iinclude -Isrc \
 	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -DBLOCKSCALE_SAMPLE -cubin -o /dev/null $$1' && \
@@ -79,7 +81,7 @@ hip_gfx90a := env HIP_PLATFORM=amd hipcc -O1 -c --offload-arch=gfx90a
 hip_gfx942 := clang++-19 -O0 -nogpulib --offload-device-only -S --offload-arch=gfx942
 hip:  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run)
 	@PYTHON=$(PYTHON) tools/system_packages.sh hip
-	@for source in src/gpu/*.cu; do \
+	@for source in $(gpu_sources); do \
 	    echo "'$(hip_gfx90a)' $$source"; echo "'$(hip_gfx942)' $$source"; done | \
 	    xargs -P $(JOBS) -L 1 sh -c '$$0 -x hip -std=c++20 -ffp-contract=off -Wall -Wextra -Werror \
 	        -Wno-pass-failed -Iinclude -Isrc -DBLOCKSCALE_GPU_TARGETS=\"AMD\" -DBLOCKSCALE_SAMPLE -o /dev/null $$1' && \

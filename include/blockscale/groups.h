@@ -27,6 +27,11 @@ struct Groups {
   BLOCKSCALE_HD int64_t end(int64_t g) const {
     return wide ? static_cast<const int64_t*>(offsets)[g] : static_cast<const int32_t*>(offsets)[g];
   }
+  BLOCKSCALE_HD int64_t begin(int64_t g) const { return g == 0 ? 0 : end(g - 1); }
+  // Whether the end of group g makes no sense, of groups of `rows` rows.
+  BLOCKSCALE_HD bool is_wrong(int64_t g, int64_t rows) const {
+    return end(g) < begin(g) || end(g) > rows;
+  }
 };
 
 // The most that parts of `total` in all, `count` of them, come to when each is rounded up to a

@@ -1,7 +1,7 @@
 // max |x| after a spec's transform, one FP32 a matrix; and transforms wider than a run.
-#include "gpu/direct_tiles.h"
 #include "gpu/launch.h"
-#include "gpu/quantize.h"
+#include "gpu/quantize/direct_tiles.h"
+#include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
 namespace {
@@ -32,7 +32,7 @@ BLOCKSCALE_DEVICE void add_to(float* result, uint32_t found) {
 template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
-  after_previous();
+  after_previous(p);
   // The encoder plays no part; the pass says whether values are transformed.
   constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
@@ -139,7 +139,7 @@ BLOCKSCALE_DEVICE void amax_of_tile(const Source& x, const Side& side, const Til
 template <bool kTransform, bool kBoth>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     amax_floats_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
-  after_previous();
+  after_previous(p);
   const TileAt at = direct_tile(kSidewaysShift);
   if (at.column >= p.x.columns) return;
   amax_of_tile<FloatsIn, kTransform, kBoth>(p.x, p.row, at, out, before);
@@ -176,7 +176,7 @@ struct AmaxPair {
 template <class In, bool kTransform, bool kBoth>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     amax_pair_kernel(const __grid_constant__ AmaxPair p) {
-  after_previous();
+  after_previous(p);
   const AmaxTiles &a = p.first, &b = p.second;
   if (blockIdx.x < a.tiles)
     amax_of_tile<In, kTransform, kBoth>(a.x, a.side, a.at(blockIdx.x), a.out, a.before);

@@ -141,7 +141,7 @@ BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const
 // equal bits. Two conversions an element are less than its share of the memory's time.
 template <bool kGrouped>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishParams p) {
-  after_previous();
+  after_previous(p);
   const Epilogue& e = p.e;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockValues + threadIdx.x * kWidth;
   const auto at = [&](int vector) { return first + vector * kThreads * kWidth; };

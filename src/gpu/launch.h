@@ -6,7 +6,7 @@
 
 #include "blockscale/status.h"
 #include "gpu/gpu.h"
-#include "gpu/quantize.h"
+#include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
 

@@ -1,6 +1,7 @@
-// The vendor's half of the GPU backend: CUDA or HIP, or the host (port_host.h: kernels as plain
-// C++, for tests). The only file here that knows which. The HIP side is compiled (`make hip`), and
-// has not been run.
+// The vendor's half of the GPU backend: CUDA (port/cuda.h) or HIP (port/hip.h), or the host
+// (port/host.h: kernels as plain C++, for tests). What is here is the same under all of them up to
+// a few instructions. The rest of this folder does not know which it is. The HIP side is compiled
+// (`make hip`), and has not been run.
 //
 // A warp is 32 lanes everywhere in this folder. A wavefront of 64 is two of them, which go through
 // the same code side by side: exchanges stay within 32 lanes, nothing asks for the whole wavefront.
@@ -8,14 +9,18 @@
 // gfx942 give a block of threads 64 KiB. A launch that asks for more is refused there.
 #pragma once
 
-#if defined(BLOCKSCALE_EMULATE)
-#include "gpu/port_host.h"
-#elif defined(__HIPCC__)
-#include <hip/hip_runtime.h>
-#else
-#include <cuda_runtime.h>
+#define BLOCKSCALE_DEVICE __device__ __forceinline__
 
-#include "cuda/tensor_map.h"
+#if defined(BLOCKSCALE_EMULATE)
+#include "gpu/port/host.h"
+#elif defined(__HIPCC__)
+#include "gpu/port/hip.h"
+#else
+#include "gpu/port/cuda.h"
+#endif
+#if !defined(BLOCKSCALE_EMULATE)
+// Shared memory of the size that a launch asks for.
+#define BLOCKSCALE_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
 #endif
 
 #include <cstdint>
@@ -25,71 +30,6 @@
 
 namespace blockscale::gpu {
 
-#define BLOCKSCALE_DEVICE __device__ __forceinline__
-
-// ---- the copy engine of sm_90 (TMA): brings boxes of a matrix into shared memory on its own ----
-#if defined(__HIPCC__)
-#define __grid_constant__  // parameters of a kernel are in constant memory anyway
-#endif
-#if defined(BLOCKSCALE_EMULATE)
-inline constexpr bool kCopyEngine = true;  // port_host.h
-#elif !defined(__CUDACC__)
-inline constexpr bool kCopyEngine = false;
-struct CopyMap {};
-struct CopyBarrier {};
-BLOCKSCALE_DEVICE void init(CopyBarrier&, int) {}
-BLOCKSCALE_DEVICE void arrive(CopyBarrier&) {}
-BLOCKSCALE_DEVICE void copy_tile(void*, int, const CopyMap&, int, int, int, CopyBarrier&) {}
-BLOCKSCALE_DEVICE void wait(CopyBarrier&, uint32_t) {}
-#else
-inline constexpr bool kCopyEngine = true;  // described, but not used, below sm_90
-using CopyMap = CUtensorMap;
-struct CopyBarrier {
-  uint64_t state;
-};
-BLOCKSCALE_DEVICE uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-// A phase of the barrier is over after `arrivals` of them, and the bytes that were announced.
-BLOCKSCALE_DEVICE void init(CopyBarrier& b, int arrivals) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&b)), "r"(arrivals)
-               : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-BLOCKSCALE_DEVICE void arrive(CopyBarrier& b) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
-#endif
-}
-// The box at (column, row) of matrix `batch`, `bytes` in all, to `to`; `done` completes with it.
-BLOCKSCALE_DEVICE void copy_tile(void* to, int bytes, const CopyMap& map, int column, int row,
-                                 int batch, CopyBarrier& done) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&done)),
-      "r"(bytes)
-      : "memory");
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&done))
-      : "memory");
-#endif
-}
-BLOCKSCALE_DEVICE void wait(CopyBarrier& b, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(shared_address(&b)),
-      "r"(parity)
-      : "memory");
-#endif
-}
-#endif
-
 // What this thread has written to shared memory comes before what the copy engine writes there
 // next.
 BLOCKSCALE_DEVICE void fence_copies() {
@@ -97,11 +37,6 @@ BLOCKSCALE_DEVICE void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-#if defined(__HIPCC__)
-inline bool describe(CopyMap&, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int) {
-  return false;
-}
-#endif
 
 // 16 bytes to shared memory without a register in between; they are there for all threads after
 // wait_for_chunks() and a barrier.
@@ -138,141 +73,28 @@ BLOCKSCALE_DEVICE void wait_for_chunks() {
 #endif
 }
 
-#if defined(__HIPCC__)
-using Error_t = hipError_t;
-using NativeStream = hipStream_t;
-inline Error_t last_error() { return hipGetLastError(); }
-inline const char* error_text(Error_t e) { return hipGetErrorString(e); }
-// Their failures are found by last_error(), as those of launches are.
-inline void clear_async(void* p, size_t bytes, NativeStream s) {
-  (void)hipMemsetAsync(p, 0, bytes, s);
-}
-inline void copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
-  (void)hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, s);
-}
-inline constexpr Error_t kSuccess = hipSuccess;
-inline int current_device() {
-  int device = 0;
-  (void)hipGetDevice(&device);
-  return device;
-}
-inline int multiprocessors(int device) {
-  int count = 1;
-  (void)hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
-  return count;
-}
-inline void allow_shared(const void* kernel, int bytes) {
-  (void)hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-inline Error_t device_count(int* count) { return hipGetDeviceCount(count); }
-inline bool has_kernel(void (*kernel)()) {
-  hipFuncAttributes attributes;
-  return hipFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == hipSuccess;
-}
-inline std::string device_text() {
-  hipDeviceProp_t p;
-  int device = 0;
-  if (hipGetDevice(&device) != hipSuccess || hipGetDeviceProperties(&p, device) != hipSuccess)
-    return "GPU";
-  return p.gcnArchName;
-}
-#elif defined(__CUDACC__)
-using Error_t = cudaError_t;
-using NativeStream = cudaStream_t;
-inline Error_t last_error() { return cudaGetLastError(); }
-inline const char* error_text(Error_t e) { return cudaGetErrorString(e); }
-inline void clear_async(void* p, size_t bytes, NativeStream s) {
-  (void)cudaMemsetAsync(p, 0, bytes, s);
-}
-inline void copy_async(void* to, const void* from, size_t bytes, NativeStream s) {
-  (void)cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, s);
-}
-inline constexpr Error_t kSuccess = cudaSuccess;
-inline int current_device() {
-  int device = 0;
-  cudaGetDevice(&device);
-  return device;
-}
-inline int multiprocessors(int device) {
-  int count = 1;
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-inline bool has_copy_engine() {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current_device());
-  return major >= 9;
-}
-// Describes a batch of BF16 matrices with contiguous columns, in boxes of `box` x `box`; false
-// where there is no copy engine, or it cannot read it: rows have to start at multiples of 16 bytes.
-inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,
-                     int64_t row_stride, int64_t batch_stride, int box) {
-  const auto encode = cuda::tensor_map_encoder();
-  if (batch == 1) batch_stride = row_stride * rows;  // of no account, but it is looked at
-  if (!encode || !has_copy_engine() || reinterpret_cast<uintptr_t>(data) % 16 != 0 ||
-      row_stride % 8 != 0 || batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
-    return false;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_stride * 2),
-                                static_cast<cuuint64_t>(batch_stride * 2)};
-  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box), static_cast<cuuint32_t>(box), 1};
-  const cuuint32_t steps[] = {1, 1, 1};
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
-                boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-inline void allow_shared(const void* kernel, int bytes) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-inline Error_t device_count(int* count) { return cudaGetDeviceCount(count); }
-inline bool has_kernel(void (*kernel)()) {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
-}
-inline std::string device_text() {
-  cudaDeviceProp p;
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&p, device) != cudaSuccess)
-    return "GPU";
-  return "sm_" + std::to_string(10 * p.major + p.minor);
-}
-#endif
-
-#if !defined(BLOCKSCALE_EMULATE)
-// Shared memory of the size that a launch asks for.
-#define BLOCKSCALE_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
-// A launch. On CUDA its blocks may enter the device while the kernel before is in its last ones, so
-// that the start of one hides behind the end of the other: see after_previous().
-template <class... Params, class... Args>
-void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
-           NativeStream stream, const Args&... args) {
-#if defined(__CUDACC__)
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, args...);  // last_error() finds a failure
-#else
-  // clang-format off
-  kernel<<<grid, threads, shared_bytes, stream>>>(args...);
-  // clang-format on
-#endif
-}
-#endif
-
 // What every kernel begins with: the next one may be launched, and the ones before have ended and
 // their writes are seen. Threads that have not passed it must touch no memory but parameters.
 BLOCKSCALE_DEVICE void after_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// The same for a kernel of parameters p. While it waits they come to the constant cache, of which
+// it reads a word of each line; every warp, as each scheduler has a cache of its own.
+template <class P>
+BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kLine = 64;
+  uint32_t words = 0;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(P)) / kLine; ++i)
+    words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
+  // Something has to depend on them, or nothing is read.
+  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
+#endif
+  after_previous();
 }
 
 // The value of the lane whose number differs in the bits of `mask`. Masks stay below 32, so that
@@ -499,7 +321,19 @@ BLOCKSCALE_DEVICE uint32_t min_magnitude_bf16x2(uint32_t a, uint32_t b) {
 }
 
 // Two FP32 to a BF16 pair, round to nearest even.
-BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high);
+BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+#else
+  auto one = [](float x) -> uint32_t {
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    return (bits & kAbsMask) > kInfBits ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  };
+  return one(high) << 16 | one(low);
+#endif
+}
 
 // Four FP32 to four FP8 codes, round to nearest even, saturating.
 template <bool kE5m2>
@@ -552,20 +386,6 @@ BLOCKSCALE_DEVICE float float_of_fp16(uint16_t bits) {
   return x;
 #else
   return from_fp16(bits);
-#endif
-}
-
-BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-#else
-  auto one = [](float x) -> uint32_t {
-    const uint32_t bits = bit_cast<uint32_t>(x);
-    return (bits & kAbsMask) > kInfBits ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  };
-  return one(high) << 16 | one(low);
 #endif
 }
 

@@ -1,6 +1,6 @@
-// Codes and scales from one storage layout to another, and the padding of layouts.
+// Codes and scales from one storage layout to another.
 #include "gpu/launch.h"
-#include "gpu/quantize.h"
+#include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
 namespace {
@@ -364,7 +364,7 @@ BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
 template <bool kGrouped>
 __global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
     relayout_kernel(const __grid_constant__ RelayoutParams given) {
-  after_previous();
+  after_previous(given);
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int64_t i = threadIdx.x; i < given.outers; i += kBlock)
       given.to.outer[i] = given.from.outer[i];
@@ -383,44 +383,7 @@ __global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
   }
 }
 
-// What lies outside rows x columns of every matrix in a layout: the rows below first, then what is
-// to the right of the matrix.
-__global__ void __launch_bounds__(kBlock)
-    fill_kernel(uint8_t* to, Layout layout, int64_t batch, int64_t rows, int64_t columns,
-                int64_t all_rows, int64_t all_columns, uint8_t value) {
-  after_previous();
-  const int64_t below = (all_rows - rows) * all_columns;
-  const int64_t right = rows * (all_columns - columns), each = below + right;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kBlock) + threadIdx.x; i < each * batch;
-       i += step) {
-    const int64_t b = i / each, j = i % each;
-    const int64_t row = j < below ? rows + j / all_columns : (j - below) / (all_columns - columns);
-    const int64_t column =
-        j < below ? j % all_columns : columns + (j - below) % (all_columns - columns);
-    to[b * all_rows * all_columns + layout_offset(layout, rows, columns, row, column)] = value;
-  }
-}
-
-void fill(uint8_t* to, Layout layout, int64_t batch, int64_t rows, int64_t columns, uint8_t value,
-          NativeStream stream) {
-  const int64_t all_rows = padded_rows(layout, rows), all_columns = padded_columns(layout, columns);
-  const int64_t count = (all_rows * all_columns - rows * columns) * batch;
-  if (count == 0) return;
-  start(fill_kernel, grid_for(count), kBlock, 0, stream, to, layout, batch, rows, columns, all_rows,
-        all_columns, value);
-  check_launch("quantize");
-}
-
 }  // namespace
-
-void fill_padding(const Quantized& out, const Stream& stream) {
-  const StoredShape s = out.shape();
-  fill(out.codes, out.layout.codes, out.batch, s.code_rows, s.code_columns, 0, native(stream));
-  if (out.spec.scale != Format::fp32)
-    fill(out.scales, out.layout.scales, out.batch, s.scale_rows, s.scale_columns,
-         padding_fill(out.layout.scales, out.spec.scale), native(stream));
-}
 
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream) {
   RelayoutParams p{};

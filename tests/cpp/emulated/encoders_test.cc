@@ -8,8 +8,8 @@
 
 #include "../testing.h"
 #include "blockscale/rounding.h"
-#include "gpu/columns.h"
-#include "gpu/rows.h"
+#include "gpu/quantize/columns.h"
+#include "gpu/quantize/rows.h"
 
 namespace blockscale::testing {
 namespace {

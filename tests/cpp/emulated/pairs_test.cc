@@ -8,7 +8,7 @@
 #include "../buffers.h"
 #include "../cases.h"
 #include "gpu/gpu.h"
-#include "gpu/port_host.h"
+#include "gpu/port/host.h"
 
 namespace blockscale::testing {
 namespace {

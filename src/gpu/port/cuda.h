@@ -1,0 +1,137 @@
+// CUDA's half of port.h: the runtime, launches and the copy engine of sm_90.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/tensor_map.h"
+
+namespace blockscale::gpu {
+
+using Error_t = cudaError_t;
+using NativeStream = cudaStream_t;
+inline Error_t last_error() { return cudaGetLastError(); }
+inline const char* error_text(Error_t e) { return cudaGetErrorString(e); }
+inline void clear_async(void* p, size_t bytes, NativeStream s) {
+  (void)cudaMemsetAsync(p, 0, bytes, s);
+}
+inline constexpr Error_t kSuccess = cudaSuccess;
+inline int current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
+inline int multiprocessors(int device) {
+  int count = 1;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+inline void allow_shared(const void* kernel, int bytes) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+inline Error_t device_count(int* count) { return cudaGetDeviceCount(count); }
+inline bool has_kernel(void (*kernel)()) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
+}
+inline std::string device_text() {
+  cudaDeviceProp p;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&p, device) != cudaSuccess)
+    return "GPU";
+  return "sm_" + std::to_string(10 * p.major + p.minor);
+}
+
+// A launch. Its blocks may enter the device while the kernel before is in its last ones, so that
+// the start of one hides behind the end of the other: see after_previous().
+template <class... Params, class... Args>
+void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
+           NativeStream stream, const Args&... args) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args...);  // last_error() finds a failure
+}
+
+// ---- the copy engine (TMA): brings boxes of a matrix into shared memory on its own ----
+inline constexpr bool kCopyEngine = true;  // described, but not used, below sm_90
+using CopyMap = CUtensorMap;
+struct CopyBarrier {
+  uint64_t state;
+};
+BLOCKSCALE_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// A phase of the barrier is over after `arrivals` of them, and the bytes that were announced.
+BLOCKSCALE_DEVICE void init(CopyBarrier& b, int arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&b)), "r"(arrivals)
+               : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+BLOCKSCALE_DEVICE void arrive(CopyBarrier& b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
+#endif
+}
+// The box at (column, row) of matrix `batch`, `bytes` in all, to `to`; `done` completes with it.
+BLOCKSCALE_DEVICE void copy_tile(void* to, int bytes, const CopyMap& map, int column, int row,
+                                 int batch, CopyBarrier& done) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&done)),
+      "r"(bytes)
+      : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&done))
+      : "memory");
+#endif
+}
+BLOCKSCALE_DEVICE void wait(CopyBarrier& b, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(&b)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+inline bool has_copy_engine() {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current_device());
+  return major >= 9;
+}
+// Describes a batch of BF16 matrices with contiguous columns, in boxes of `box` x `box`; false
+// where there is no copy engine, or it cannot read it: rows have to start at multiples of 16 bytes.
+inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,
+                     int64_t row_stride, int64_t batch_stride, int box) {
+  const auto encode = cuda::tensor_map_encoder();
+  if (batch == 1) batch_stride = row_stride * rows;  // of no account, but it is looked at
+  if (!encode || !has_copy_engine() || reinterpret_cast<uintptr_t>(data) % 16 != 0 ||
+      row_stride % 8 != 0 || batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
+    return false;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                              static_cast<cuuint64_t>(batch)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_stride * 2),
+                                static_cast<cuuint64_t>(batch_stride * 2)};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box), static_cast<cuuint32_t>(box), 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
+                boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,100 @@
+// What rows and columns share: amaxes of blocks that several warps see, and the codes of a run.
+#pragma once
+
+#include "gpu/quantize/walk.h"
+
+namespace blockscale::gpu {
+
+// Amaxes of the blocks that more than one thread sees. Three by turns, with one barrier a tile
+// between filling and reading: after it, the one of the tile before has been read by all, and is
+// cleared for the tile after the next.
+struct BlockTables {
+  static constexpr int kSize = kTile * kTile / 32;
+  static_assert(kSize == kThreads);
+  uint32_t amax[3][kSize];
+
+  BLOCKSCALE_DEVICE void clear(int which) { amax[which][threadIdx.x] = 0; }
+};
+// Shared memory for them, or none.
+template <bool kPresent>
+struct BlockSpace {
+  BlockTables tables;
+  BLOCKSCALE_DEVICE BlockTables* get() { return &tables; }
+  BLOCKSCALE_DEVICE void clear() {
+    tables.clear(0);
+    tables.clear(1);
+  }
+};
+template <>
+struct BlockSpace<false> {
+  BLOCKSCALE_DEVICE BlockTables* get() { return nullptr; }
+  BLOCKSCALE_DEVICE void clear() {}
+};
+
+// Entry of the block of (line, pos), both within the tile.
+template <Pass kPass>
+BLOCKSCALE_DEVICE int table_index(const Side& s, int line, int pos) {
+  const int block = block_length<kPass>(s);
+  return is_square<kPass>(s) ? line / block * (kTile / block) + pos / block
+                             : pos / block * kTile + line;
+}
+
+// Whether elements of a block of this amax have to be saturated before stochastic rounding.
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool is_far(float inv, uint32_t amax) {
+  return kPass.encoder == Encoder::fp4_stochastic &&
+         __fmul_rn(bit_cast<float>(amax), inv) > kStochasticSafe;
+}
+
+// The random bits of the runs at `pos` of a matrix, of all lines.
+struct RandomRuns : RandomLines {
+  uint32_t beside;  // kBesideRandom
+};
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool draws(const Side& s) {
+  return kPass.encoder == Encoder::fp4_stochastic ||
+         ((kPass.any() || kPass.encoder == Encoder::byte) && s.out.spec.stochastic());
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE RandomRuns random_runs(const Side& s, const MatrixAt& m, int plane, int pos) {
+  if (draws<kPass>(s))
+    return {RandomLines(m.rng, plane,
+                        (static_cast<uint32_t>(s.origin_pos) + static_cast<uint32_t>(pos)) /
+                            kElementsPerPhilox),  // global coordinates are below 2^32
+            in_register(kBesideRandom)};
+  return {};
+}
+
+// The codes of one run of `line`, counted globally; v times inv is below the limit of the encoder.
+// `signs` are those of v; only FP4 looks at them.
+template <Pass kPass>
+BLOCKSCALE_DEVICE Codes encode_run(const Side& s, const float* v, const RunSigns& signs, float inv,
+                                   const RandomRuns& runs, uint32_t line) {
+  constexpr bool kStochastic = kPass.encoder == Encoder::fp4_stochastic;
+  constexpr bool kByte = kPass.encoder == Encoder::byte;
+  PhiloxBlock random{};
+  if (draws<kPass>(s)) random = runs.block(line);
+  Codes out{};
+  if constexpr (kPass.any() || kByte) {
+    out = encode_any<kByte>(s.element, s.out.spec.stochastic(), v, inv, random.word);
+  } else if constexpr (!kPass.fp4()) {
+    constexpr bool kE5m2 = kPass.encoder == Encoder::e5m2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float y[4];
+      for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(v[4 * i + j], inv);
+      out.word[i] = to_fp8x4<kE5m2>(y[0], y[1], y[2], y[3]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      out.word[i] = kStochastic ? fp4_stochastic_of_8(v + 8 * i, inv, signs.of_8[i],
+                                                      random.word + 2 * i, runs.beside)
+                                : fp4_nearest_of_8(v + 8 * i, inv, signs.of_8[i]);
+    }
+  }
+  if (!kPass.fp4() && inv == 0.0f) out = {};  // not finite
+  return out;
+}
+
+}  // namespace blockscale::gpu

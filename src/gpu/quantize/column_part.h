@@ -1,0 +1,149 @@
+// What a thread holds of a tile down its columns: straight from memory, or out of shared memory.
+#pragma once
+
+#include "gpu/quantize/direct.h"
+#include "gpu/quantize/tile_around.h"
+
+namespace blockscale::gpu {
+
+// kWide BF16 at p, of which `count` are there, as pairs; p is a multiple of as many bytes.
+template <int kWide>
+BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
+  if (count < kWide) {
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i) pair[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kWide - 1; ++i)
+      if (i < count) pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
+  } else if (kWide == 4) {
+    const uint2 four = *reinterpret_cast<const uint2*>(p);
+    pair[0] = four.x;
+    pair[1] = four.y;
+  } else {
+    pair[0] = *reinterpret_cast<const uint32_t*>(p);
+  }
+}
+
+// A thread's part of a tile down its columns: four columns of 16 rows; with blocks of 32 two
+// columns of 32 rows, which makes blocks its own. A warp has 128 or 64 columns.
+template <Pass kPass>
+struct ColumnPart {
+  static constexpr int kWide = kPass.block() == 2 * kRun ? 2 : 4;
+  static constexpr int kRuns = 4 / kWide, kAcross = kTile / (32 * kWide);
+  int first, run;  // the first column, and the first run of rows, of the tile
+
+  BLOCKSCALE_DEVICE ColumnPart() {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    first = (warp % kAcross * 32 + lane) * kWide;
+    run = warp / kAcross * kRuns;
+  }
+  // Both pairs of columns, or both runs of one pair.
+  BLOCKSCALE_DEVICE void load(Bf16In<true>, const Source& x, const TileAt& at,
+                              PairColumns* in) const {
+    const auto* row =
+        static_cast<const uint8_t*>(x.data) +
+        2 * (at.batch * x.batch_stride + (at.row + run * kRun) * x.row_stride + at.column + first);
+    const auto pitch = static_cast<uint32_t>(2 * x.row_stride);
+    const int rows = x.rows - at.row - run * kRun, count = x.columns - at.column - first;
+    auto load_rows = [&](bool whole) {
+#pragma unroll
+      for (int i = 0; i < kRuns * kRun; ++i, row += pitch) {
+        uint32_t pair[kWide / 2] = {};
+        const auto* p = reinterpret_cast<const uint16_t*>(row);
+        if (whole || i < rows) load_wide<kWide>(p, whole ? kWide : count, pair);
+#pragma unroll
+        for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] = pair[j];
+      }
+    };
+    if (rows >= kRuns * kRun && count >= kWide)
+      load_rows(true);
+    else
+      load_rows(false);
+  }
+  BLOCKSCALE_DEVICE void load(FloatsIn, const Source& x, const TileAt& at, FloatColumns* in) const {
+    const FloatMemory memory(x);
+    constexpr int kRows = kRuns * kRun;
+    const int row = at.row + run * kRun, column = at.column + first;
+    load_columns<kWide, kRows>(memory, memory.at(x, at.batch, row, column), x.rows - row,
+                               x.columns - column,
+                               [&](int i, int c) -> float& { return element(in, i, c); });
+  }
+  // Row i of column c.
+  BLOCKSCALE_DEVICE static float& element(FloatColumns* in, int i, int c) {
+    return kWide == 4 ? in[c / 2].run[c % 2].value[i] : in[i / kRun].run[c].value[i % kRun];
+  }
+  // The same of a tile that is there.
+  BLOCKSCALE_DEVICE void read(const Bf16Tile& tile, PairColumns* in) const {
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(tile.chunk) + (run * kRun * kTile + first) / 2;
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i, words += kTile / 2) {
+      if constexpr (kWide == 4) {
+        const uint2 four = *reinterpret_cast<const uint2*>(words);
+        in[0].pair[i] = four.x;
+        in[1].pair[i] = four.y;
+      } else {
+        in[i / kRun].pair[i % kRun] = *words;
+      }
+    }
+  }
+  // The same of one whose rows start anywhere: zeros outside of the matrix.
+  BLOCKSCALE_DEVICE void read(const TileAround& tile, const Source& x, const TileAt& at,
+                              PairColumns* in) const {
+    const auto* row =
+        reinterpret_cast<const uint8_t*>(tile.chunk) + run * kRun * TileAround::kPitch + 2 * first;
+    const auto stride = static_cast<uint32_t>(x.row_stride);
+    uint32_t skew = TileAround::skew(x, at, run * kRun);
+    constexpr int kSame = 8;  // rows that are this many apart differ by 16 in their skews, or not
+#pragma unroll
+    for (int i = 0; i < kSame; ++i, skew = (skew + 2 * stride) % 32) {
+      uint32_t before = skew;
+#pragma unroll
+      for (int r = i; r < kRuns * kRun; r += kSame, before ^= stride % 2 * 16) {
+        const auto* word =
+            reinterpret_cast<const uint32_t*>(row + r * TileAround::kPitch + before / 4 * 4);
+#pragma unroll
+        for (int j = 0; j < kWide / 2; ++j)
+          in[j + r / kRun].pair[r % kRun] =
+              shift_right_in(word[j + 1], word[j], static_cast<int>(skew % 4 * 8));
+      }
+    }
+    const int rows = x.rows - at.row - run * kRun, count = x.columns - at.column - first;
+    if (rows >= kRuns * kRun && count >= kWide) return;
+    const uint32_t left[] = {pair_mask(count), pair_mask(count - 2)};
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] &= i < rows ? left[j] : 0;
+    }
+  }
+  // Of a pair of which `count` are there.
+  BLOCKSCALE_DEVICE static uint32_t pair_mask(int count) {
+    return count >= 2 ? ~0u : count == 1 ? 0xFFFF : 0;
+  }
+  BLOCKSCALE_DEVICE void keep(const PairColumns* in, KeptTile& tile) const {
+    uint8_t* to = tile.at(run * kRun, first);
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i, to += 2 * kTile) {
+      const PairColumns& pairs = in[i / kRun];
+      if constexpr (kWide == 4)
+        *reinterpret_cast<uint2*>(to) = {pairs.pair[i], in[1].pair[i]};
+      else
+        *reinterpret_cast<uint32_t*>(to) = pairs.pair[i % kRun];
+    }
+  }
+  BLOCKSCALE_DEVICE void keep(FloatColumns* in, KeptFloats& tile) const {
+    float* to = tile.at(run * kRun, first);
+#pragma unroll
+    for (int i = 0; i < kRuns * kRun; ++i, to += kTile) {
+      if constexpr (kWide == 4)
+        *reinterpret_cast<float4*>(to) = {element(in, i, 0), element(in, i, 1), element(in, i, 2),
+                                          element(in, i, 3)};
+      else
+        *reinterpret_cast<uint2*>(to) = {bit_cast<uint32_t>(element(in, i, 0)),
+                                         bit_cast<uint32_t>(element(in, i, 1))};
+    }
+  }
+};
+
+}  // namespace blockscale::gpu

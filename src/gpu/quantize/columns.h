@@ -1,0 +1,295 @@
+// Quantizing a tile down its columns, which leave transposed: codes and scales are collected in
+// shared memory, so that each line of codes is written in pieces of 64 or 128 bytes.
+#pragma once
+
+#include "gpu/quantize/block.h"
+
+namespace blockscale::gpu {
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// Codes and scales of a tile's columns on their way out.
+template <Pass kPass>
+struct Stage {
+  static constexpr int kCodeBytes = kTile * kTile / (kPass.fp4() ? 2 : 1);
+  uint4 codes[kCodeBytes / 16];
+  uint32_t scales[kTile * kRunsPerLine / 4];  // of scale_bytes each
+
+  template <class Scale>
+  BLOCKSCALE_DEVICE Scale& scale(int line, int blocks, int block) {
+    return reinterpret_cast<Scale*>(scales)[line * blocks + block];
+  }
+};
+
+// Where run `g` of a line lies in the stage: 16 bytes (8 for FP4) apart within a line, permuted so
+// that neither the writers (every kWide-th line, at one g) nor the readers (one line) share banks.
+template <bool kFp4, int kWide>
+BLOCKSCALE_DEVICE int stage_offset(int line, int g) {
+  static_assert(kWide == 2 || kWide == 4);
+  constexpr int kShift = kWide / 2;
+  const int run = g ^ (line >> kShift & 7);
+  return kFp4 ? (line ^ (line >> (kShift + 3) & 1)) * (kTile / 2) + run * 8
+              : line * kTile + run * 16;
+}
+
+// The first byte of run `g` of a line of FP4.
+template <Pass kPass, int kWide>
+BLOCKSCALE_DEVICE uint8_t& staged_fp4(Stage<kPass>& stage, int line, int g) {
+  return reinterpret_cast<uint8_t*>(stage.codes)[stage_offset<true, kWide>(line, g)];
+}
+// Codes of run `g` of a line into the stage.
+template <Pass kPass, int kWide>
+BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Codes& codes, int line,
+                                   int g) {
+  auto* staged = reinterpret_cast<uint8_t*>(stage.codes);
+  if (is_fp4<kPass>(s))
+    *reinterpret_cast<uint2*>(staged + stage_offset<true, kWide>(line, g)) = {codes.word[0],
+                                                                              codes.word[1]};
+  else
+    *reinterpret_cast<uint4*>(staged + stage_offset<false, kWide>(line, g)) = {
+        codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
+}
+// The scale of the block that starts at run `g` of a line.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void stage_scale(const Side& s, Stage<kPass>& stage, uint32_t scale, int line,
+                                   int g) {
+  const int block = block_length<kPass>(s);
+  if (has_wide_scales<kPass>(s))
+    stage.template scale<uint32_t>(line, kTile / block, g * kRun / block) = scale;
+  else
+    stage.template scale<uint8_t>(line, kTile / block, g * kRun / block) =
+        static_cast<uint8_t>(scale);
+}
+
+// Whether threads of several warps see parts of one block.
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool shares_blocks(const Side& s) {
+  return is_square<kPass>(s) || block_length<kPass>(s) != kRun;
+}
+
+// Columns c and c + 1 of the tile down one run of rows, and their amaxes.
+template <Pass kPass, class Tile>
+struct ColumnValues {
+  typename Tile::Columns plain;
+  Transformed transformed[2];
+  uint32_t amax[2];
+
+  BLOCKSCALE_DEVICE void take(const typename Tile::Columns& columns, const Side& s) {
+    plain = columns;
+    if (!transforms<kPass>(s)) {
+      plain.amax_bits(amax);
+      return;
+    }
+    float v[kRun];
+    plain.template unpack<0>(v);
+    butterflies(s.transform_signs, v);
+    amax[0] = transformed[0].template take<Tile::kExactQuarter>(v);
+    plain.template unpack<1>(v);
+    butterflies(s.transform_signs, v);
+    amax[1] = transformed[1].template take<Tile::kExactQuarter>(v);
+  }
+  // What block_of() asks for of one of them, as for a run of a row.
+  template <int kWhich>
+  BLOCKSCALE_DEVICE void cut(float inv) {
+    if constexpr (kPass.fp4()) {
+      constexpr bool kLimits = kPass.encoder == Encoder::fp4_nearest;
+      if constexpr (kPass.hadamard) {
+        transformed[kWhich].settle();
+        if (kLimits) transformed[kWhich].run.limit(nearest_limit(inv));
+        transformed[kWhich].run.keep_if(inv != 0.0f);
+      } else {
+        if (kLimits) plain.template limit<kWhich>(nearest_limit(inv));
+        plain.template keep_if<kWhich>(inv != 0.0f);
+      }
+    }
+  }
+  // The values of one, and `inv` for them.
+  template <int kWhich>
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float& inv, uint32_t block_amax, float* v) const {
+    const bool far = is_far<kPass>(inv, block_amax);
+    if (transforms<kPass>(s)) {
+      inv = __fmul_rn(inv, transformed[kWhich].factor);
+      transformed[kWhich].run.unpack(v);
+    } else {
+      plain.template unpack<kWhich>(v);
+    }
+    if (far) saturate(v, inv);
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
+    return transforms<kPass>(s) ? transformed[kWhich].run.signs() : plain.template signs<kWhich>();
+  }
+};
+
+// Scales of a byte from the stage to lines that no word divides.
+template <Pass kPass, int kCount>
+BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int tile_line,
+                                           int first_block, int lines, Stage<kPass>& stage) {
+  constexpr int kBlocks = kTile / kPass.block(), kLines = kCount / kBlocks;
+  const int b = static_cast<int>(threadIdx.x) % kBlocks;
+  int line = static_cast<int>(threadIdx.x) / kBlocks;
+  if (first_block + b >= s.blocks) return;
+  uint8_t* to =
+      m.scales + static_cast<uint32_t>((tile_line + line) * s.scale_columns + first_block + b);
+#pragma unroll
+  for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += kLines * s.scale_columns)
+    if (line < lines) *to = stage.template scale<uint8_t>(line, kBlocks, b);
+}
+
+// Scales from the stage to memory, by kCount threads.
+template <Pass kPass, int kCount>
+BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
+                                           int tile_pos, int lines, Stage<kPass>& stage) {
+  const int block = block_length<kPass>(s), blocks = kTile / block;
+  const int first_block = tile_pos / block;
+  if (!has_wide_scales<kPass>(s) && s.scale_words) {
+    const int per_line = blocks / 4;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
+      const int line = i / per_line, b = first_block + i % per_line * 4;
+      if (line >= lines || b >= s.blocks) continue;
+      if (!kPass.square && s.aside_pitch != 0) {
+        store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
+        continue;
+      }
+      const uint32_t at = s.linear_scales
+                              ? static_cast<uint32_t>((tile_line + line) * s.scale_columns + b)
+                              : layout_offset_as<uint32_t>(Layout::nv_128x4, s.lines,
+                                                           s.scale_columns, tile_line + line, b);
+      *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
+    }
+    return;
+  }
+  if constexpr (!kPass.any() && !kPass.square && kPass.scale != Format::fp32) {
+    if (s.linear_scales)
+      return store_linear_scales<kPass, kCount>(s, m, tile_line, first_block, lines, stage);
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTile * blocks; i += kCount) {
+    const int line = i / blocks, b = i % blocks;
+    if (line >= lines || first_block + b >= s.blocks) continue;
+    store_scale<kPass>(s, m, tile_line + line, first_block + b,
+                       has_wide_scales<kPass>(s) ? stage.template scale<uint32_t>(line, blocks, b)
+                                                 : stage.template scale<uint8_t>(line, blocks, b));
+  }
+}
+
+// Codes from the stage to memory, kStep runs of a line at a time, 16 bytes but for single runs of
+// FP4; `lines` and `runs` of the tile are there.
+template <Pass kPass, int kWide, int kCount, bool kFp4, int kStep>
+BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
+                                          int tile_pos, int lines, int runs,
+                                          const Stage<kPass>& stage) {
+  constexpr int kPerLine = kRunsPerLine / kStep, kLines = kCount / kPerLine;
+  const auto* staged = reinterpret_cast<const uint8_t*>(stage.codes);
+  const int g = static_cast<int>(threadIdx.x % kPerLine) * kStep;
+  int line = static_cast<int>(threadIdx.x / kPerLine);
+  if (g >= runs) return;
+  auto store = [&](uint8_t* to) {
+    if constexpr (!kFp4) {
+      *reinterpret_cast<uint4*>(to) =
+          *reinterpret_cast<const uint4*>(staged + stage_offset<false, kWide>(line, g));
+    } else {
+      const auto run = [&](int i) {
+        return *reinterpret_cast<const uint2*>(staged + stage_offset<true, kWide>(line, i));
+      };
+      const uint2 low = run(g);
+      if constexpr (kStep == 1) {
+        *reinterpret_cast<uint2*>(to) = low;
+      } else {
+        const uint2 high = run(g + 1);
+        *reinterpret_cast<uint4*>(to) = {low.x, low.y, high.x, high.y};
+      }
+    }
+  };
+  const int pos = tile_pos + g * kRun;
+  if (s.linear_codes) {
+    uint8_t* to =
+        m.codes + static_cast<int64_t>(tile_line + line) * s.line_bytes + (kFp4 ? pos / 2 : pos);
+#pragma unroll
+    for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += kLines * s.line_bytes)
+      if (line < lines) store(to);
+  } else {
+#pragma unroll 1
+    for (; line < lines; line += kLines) store(codes_at<kPass>(s, m, tile_line + line, pos));
+  }
+}
+
+// Codes from the stage to memory, by kCount threads; `line` and `pos` are those of the tile.
+template <Pass kPass, int kWide, int kCount>
+BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
+                                          int tile_pos, Stage<kPass>& stage) {
+  const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
+  const int lines = min(kTile, s.lines - tile_line);
+  auto codes = [&](auto fp4, auto step) {
+    store_staged_codes<kPass, kWide, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
+        s, m, tile_line, tile_pos, lines, runs, stage);
+  };
+  // FP4 goes in pairs of runs where lines are whole multiples of that.
+  if (!is_fp4<kPass>(s))
+    codes(Constant<0>{}, Constant<1>{});
+  else if (s.code_pairs)
+    codes(Constant<1>{}, Constant<2>{});
+  else
+    codes(Constant<1>{}, Constant<1>{});
+}
+// And scales.
+template <Pass kPass, int kWide, int kCount>
+BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
+                                   Stage<kPass>& stage) {
+  store_staged_codes<kPass, kWide, kCount>(s, m, tile_line, tile_pos, stage);
+  store_staged_scales<kPass, kCount>(s, m, tile_line, tile_pos, min(kTile, s.lines - tile_line),
+                                     stage);
+}
+
+template <Pass kPass, class Loader, class Turn>
+BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::Tile& tile,
+                                        const Side& s, const MatrixAt& m, const TileAt& at,
+                                        BlockTables* tables, Stage<kPass>& stage,
+                                        const Turn& turn) {
+  const bool square = is_square<kPass>(s);
+  const int block = block_length<kPass>(s);
+  // A warp: 32 pairs of columns, half of the tile, by one run of rows.
+  const int warp = static_cast<int>(threadIdx.x) / 32, g = warp % kRunsPerLine;
+  const int first = warp / kRunsPerLine * (kTile / 2) + static_cast<int>(threadIdx.x) % 32 * 2;
+  const bool shared_blocks = shares_blocks<kPass>(s);
+  ColumnValues<kPass, typename Loader::Tile> values;
+  values.take(tile.columns(g * kRun, first), s);
+  loader.release(turn.stage);
+  uint32_t* table = tables->amax[turn.three];
+  if (shared_blocks) {
+    if (square && block == kTile) {
+      const uint32_t a = warp_max(max(values.amax[0], values.amax[1]));
+      if (threadIdx.x % 32 == 0) atomicMax(&table[0], a);
+    } else {
+      atomicMax(&table[table_index<kPass>(s, first, g * kRun)], values.amax[0]);
+      atomicMax(&table[table_index<kPass>(s, first + 1, g * kRun)], values.amax[1]);
+    }
+    __syncthreads();
+    tables->clear(turn.three == 0 ? 2 : turn.three - 1);
+  }
+  const RandomRuns random = random_runs<kPass>(s, m, 1, at.row + g * kRun);
+  auto column = [&](auto which) {
+    constexpr int kWhich = decltype(which)::value;
+    const int line = first + kWhich;
+    const uint32_t a =
+        shared_blocks ? table[table_index<kPass>(s, line, g * kRun)] : values.amax[kWhich];
+    const Block b =
+        block_of<kPass>(s, m.outer, a, [&](float factor) { values.template cut<kWhich>(factor); });
+    float v[kRun], inv = b.inv;
+    values.template unpack<kWhich>(s, inv, a, v);
+    const Codes codes = encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, random,
+                                          m.line + at.column + line);
+    stage_codes<kPass, 2>(s, stage, codes, line, g);
+    if (g * kRun % block == 0) stage_scale<kPass>(s, stage, b.stored, line, g);
+  };
+  column(Constant<0>{});
+  column(Constant<1>{});
+  __syncthreads();
+  store_stage<kPass, 2, kThreads>(s, m, at.column, at.row, stage);
+}
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,142 @@
+// direct_tiles.h where the copy engine reads the input. A multiprocessor has one block of threads;
+// its rows (threadIdx.y) are what blocks are there: each takes one tile of the block's after
+// another, and while it works on the columns of one, the next is on its way into shared memory.
+#pragma once
+
+#include "gpu/quantize/direct_tiles.h"
+
+namespace blockscale::gpu {
+
+struct CopiedParams {
+  Source x;
+  Side row, column;
+  // Tiles go down in bands of kSideways, the last of which may have fewer.
+  Divisor matrix, band, last;  // tiles of a matrix, and of a band; tiles across the last band
+  uint32_t bands, tiles;       // bands of a matrix; tiles of all
+
+  BLOCKSCALE_DEVICE TileAt at(uint32_t n) const {
+    const uint32_t batch = matrix.divide(n), b = band.divide(n);
+    uint32_t row = n / kSideways;
+    if (b == bands - 1)
+      row = last.divide(n);
+    else
+      n %= kSideways;
+    return {static_cast<int>(batch), static_cast<int>(row) * kTile,
+            static_cast<int>(b * kSideways + n) * kTile};
+  }
+};
+
+// What a row of threads has besides the tile and the stage.
+struct RowOfThreads : DirectMemory {
+  MatrixAt row, column;
+  int batch;     // of these
+  TileAt at[2];  // of tiles by turns; batch -1: of none
+  CopyBarrier full;
+
+  BLOCKSCALE_DEVICE static void sync() { sync_row<kDirectThreads>(); }
+};
+template <class Row, class Column>
+struct CopiedMemory {
+  struct alignas(128) Part {
+    Bf16Tile tile;
+    Stage<Column::kPass> stage;
+    RowOfThreads here;
+  };
+  static constexpr int kRows = 3;  // four do not go faster, with the registers that leaves
+  Part part[kRows];
+  uint32_t taken;  // of the block's tiles
+};
+
+// What OutputAt is, found once a matrix.
+struct OutputHere {
+  const Side& side;
+  const MatrixAt& here;
+
+  template <Pass>
+  BLOCKSCALE_DEVICE const MatrixAt& matrix(const TileAt&, const Outer&) const {
+    return here;
+  }
+};
+template <Pass kPass>
+BLOCKSCALE_DEVICE void find_matrix(const Side& s, const TileAt& at, MatrixAt& to) {
+  if constexpr (kPass.present()) {
+    to = matrix_at(s, at.batch, kPass.two_level() ? outer_of(s, at.batch) : no_outer());
+    if (s.out.spec.outer && at.row == 0 && at.column == 0) s.out.outer[at.batch] = to.outer.dec;
+  }
+}
+
+// What LineReader is for global memory.
+struct TileReader {
+  using Tile = Bf16Tile;
+  using Run = RunAligned;
+  const uint4* at;
+
+  BLOCKSCALE_DEVICE TileReader(const Bf16Tile& tile, int line, int run)
+      : at(&tile.chunk[line * Bf16Tile::kChunks + 2 * run]) {}
+  BLOCKSCALE_DEVICE Run next() {
+    const Run run{{at[0], at[1]}};
+    at += Bf16Tile::kChunks;
+    return run;
+  }
+};
+
+template <class Row, class Column>
+__global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::kRows), 1)
+    copied_kernel(const __grid_constant__ CopiedParams p) {
+  after_previous(p);
+  constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
+  BLOCKSCALE_DYNAMIC_SHARED(bytes);
+  auto& all = *reinterpret_cast<CopiedMemory<Row, Column>*>(bytes);
+  auto& memory = in_place(all.part[threadIdx.y]);
+  RowOfThreads& here = memory.here;
+  if (threadIdx.x == 0) {
+    here.batch = -1;
+    init(here.full, 1);
+    if (threadIdx.y == 0) all.taken = 0;
+  }
+  __syncthreads();
+  // Tiles of a block are gridDim.x apart; whichever row of threads is free takes the next.
+  auto ask = [&](uint32_t turn) {
+    if (threadIdx.x != 0) return;
+    const uint32_t n = blockIdx.x + atomicAdd(&all.taken, 1) * gridDim.x;
+    here.at[turn] = {-1, 0, 0};
+    if (n >= p.tiles) return;
+    const TileAt at = p.at(n);
+    here.at[turn] = at;
+    copy_tile(&memory.tile, sizeof memory.tile, p.x.map, at.column, at.row, at.batch, here.full);
+  };
+  ask(0);
+  here.sync();
+#pragma unroll 1
+  for (uint32_t turn = 0;; turn ^= 1) {
+    const TileAt at = here.at[turn];
+    if (at.batch < 0) break;
+    if (at.batch != here.batch) {
+      here.sync();
+      here.batch = at.batch;
+      if (threadIdx.x == 32) find_matrix<kRow>(p.row, at, here.row);
+      if (threadIdx.x == 64) find_matrix<kColumn>(p.column, at, here.column);
+      here.sync();
+    }
+    wait(here.full, turn);
+    if constexpr (kRow.present()) {
+      const auto reader_at = [&](int line, int run, int) {
+        return TileReader(memory.tile, line, run);
+      };
+      rows_of_tile<kRow>(OutputHere{p.row, here.row}, at, here, reader_at, [] {});
+    }
+    const OutputHere column{p.column, here.column};
+    columns_of_tile<kColumn, Bf16Tile>(
+        column, at, here, memory.stage, [&](const auto& part, auto* in) {
+          part.read(memory.tile, in);
+          here.sync();  // all have read the tile, and the stage of the one before
+          ask(turn ^ 1);
+        });
+    here.sync();
+    const TileAt same = here.at[turn];  // not kept in registers until now
+    store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+        p.column, here.column, same.column, same.row, memory.stage);
+  }
+}
+
+}  // namespace blockscale::gpu

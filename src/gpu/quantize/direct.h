@@ -1,0 +1,207 @@
+// Quantizing rows straight from global memory: what a thread works on it loads itself, so that
+// there is nothing to wait for but its own loads, and the hardware hands out the work in small
+// pieces, on odd and small shapes too.
+//
+// Along rows a thread takes one run of each of up to eight lines. Down columns, with square blocks,
+// and for both directions at once, a block of threads takes a tile of 128 x 128; the columns
+// leave it in shared memory for the rows.
+#pragma once
+
+#include "divisor.h"
+#include "gpu/quantize/floats.h"
+#include "gpu/quantize/rows.h"
+
+namespace blockscale::gpu {
+
+inline constexpr int kDirectThreads = 256;
+inline constexpr int kDirectLines = 4;  // of a thread in a tile, and of FP8 at once
+// Tiles that lie beside each other are this many in a row.
+inline constexpr int kSidewaysShift = 3, kSideways = 1 << kSidewaysShift;
+
+struct RowsParams {
+  Source x;
+  Side row;
+  Divisor runs;  // of a line
+  uint32_t all;  // threads with work: runs of a line by groups of lines
+  int each;      // lines of a thread: fewer where there is little to do
+};
+
+// The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
+// there. What stands for the others is some run that is.
+template <bool kAligned>
+struct LineReader {
+  using Tile = Bf16Tile;
+  using Run = std::conditional_t<kAligned, RunAligned, RunAround>;
+  const uint16_t* at;
+  int64_t stride;
+  int count, left;
+  int most, least;  // of `left`, where all chunks around a run lie in the matrix
+
+  BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
+      : stride(x.row_stride), count(x.columns - pos), left(lines) {
+    const auto* matrix = static_cast<const uint16_t*>(x.data) + batch * x.batch_stride;
+    at = matrix + (lines > 0 ? line : 0) * stride + pos;
+    if constexpr (!kAligned) {
+      constexpr int kNone = 1 << 30;
+      const int64_t first = at - matrix, last = first + max(lines - 1, 0) * stride;
+      const int64_t end = (x.rows - 1) * stride + x.columns - 24;
+      most = first >= 7 ? lines : stride >= 7 && lines > 1 ? lines - 1 : -kNone;
+      least = last <= end ? -kNone : last - stride <= end ? 2 : kNone;
+    }
+    keep(at);
+  }
+  BLOCKSCALE_DEVICE Run next() {
+    Run run;
+    if constexpr (kAligned) {
+      run = load_aligned(at, count);
+    } else {
+      const bool inside = left <= most && left >= least;
+      run = load_around(at, inside || left > 0 ? count : 0, inside);
+    }
+    if (--left > 0) at += stride;
+    return run;
+  }
+};
+// What the input is: BF16, whose rows start at multiples of 16 bytes or anywhere, or FP32 or FP16.
+template <bool kAligned>
+struct Bf16In {
+  static constexpr bool kFloats = false;
+  static constexpr bool kAround = !kAligned;  // tiles come as TileAround
+  using Tile = Bf16Tile;
+  using Reader = LineReader<kAligned>;
+  using Kept = KeptTile;
+  using KeptReader = gpu::KeptReader;
+
+  // The same input from row `rows` on.
+  BLOCKSCALE_DEVICE static void skip(Source& x, int64_t rows) {
+    x.data = static_cast<const uint16_t*>(x.data) + rows * x.row_stride;
+  }
+};
+struct FloatsIn {
+  static constexpr bool kFloats = true;
+  static constexpr bool kAround = false;
+  using Tile = FloatTile;
+  using Reader = FloatReader;
+  using Kept = KeptFloats;
+  using KeptReader = KeptFloatReader;
+
+  BLOCKSCALE_DEVICE static void skip(Source& x, int64_t rows) {
+    x.data = static_cast<const uint8_t*>(x.data) + rows * FloatMemory(x).pitch;
+  }
+};
+
+// Scales of a byte of four lines. Eight threads have four blocks of each, two threads a block; they
+// exchange them until each has a word of one line.
+BLOCKSCALE_DEVICE void store_scales_aside(const Side& s, const MatrixAt& m, const Block* b,
+                                          int line, int pos) {
+  const int run = pos / kRun % kRunsPerLine, mine = run / 2;
+  uint32_t word = permute_bytes(permute_bytes(b[0].stored, b[1].stored, 0x0040),
+                                permute_bytes(b[2].stored, b[3].stored, 0x0040), 0x5410);
+  // Lines 0 and 1, or 2 and 3, of blocks two apart; then one line of all four.
+  word = permute_bytes(word, shuffle_xor(word, 4), mine & 2 ? 0x3276 : 0x5410);
+  word = permute_bytes(word, shuffle_xor(word, 2), mine & 1 ? 0x3715 : 0x6240);
+  if (run % 2 == 0 && line + mine < s.lines) store_aside(s, m, line + mine, pos / kTile, word);
+}
+
+// Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
+// behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
+// `loaded` gives the matrix, after the first loads are on their way.
+template <Pass kPass, class Reader, class Loaded>
+BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos, int lines,
+                                      int each, const Loaded& loaded) {
+  using Values = RowValues<kPass, typename Reader::Tile>;
+  if constexpr (kPass.fp4()) {
+    typename Reader::Run even = reader.next();
+    const MatrixAt m = loaded();
+    const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
+    RowTarget<kPass> to(s, m, line, pos);
+    auto quantize = [&](const typename Reader::Run& run, int i) {
+      Values values;
+      values.take(run.elements(), s);
+      const uint32_t amax = row_block_amax<kPass>(s, values.amax);
+      if (i < lines) {
+        const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values.cut(inv); });
+        store_row_run<kPass>(s, m, random, values, amax, b, line + i, pos, to);
+      }
+      to.advance(s);
+    };
+#pragma unroll 1
+    for (int i = 0; i < each; i += 2) {
+      const typename Reader::Run odd = reader.next();
+      quantize(even, i);
+      even = reader.next();
+      quantize(odd, i + 1);
+    }
+  } else {
+    typename Reader::Run runs[kDirectLines];
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i) runs[i] = reader.next();
+    const MatrixAt m = loaded();
+    const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
+    RowTarget<kPass> to(s, m, line, pos);
+    Values values[kDirectLines];
+    uint32_t amax[kDirectLines];
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i) {
+      values[i].take(runs[i].elements(), s);
+      amax[i] = row_block_amax<kPass>(s, values[i].amax);
+    }
+    if constexpr (kPass.scale == Format::fp32) {
+      // Eight threads have the blocks of the same four lines: each finds one of the scales.
+      static_assert(kPass.block() == kRunsPerLine * kRun && kDirectLines == 4);
+      const int mine = static_cast<int>(threadIdx.x) % kDirectLines;
+      const uint32_t low = mine % 2 == 0 ? amax[0] : amax[1];
+      const uint32_t high = mine % 2 == 0 ? amax[2] : amax[3];
+      const Block b = block_of<kPass>(s, m.outer, mine < 2 ? low : high);
+      if (mine < lines && pos / kRun % kRunsPerLine < kDirectLines)
+        store_scale<kPass>(s, m, line + mine, pos / kPass.block(), b.stored);
+#pragma unroll
+      for (int i = 0; i < kDirectLines; ++i, to.advance(s)) {
+        const float inv = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(b.inv), mine ^ i));
+        if (i < lines)
+          store_row_codes<kPass>(s, m, random, values[i], amax[i], inv, line + i, pos, to);
+      }
+    } else if (s.aside_pitch != 0) {
+      Block b[kDirectLines];
+#pragma unroll
+      for (int i = 0; i < kDirectLines; ++i) b[i] = block_of<kPass>(s, m.outer, amax[i]);
+      store_scales_aside(s, m, b, line, pos);
+#pragma unroll
+      for (int i = 0; i < kDirectLines; ++i, to.advance(s))
+        if (i < lines)
+          store_row_codes<kPass>(s, m, random, values[i], amax[i], b[i].inv, line + i, pos, to);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDirectLines; ++i, to.advance(s))
+        if (i < lines)
+          store_row_run<kPass>(s, m, random, values[i], amax[i],
+                               block_of<kPass>(s, m.outer, amax[i]), line + i, pos, to);
+    }
+  }
+}
+
+// Blocks of threads that a multiprocessor holds.
+template <Pass kPass, class In>
+inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
+
+template <class Row, class In>
+__global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
+    rows_kernel(const __grid_constant__ RowsParams p) {
+  after_previous(p);
+  const Side& s = p.row;
+  const int batch = static_cast<int>(blockIdx.y);
+  const uint32_t n = blockIdx.x * kDirectThreads + threadIdx.x, at = min(n, p.all - 1);
+  const uint32_t group = p.runs.quotient(at);
+  const int line = static_cast<int>(group) * p.each;
+  const int pos = static_cast<int>(at - group * p.runs.by()) * kRun;
+  const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
+  const typename In::Reader reader(p.x, batch, line, pos, lines);
+  quantize_lines<Row::kPass>(reader, s, line, pos, lines, p.each, [&] {
+    // Every thread finds the outer scale for itself: a barrier would cost more.
+    const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
+    if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;
+    return m;
+  });
+}
+
+}  // namespace blockscale::gpu

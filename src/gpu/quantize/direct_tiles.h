@@ -1,0 +1,387 @@
+// direct.h for tiles of 128 x 128: columns, square blocks, both directions at once, and groups.
+#pragma once
+
+#include "gpu/groups/fill.h"
+#include "gpu/quantize/column_part.h"
+#include "gpu/quantize/columns.h"
+
+namespace blockscale::gpu {
+
+struct TilesParams {
+  Source x;
+  Side row, column;
+  GroupGrid groups;  // or none
+  int sideways;      // of direct_tile()
+};
+
+inline constexpr int kDirectWarps = kDirectThreads / 32;
+static_assert(kDirectWarps * kRun == kTile && 32 * kDirectLines == kTile);
+static_assert(kKeptLines == kDirectLines);
+
+// What the threads of a tile tell each other.
+struct DirectMemory {
+  uint32_t row_amax[kDirectWarps * kRunsPerLine];  // of squares, by warp
+  uint32_t column_amax[kDirectWarps][kTile];       // by warp
+  float column_inv[kTile];
+  Outer outer[2];
+
+  BLOCKSCALE_DEVICE static void sync() { __syncthreads(); }
+};
+// One output at a tile: as it was given, or with the extents of the tile's group.
+template <bool kGrouped>
+struct OutputAt {
+  const Side& side;
+
+  template <int kOperand>
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupTile&, Constant<kOperand>)
+      : side(whole) {}
+  // Its matrix; the first tile of one stores the outer scale.
+  template <Pass kPass>
+  BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt& at, const Outer& outer) const {
+    if (!kPass.two_level()) return matrix_at(side, at.batch, no_outer());
+    if (side.out.spec.outer && at.row == 0 && at.column == 0 && threadIdx.x == 0)
+      side.out.outer[at.batch] = outer.dec;
+    return matrix_at(side, at.batch, outer);
+  }
+};
+template <>
+struct OutputAt<true> {
+  Side side;
+  MatrixAt group;  // but for the outer scale
+
+  template <int kOperand>
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupTile& tile, Constant<kOperand>)
+      : side(whole), group(group_at<kOperand>(side, whole, tile)) {}
+  template <Pass kPass>
+  BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt&, const Outer& outer) const {
+    MatrixAt m = group;
+    if (kPass.two_level()) m.outer = outer;
+    return m;
+  }
+};
+
+// The rows of a tile: a warp has 16 lines of 8 runs. reader_at(line and run of the tile, lines that
+// are there) is what reads them.
+template <Pass kPass, class Output, class Memory, class ReaderAt, class Loaded>
+BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory& memory,
+                                    const ReaderAt& reader_at, const Loaded& loaded) {
+  const Side& s = out.side;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int tile_line = warp * kRun + lane / kRunsPerLine * kDirectLines;
+  const int line = at.row + tile_line, pos = at.column + lane % kRunsPerLine * kRun;
+  const int lines = pos < s.padded ? s.lines - line : 0;
+  auto reader = reader_at(tile_line, lane % kRunsPerLine, lines);
+  if constexpr (!kPass.square) {
+    quantize_lines<kPass>(reader, s, line, pos, lines, kDirectLines, [&] {
+      loaded();
+      return out.template matrix<kPass>(at, memory.outer[0]);
+    });
+  } else {
+    typename decltype(reader)::Run in[kDirectLines];
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i) in[i] = reader.next();
+    loaded();
+    const MatrixAt m = out.template matrix<kPass>(at, memory.outer[0]);
+    RowValues<kPass, typename decltype(reader)::Tile> values[kDirectLines];
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i) {
+      values[i].take(in[i].elements(), s);
+      if (i < lines) amax = max(amax, values[i].amax);
+    }
+    amax = row_block_amax<kPass>(s, amax);
+    amax = max(amax, shuffle_xor(amax, kRunsPerLine));
+    amax = max(amax, shuffle_xor(amax, 2 * kRunsPerLine));
+    // A warp has 16 lines.
+    constexpr int kWarps = kPass.block() / kRun;
+    if constexpr (kWarps > 1) {
+      const int run = lane % kRunsPerLine;
+      memory.row_amax[warp * kRunsPerLine + run] = amax;
+      memory.sync();
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i)
+        amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
+    }
+    const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
+    const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) {
+#pragma unroll
+      for (auto& run : values) run.cut(inv);
+    });
+    RowTarget<kPass> to(s, m, line, pos);
+#pragma unroll
+    for (int i = 0; i < kDirectLines; ++i, to.advance(s))
+      if (i < lines) store_row_run<kPass>(s, m, random, values[i], amax, b, line + i, pos, to);
+  }
+}
+
+// 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
+template <Pass kPass, class Memory>
+BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint32_t* amax,
+                                    int first, Memory& memory, Stage<kPass>& stage) {
+  static_assert(kPass.block() == kTile && ColumnPart<kPass>::kWide == 4);
+  const int warp = static_cast<int>(threadIdx.x / 32), line = static_cast<int>(threadIdx.x);
+  *reinterpret_cast<uint4*>(&memory.column_amax[warp][first]) = {amax[0], amax[1], amax[2],
+                                                                 amax[3]};
+  memory.sync();
+  if (line < kTile) {
+    uint32_t largest = memory.column_amax[0][line];
+#pragma unroll
+    for (int i = 1; i < kDirectWarps; ++i) largest = max(largest, memory.column_amax[i][line]);
+    const Block b = block_of<kPass>(s, m.outer, largest);
+    memory.column_inv[line] = b.inv;
+    stage_scale<kPass>(s, stage, b.stored, line, 0);
+  }
+  memory.sync();
+}
+
+// The columns of a tile, into the stage; load(part, where to) brings them.
+template <Pass kPass, class Tile, class Output, class Memory, class Load>
+BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memory& memory,
+                                       Stage<kPass>& stage, const Load& load) {
+  const Side& s = out.side;
+  using Part = ColumnPart<kPass>;
+  using Values = ColumnValues<kPass, Tile>;
+  constexpr int kBlock = kPass.block(), kWide = Part::kWide;
+  const Part part;
+  typename Tile::Columns in[2];
+  load(part, in);
+  const MatrixAt m = out.template matrix<kPass>(at, memory.outer[1]);
+  RandomRuns random[Part::kRuns];
+#pragma unroll
+  for (int i = 0; i < Part::kRuns; ++i)
+    random[i] = random_runs<kPass>(s, m, 1, at.row + (part.run + i) * kRun);
+  auto encode = [&](const Values& values, auto which, float inv, uint32_t amax,
+                    const RandomRuns& runs, uint32_t line) {
+    constexpr int kWhich = decltype(which)::value;
+    float v[kRun];
+    values.template unpack<kWhich>(s, inv, amax, v);
+    return encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, runs, line);
+  };
+  if constexpr (kBlock == kRun && !kPass.square) {
+    // A run is a block. What takes much code is kept once.
+    [[maybe_unused]] constexpr int kTimes =
+        kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
+    // Where results go: from two columns to the next by addition.
+    uint32_t line = in_register(m.line + at.column + part.first);
+    uint8_t* to[] = {&in_place(staged_fp4<kPass, kWide>(stage, part.first, part.run)),
+                     &in_place(staged_fp4<kPass, kWide>(stage, part.first + 1, part.run))};
+    uint8_t* scale = &in_place(stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
+    auto column = [&](Values& values, auto which) {
+      constexpr int kWhich = decltype(which)::value;
+      const uint32_t amax = values.amax[kWhich];
+      const Block b = block_of<kPass>(s, m.outer, amax,
+                                      [&](float factor) { values.template cut<kWhich>(factor); });
+      scale[kWhich * kRunsPerLine] = static_cast<uint8_t>(b.stored);
+      const Codes codes = encode(values, which, b.inv, amax, random[0], line + kWhich);
+      *reinterpret_cast<uint2*>(to[kWhich]) = {codes.word[0], codes.word[1]};
+    };
+#pragma unroll kTimes
+    for (int i = 0; i < kWide; i += 2) {
+      Values values;
+      values.take(in[0], s);
+      in[0] = in[1];
+      column(values, Constant<0>{});
+      column(values, Constant<1>{});
+      line += 2;
+      scale += 2 * kRunsPerLine;
+      for (auto& p : to) p += 2 * kTile / 2;
+    }
+  } else {
+    Values values[2];
+    values[0].take(in[0], s);
+    values[1].take(in[1], s);
+    uint32_t amax[kWide];
+#pragma unroll
+    for (int i = 0; i < kWide; ++i)
+      amax[i] = kWide == 4 ? values[i / 2].amax[i % 2] : max(values[0].amax[i], values[1].amax[i]);
+    if constexpr (kPass.square) {
+      uint32_t a = max(amax[0], amax[1]);
+#pragma unroll
+      for (int i = 2; i < kWide; ++i) a = max(a, amax[i]);
+#pragma unroll
+      for (int step = 1; step < min(kBlock / kWide, 32); step *= 2)
+        a = max(a, shuffle_xor(a, step));
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) amax[i] = a;
+    }
+    float inv[kWide];
+    if constexpr (kBlock == kTile) {
+      share_blocks<kPass>(s, m, amax, part.first, memory, stage);
+      const float4 four = *reinterpret_cast<const float4*>(&memory.column_inv[part.first]);
+      inv[0] = four.x, inv[1] = four.y, inv[2] = four.z, inv[3] = four.w;
+    } else {
+      Block b{};
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        if (i == 0 || !kPass.square)
+          b = block_of<kPass>(s, m.outer, amax[i], [&](float factor) {
+            if constexpr (kPass.square) {
+              for (Values& two : values) two.template cut<0>(factor), two.template cut<1>(factor);
+            } else {
+              for (Values& two : values)
+                i == 0 ? two.template cut<0>(factor) : two.template cut<1>(factor);
+            }
+          });
+        stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
+        inv[i] = b.inv;
+      }
+    }
+    auto column = [&](auto i) {
+      constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
+      const int line = part.first + kColumn, run = kIndex / kWide;
+      const Codes codes = encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn],
+                                 amax[kColumn], random[run], m.line + at.column + line);
+      stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
+    };
+    column(Constant<0>{});
+    column(Constant<1>{});
+    column(Constant<2>{});
+    column(Constant<3>{});
+  }
+}
+
+// Grid: tiles down, 1 << `sideways` of a row by turns; groups of so many across; matrices.
+BLOCKSCALE_DEVICE TileAt direct_tile(int sideways) {
+  const uint32_t down = blockIdx.x >> sideways, across = blockIdx.x - (down << sideways);
+  return {static_cast<int>(blockIdx.z), static_cast<int>(down) * kTile,
+          static_cast<int>((blockIdx.y << sideways) + across) * kTile};
+}
+// That grid, and whether it fits: it counts matrices, and groups of tiles across, in 16 bits.
+inline dim3 tiles_grid(int down, const QuantizeParams& p, int sideways) {
+  return dim3(static_cast<unsigned>(down) << sideways,
+              static_cast<unsigned>(ceil_div(p.tiles_across, int64_t{1} << sideways)),
+              static_cast<unsigned>(p.batch));
+}
+inline bool fits_grid(const QuantizeParams& p) {
+  return p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16;
+}
+// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
+// for FP8 in both directions, which waits for memory more than it computes. Rows at odd addresses
+// take many registers on their way.
+template <Pass kRow, Pass kColumn, class In>
+inline constexpr int kTileBlocks = In::kFloats ? 2
+                                   : kColumn.hadamard ||
+                                           kColumn.encoder == Encoder::fp4_stochastic ||
+                                           (kRow.present() && kColumn.present() &&
+                                            !kColumn.fp4()) ||
+                                           (In::kAround && !kColumn.present())
+                                       ? 3
+                                       : 4;
+
+// What a block of threads has in shared memory.
+template <class Row, class Column, class In>
+struct TileMemory {
+  struct None {};
+  static constexpr bool kColumns = Column::kPass.present();
+  static constexpr bool kKeeps = kColumns && Row::kPass.present();
+  struct Results {
+    std::conditional_t<kKeeps, typename In::Kept, None> kept;
+    std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
+  };
+  union {
+    std::conditional_t<kColumns && In::kAround, TileAround, None> around;  // until it has been read
+    Results results;
+  };
+  DirectMemory direct;
+  GroupTile group;
+};
+
+template <class Row, class Column, class In, bool kGrouped>
+BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, const TileAt& at,
+                                     TileMemory<Row, Column, In>& memory) {
+  using Memory = TileMemory<Row, Column, In>;
+  constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
+  DirectMemory& direct = memory.direct;
+  // The outer scales, each found by one warp while the first loads are on their way.
+  auto loaded = [&] {
+    constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    if (kRowOuter && warp == 0) direct.outer[0] = outer_of(p.row, at.batch);
+    if (kColumnOuter && warp == 1) direct.outer[1] = outer_of(p.column, at.batch);
+    if (kRowOuter || kColumnOuter) __syncthreads();
+  };
+  if constexpr (!Memory::kColumns) {
+    const auto reader_at = [&](int line, int run, int lines) {
+      return typename In::Reader(x, at.batch, at.row + line, at.column + run * kRun, lines);
+    };
+    rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
+                       reader_at, loaded);
+  } else {
+    const OutputAt<kGrouped> column(p.column, memory.group, Constant<1>{});
+    auto& results = memory.results;
+    const auto load = [&](const auto& part, auto* in) {
+      if constexpr (In::kAround) {
+        memory.around.begin(x, at);
+        loaded();
+        wait_for_chunks();
+        __syncthreads();
+        part.read(memory.around, x, at, in);
+        __syncthreads();  // results lie where it was
+      } else {
+        part.load(In{}, x, at, in);
+        loaded();
+      }
+      if constexpr (Memory::kKeeps) part.keep(in, results.kept);
+    };
+    columns_of_tile<kColumn, typename In::Tile>(column, at, direct, results.stage, load);
+    __syncthreads();
+    store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+        column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
+        results.stage);
+    if constexpr (Memory::kKeeps) {
+      const auto reader_at = [&](int line, int run, int) {
+        return typename In::KeptReader(results.kept, line, run);
+      };
+      rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
+                         reader_at, [] {});
+    }
+  }
+}
+
+template <class Row, class Column, class In, bool kGrouped>
+__global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass, In>))
+    tiles_kernel(const __grid_constant__ TilesParams p) {
+  after_previous(p);
+  BLOCKSCALE_DYNAMIC_SHARED(bytes);
+  auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column, In>*>(bytes));
+  const TileAt at = direct_tile(p.sideways);
+  if (at.column >= p.x.columns) return;
+  if constexpr (!kGrouped) {
+    quantize_tile<Row, Column, In, false>(p, p.x, at, memory);
+  } else {
+    // The tiles of a group start anew at its first row, and end with its last.
+    const GroupTile& tile = memory.group;
+    if (threadIdx.x < 32)
+      find_tile(p.groups, p.row.groups, p.column.groups, at.row / kTile, memory.group);
+    __syncthreads();
+    const auto for_each_operand = [&](const auto& does) {
+      if constexpr (Row::kPass.present()) does(p.row, Constant<0>{});
+      if constexpr (Column::kPass.present()) does(p.column, Constant<1>{});
+    };
+    const int across = (p.x.columns + kTile - 1) / kTile, place = at.column / kTile;
+    if (tile.group < 0) {
+      for_each_operand([&](const Side& side, auto operand) {
+        const GroupRows& end = tile.before[decltype(operand)::value];
+        fill_behind_groups(side, end.codes >> side.groups.code_shift,
+                           end.scales >> side.groups.scale_shift,
+                           static_cast<int>(p.groups.groups.count), tile.bad,
+                           {tile.row * across + place, tile.rows * across});
+      });
+      return;
+    }
+    Source x = p.x;
+    const int begin = p.groups.positions ? tile.before[1].position : tile.begin;
+    In::skip(x, begin);
+    x.rows = p.groups.positions ? round_up_by(tile.rows, p.column.groups.position) : tile.rows;
+    x.batch_stride = 0;
+    quantize_tile<Row, Column, In, true>(p, x, {tile.group, tile.row, at.column}, memory);
+    for_each_operand([&](const Side& side, auto operand) {
+      if (!side.groups.pads(tile.rows)) return;
+      const OutputAt<true> out(side, tile, operand);
+      fill_around_group(out.side, out.group,
+                        {tile.row / kTile * across + place, (x.rows + kTile - 1) / kTile * across});
+    });
+  }
+}
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,258 @@
+// From values to codes, 16 at a time. The arithmetic is that of
+// rounding.h and formats.h; what is written differently here is shown equal by the tests.
+#pragma once
+
+#include "blockscale/hadamard.h"
+#include "blockscale/philox.h"
+#include "gpu/quantize/tile.h"
+
+namespace blockscale::gpu {
+
+// How a run is encoded. `any` reads everything from the spec at run time: right for every spec,
+// and slower. `byte` knows only that a code takes a byte; the others are the ones that training
+// uses.
+enum class Encoder : uint8_t { none, any, byte, e4m3fn, e5m2, fp4_nearest, fp4_stochastic };
+
+// What a kernel knows of a spec when it is compiled, along one axis. The scale format fixes the
+// length of the block; rules, signs and layouts are read at run time: they cost little a block.
+struct Pass {
+  Encoder encoder = Encoder::none;
+  Format scale = Format::fp32;
+  bool square = false;
+  bool hadamard = false;
+  constexpr bool operator==(const Pass&) const = default;
+  BLOCKSCALE_HD constexpr bool any() const { return encoder == Encoder::any; }
+  BLOCKSCALE_HD constexpr bool present() const { return encoder != Encoder::none; }
+  BLOCKSCALE_HD constexpr bool fp4() const {
+    return encoder == Encoder::fp4_nearest || encoder == Encoder::fp4_stochastic;
+  }
+  BLOCKSCALE_HD constexpr int block() const {
+    return scale == Format::fp32   ? kFp8_1x128.block
+           : scale == Format::e8m0 ? kMxfp8.block
+                                   : kNvfp4.block;
+  }
+  // Whether there may be an outer scale. Not for `any`.
+  BLOCKSCALE_HD constexpr bool two_level() const {
+    return present() && scale != Format::fp32 && scale != Format::e8m0;
+  }
+};
+// As an argument of a kernel: nvcc's host stubs do not take values of class type.
+template <Encoder kEncoder, Format kScale = Format::fp32, bool kSquare = false,
+          bool kHadamard = false>
+struct PassType {
+  static constexpr Pass kPass{kEncoder, kScale, kSquare, kHadamard};
+};
+
+struct Codes {
+  uint32_t word[4];  // 16 bytes, or 8 for FP4
+};
+
+// The two encoders of E2M1 below do not saturate. Up to these magnitudes they give the code of 6
+// for everything above 6. Scales rounded to nearest leave |y| below 6.4 and scales rounded up below
+// 6.00001, but where they underflow.
+inline constexpr float kNearestSafe = 0x1.bffffep+2f, kStochasticSafe = 6.003f;
+// Beyond, elements are cut first: for rounding to nearest to a BF16 within 2^-8 of 6 / inv, which
+// is encoded as 6 like all above it ...
+BLOCKSCALE_DEVICE uint32_t nearest_limit(float inv) {
+  const float six = __fmul_rn(6.0f, __frcp_rn(inv));
+  return to_bf16x2(six, six);
+}
+// ... and otherwise v is replaced by what is encoded, and inv by 1.
+BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) v[i] = fmaxf(fminf(__fmul_rn(v[i], inv), 6.0f), -6.0f);
+  inv = 1.0f;
+}
+
+// E2M1, nearest even, of magnitudes below 7. Added to M = P (2^22 + k), with P = 2^k = 1, 2 or 4
+// the power of two at or below max(y, 1), y is rounded by the FP32 addition itself: the last place
+// of M is P/2, the spacing of E2M1 there, and its low bits already count the 2k codes below P. y
+// = 2.75: M = 2 (2^22 + 1), the sum's low bits are 2 + 3 = 5, the code of 3. The bits of the three
+// M are 2^23 + 2 apart. k comes from another addition: to 2^25 - 4, where places are 2 wide,
+// rounded towards zero; the sum goes up by a place at 2, at 4 and, as they are 4 wide from then on,
+// at 8.
+BLOCKSCALE_DEVICE uint32_t fp4_nearest(float v, float inv) {
+  constexpr float kEdge = 33554428.0f;  // 2^25 - 4
+  constexpr uint32_t kStep = 0x00800002, kFirst = 0x4A800000 - 0x4BFFFFFE * kStep;
+  const float y = __fmul_rn(fabsf(v), inv);
+  const uint32_t m = bit_cast<uint32_t>(add_to_zero(y, kEdge)) * kStep + kFirst;
+  return bit_cast<uint32_t>(__fadd_rn(y, bit_cast<float>(m)));
+}
+// The low nibbles of w[0..3] in the low half of a word; bits 4 to 11 of each w are 0.
+BLOCKSCALE_DEVICE uint32_t join_nibbles(const uint32_t* w) {
+  return ((w[3] * 16 + w[2]) * 16 + w[1]) * 16 + w[0];
+}
+BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, const Signs& signs) {
+  uint32_t w[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) w[i] = fp4_nearest(v[i], inv);
+  return signs.with(permute_bytes(join_nibbles(w), join_nibbles(w + 4), 0x5410));
+}
+
+// E2M1, stochastic: numerics section 6 in its integer form, moved up by 2 bits so that the byte of
+// random bits is a byte of the word: under it 0x80 (half of its last place), above it 4, which
+// takes the 252 off: `beside` is kBesideRandom, in a register. The code is the top byte.
+inline constexpr uint32_t kBesideRandom = 0x0480;
+BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float inv, uint32_t random, int byte,
+                                          uint32_t beside) {
+  const float y = __fmul_rn(fabsf(v), inv);
+  const float z = fmaxf(y, __fmaf_rn(y, 0.5f, 0.5f));
+  return bit_cast<uint32_t>(z) * 4 + permute_bytes(random, beside, 0x5046 + 256 * byte);
+}
+BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const Signs& signs,
+                                               const uint32_t* random, uint32_t beside) {
+  uint32_t even[2], odd[2];  // two of each
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t t[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) t[j] = fp4_stochastic(v[4 * i + j], inv, random[i], j, beside);
+    even[i] = permute_bytes(t[0], t[2], 0x0073);
+    odd[i] = permute_bytes(t[1], t[3], 0x0073);
+  }
+  return signs.with(permute_bytes(odd[0], odd[1], 0x5410) * 16 +
+                    permute_bytes(even[0], even[1], 0x5410));
+}
+
+// What is known of an element format before the kernel starts: constants that instructions take
+// from where parameters lie.
+struct ElementFacts {
+  FormatTraits traits;
+  float largest;
+  bool four_bits;
+  int signless_zero;
+  uint32_t sign_bit;
+  int sign_shift;  // from an FP32 sign down to it
+  // Units in the last place, of which a binade has 2^m.
+  float normal, unit;      // the smallest normal, and 2^(23-m)
+  int shift;               // 23 - m
+  uint32_t below, binade;  // units from the FP32 exponent 0 to the smallest normal's, and 2^m
+  int random_shift;        // from eight random bits to those below a unit
+  uint32_t random_half;    // half of the last of them
+
+  explicit ElementFacts(Format f)
+      : traits(blockscale::traits(f)),
+        largest(max_value(f)),
+        four_bits(codes_per_byte(f) == 2),
+        signless_zero(traits.special == Special::negative_zero),
+        sign_bit(traits.sign_bit()),
+        sign_shift(31 - traits.exponent_bits - traits.mantissa_bits),
+        normal(exp2i(traits.min_exponent())),
+        unit(exp2i(23 - traits.mantissa_bits)),
+        shift(23 - traits.mantissa_bits),
+        below(static_cast<uint32_t>(127 + traits.min_exponent()) << traits.mantissa_bits),
+        binade(uint32_t{1} << traits.mantissa_bits),
+        random_shift(15 - traits.mantissa_bits),
+        random_half(uint32_t{1} << (14 - traits.mantissa_bits)) {}
+  ElementFacts() = default;
+};
+
+// As encode_magnitude() to nearest even, of magnitudes up to the largest, in the low eight bits:
+// with P the power of two at or below y, or the smallest normal, y + P 2^(23-m) has the format's
+// spacing as its last place, and its low bits count units.
+BLOCKSCALE_DEVICE uint32_t encode_nearest(const ElementFacts& e, float y) {
+  const float power = bit_cast<float>(bit_cast<uint32_t>(y) & 0x7F800000);
+  const float p = fmaxf(power, e.normal);
+  return bit_cast<uint32_t>(__fmaf_rn(p, e.unit, y)) + (bit_cast<uint32_t>(p) >> e.shift) - e.below;
+}
+// As encode_magnitude_stochastic(), of magnitudes up to the largest.
+BLOCKSCALE_DEVICE uint32_t encode_stochastic(const ElementFacts& e, float y, uint32_t random) {
+  const bool subnormal = y < e.normal;
+  const float w = subnormal ? __fadd_rn(y, e.normal) : y;
+  const uint32_t rounded =
+      (bit_cast<uint32_t>(w) + (random << e.random_shift) + e.random_half) >> e.shift;
+  return rounded + e.binade - e.below - (subnormal ? e.binade : 0);
+}
+// Any element, any rounding.
+template <bool kByte>
+BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const float* v,
+                                   float inv, const uint32_t* random) {
+  const bool four_bits = !kByte && e.four_bits;
+  const auto encode = [&](const auto& rounded) {
+    Codes out{};
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float y = __fmul_rn(v[i], inv);
+      const uint32_t magnitude = rounded(fminf(fabsf(y), e.largest), i) & 0xFF;
+      uint32_t code = magnitude | (bit_cast<uint32_t>(y) >> e.sign_shift & e.sign_bit);
+      if (e.signless_zero && magnitude == 0) code = 0;
+      if (four_bits)
+        out.word[i / 8] |= code << (i % 8 * 4);
+      else
+        out.word[i / 4] |= code << (i % 4 * 8);
+    }
+    return out;
+  };
+  if (stochastic)
+    return encode([&](float y, int i) {
+      return encode_stochastic(e, y, random[i / 4] >> (8 * (i % 4)) & 0xFF);
+    });
+  return encode([&](float y, int) { return encode_nearest(e, y); });
+}
+
+// ---- the Hadamard transform of a run (numerics section 8) ----
+
+// H_16 diag(+-1) x. The signs and + 0.0 cost eight operations: where no first element of a pair is
+// -0, no result is, as a sum is -0 only if its first operand is.
+BLOCKSCALE_DEVICE void butterflies(const float* signs, float* v) {
+#pragma unroll
+  for (int i = 0; i < kRun; i += 2) {
+    const float a = __fmaf_rn(v[i], signs[i], 0.0f), b = v[i + 1];
+    v[i] = __fmaf_rn(b, signs[i + 1], a);
+    v[i + 1] = __fmaf_rn(-b, signs[i + 1], a);
+  }
+#pragma unroll
+  for (int step = 2; step < kRun; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (i & step) continue;
+      const float a = v[i], b = v[i + step];
+      v[i] = __fadd_rn(a, b);
+      v[i + step] = __fsub_rn(a, b);
+    }
+  }
+}
+
+// A run after the transform: `pair` times `factor`, a power of two. BF16 sums are kept, and not
+// quarters of them, where that is the same: rounding to BF16 commutes with the quarter while the
+// sums do not overflow, subnormal results included (what the first rounding takes off is beyond
+// the second's halves).
+struct Transformed {
+  PairRun run;
+  float factor;
+
+  // v after the butterflies; returns the amax. `kExact`: sums of BF16 values, whose quarters are
+  // exact and no -0 from underflow.
+  template <bool kExact>
+  BLOCKSCALE_DEVICE uint32_t take(const float* v) {
+    constexpr uint32_t kLow = (127 - 60) << 23, kHigh = (127 + 100) << 23;
+    if (kExact) {
+#pragma unroll
+      for (int i = 0; i < kRun / 2; ++i) run.pair[i] = to_bf16x2(v[2 * i], v[2 * i + 1]);
+      const uint32_t amax = run.amax_bits();
+      factor = 0.25f;
+      if (amax - kLow < kHigh - kLow) return amax - (2 << 23);
+    }
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) {
+      float y[2];
+      for (int j = 0; j < 2; ++j)
+        y[j] = kExact ? __fmaf_rn(v[2 * i + j], 0.25f, 0.0f)
+                      : __fadd_rn(__fmul_rn(v[2 * i + j], 0.25f), 0.0f);
+      run.pair[i] = to_bf16x2(y[0], y[1]);
+    }
+    factor = 1.0f;
+    return run.amax_bits();
+  }
+  // Takes the factor into the values: they may be so small against 1 / scale that this matters.
+  BLOCKSCALE_DEVICE void settle() {
+    float v[kRun];
+    run.unpack(v);
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i)
+      run.pair[i] = to_bf16x2(__fmul_rn(v[2 * i], factor), __fmul_rn(v[2 * i + 1], factor));
+    factor = 1.0f;
+  }
+};
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,178 @@
+// FP32 and FP16 rows, worked on as FP32: what load.h and kept.h are for BF16.
+#pragma once
+
+#include "gpu/quantize/kept.h"
+
+namespace blockscale::gpu {
+
+// Rows in memory, in bytes.
+struct FloatMemory {
+  bool half;  // FP16
+  int size;   // of an element
+  int64_t pitch;
+
+  BLOCKSCALE_DEVICE explicit FloatMemory(const Source& x)
+      : half(x.dtype == DType::f16), size(half ? 2 : 4), pitch(x.row_stride * size) {}
+  BLOCKSCALE_DEVICE const uint8_t* at(const Source& x, int64_t batch, int64_t row,
+                                      int64_t column) const {
+    return static_cast<const uint8_t*>(x.data) +
+           (batch * x.batch_stride + row * x.row_stride + column) * size;
+  }
+  // Whether a row at p and those below it start at multiples of `to` bytes.
+  BLOCKSCALE_DEVICE bool aligned(const uint8_t* p, int to) const {
+    return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(pitch)) % to == 0;
+  }
+  BLOCKSCALE_DEVICE float element(const uint8_t* row, int i) const {
+    return half ? float_of_fp16(reinterpret_cast<const uint16_t*>(row)[i])
+                : reinterpret_cast<const float*>(row)[i];
+  }
+};
+BLOCKSCALE_DEVICE void unpack_fp16(uint32_t pair, float* two) {
+  two[0] = float_of_fp16(static_cast<uint16_t>(pair));
+  two[1] = float_of_fp16(static_cast<uint16_t>(pair >> 16));
+}
+
+// A run on its way.
+struct RunOfFloats {
+  uint4 chunk[4];
+  bool half;  // two chunks of FP16
+
+  BLOCKSCALE_DEVICE FloatRun elements() const {
+    FloatRun run;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word[4] = {chunk[i].x, chunk[i].y, chunk[i].z, chunk[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) run.value[4 * i + j] = bit_cast<float>(word[j]);
+    }
+    if (half) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t pair[4] = {chunk[i].x, chunk[i].y, chunk[i].z, chunk[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) unpack_fp16(pair[j], run.value + 8 * i + 2 * j);
+      }
+    }
+    return run;
+  }
+};
+
+// What LineReader is for BF16.
+struct FloatReader {
+  using Tile = FloatTile;
+  using Run = RunOfFloats;
+  FloatMemory memory;
+  const uint8_t* at;
+  int count, left;
+  bool chunks;
+
+  BLOCKSCALE_DEVICE FloatReader(const Source& x, int batch, int line, int pos, int lines)
+      : memory(x),
+        at(memory.at(x, batch, lines > 0 ? line : 0, pos)),
+        count(x.columns - pos),
+        left(lines),
+        chunks(count >= kRun && memory.aligned(at, 16)) {
+    keep(at);
+  }
+  BLOCKSCALE_DEVICE Run next() {
+    Run run{{}, memory.half && chunks};
+    if (left <= 0) return run;  // reading some line again would cost as much as another line
+    if (chunks) {
+      const auto* p = reinterpret_cast<const uint4*>(at);
+      run.chunk[0] = load_once(p);
+      run.chunk[1] = load_once(p + 1);
+      if (!memory.half) {
+        run.chunk[2] = load_once(p + 2);
+        run.chunk[3] = load_once(p + 3);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          word[j] =
+              4 * i + j < count ? bit_cast<uint32_t>(memory.element(at, 4 * i + j)) : uint32_t{0};
+        run.chunk[i] = {word[0], word[1], word[2], word[3]};
+      }
+    }
+    if (--left > 0) at += memory.pitch;
+    return run;
+  }
+};
+
+template <int kWords>
+struct Words {
+  uint32_t word[kWords];
+};
+BLOCKSCALE_DEVICE Words<4> words_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
+BLOCKSCALE_DEVICE Words<2> words_of(const uint2& v) { return {{v.x, v.y}}; }
+BLOCKSCALE_DEVICE Words<1> words_of(uint32_t v) { return {{v}}; }
+// kRows rows of kWide columns, of which `rows` and `count` are there, to place(row, column).
+template <int kWide, int kRows, class Place>
+BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* row, int rows,
+                                    int count, const Place& place) {
+  const bool whole = rows >= kRows && count >= kWide && memory.aligned(row, kWide * memory.size);
+  using Wide = std::conditional_t<kWide == 4, uint4, uint2>;
+  using Narrow = std::conditional_t<kWide == 4, uint2, uint32_t>;
+  if (whole && !memory.half) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, row += memory.pitch) {
+      const auto wide = words_of(load_once(reinterpret_cast<const Wide*>(row)));
+#pragma unroll
+      for (int c = 0; c < kWide; ++c) place(i, c) = bit_cast<float>(wide.word[c]);
+    }
+  } else if (whole) {
+    Narrow raw[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, row += memory.pitch)
+      raw[i] = load_once(reinterpret_cast<const Narrow*>(row));
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const auto pairs = words_of(raw[i]);
+#pragma unroll
+      for (int c = 0; c < kWide; c += 2) {
+        float two[2];
+        unpack_fp16(pairs.word[c / 2], two);
+        place(i, c) = two[0];
+        place(i, c + 1) = two[1];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, row += memory.pitch) {
+#pragma unroll
+      for (int c = 0; c < kWide; ++c)
+        place(i, c) = i < rows && c < count ? memory.element(row, c) : 0.0f;
+    }
+  }
+}
+
+// A tile kept in shared memory by threads that have read it by columns, for its rows: rows of 32
+// chunks of 16 bytes, of which those of each 8 change places, so that eight threads that read every
+// fourth one meet no bank twice.
+struct KeptFloats {
+  static constexpr int kChunks = kTile / 4;
+  uint4 chunk[kTile * kChunks];
+
+  BLOCKSCALE_DEVICE static int place(int chunk) { return chunk ^ chunk >> 3; }
+  BLOCKSCALE_DEVICE float* at(int row, int column) {
+    return reinterpret_cast<float*>(&chunk[row * kChunks + place(column / 4)]) + column % 4;
+  }
+};
+struct KeptFloatReader {
+  using Tile = FloatTile;
+  using Run = RunOfFloats;
+  const uint4* at;
+  int turn, left = kKeptLines;
+
+  BLOCKSCALE_DEVICE KeptFloatReader(const KeptFloats& tile, int line, int run)
+      : at(&tile.chunk[line * KeptFloats::kChunks + 4 * run]), turn(run >> 1) {}
+  BLOCKSCALE_DEVICE Run next() {
+    const Run run{{at[turn], at[1 ^ turn], at[2 ^ turn], at[3 ^ turn]}, false};
+    if (--left > 0) at += KeptFloats::kChunks;
+    return run;
+  }
+};
+
+}  // namespace blockscale::gpu

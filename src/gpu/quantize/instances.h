@@ -1,0 +1,220 @@
+// What the parts of the table of quantizers are made of.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "gpu/quantize/copied_tiles.h"
+#include "gpu/quantize/joined_tiles.h"
+#include "gpu/quantize/kernels.h"
+#include "gpu/quantize/quantize.h"
+
+namespace blockscale::gpu {
+
+template <class Row, class Column, class Loader, bool kGrouped = false>
+void launch(QuantizeParams& p, NativeStream stream) {
+  constexpr int kBytes = sizeof(Shared<Row::kPass, Column::kPass, Loader>);
+  static_assert(kBytes * Loader::kBlocks <= kSharedBytes);
+  constexpr auto kKernel = quantize_kernel<Row, Column, Loader, kGrouped>;
+  const unsigned blocks =
+      set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
+  start(kKernel, blocks, kThreads, kBytes, stream, p);
+}
+// Lines of a thread, of `lines` with `runs` runs each. The threads of FP4 have much to do before
+// they start: there are as many as the multiprocessors hold at a time, or, where that would leave
+// each with many lines, enough rounds of them for the last one not to count.
+template <Pass kPass>
+int lines_of_a_thread(int64_t runs, int64_t lines) {
+  if (!kPass.fp4()) return lines_of_a_thread(runs * lines, kDirectLines);
+  constexpr int kMost = 24, kOften = 8, kRounds = 6;
+  constexpr bool kHeavy = kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic;
+  const int64_t threads =
+      int64_t{kRowBlocks<kPass, Bf16In<true>>} * multiprocessors(current_device()) * kDirectThreads;
+  const int64_t each = ceil_div(lines, std::max<int64_t>(threads / runs, 1));
+  if (each <= kMost) return static_cast<int>(round_up(each, 2));
+  return kHeavy || runs * lines >= kRounds * kOften * threads ? kOften : kOften / 2;
+}
+template <class Row, class In>
+void launch_rows(QuantizeParams& p, NativeStream stream) {
+  const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
+  const int each =
+      lines_of_a_thread<Row::kPass>(int64_t{runs} * p.row.out.batch, int64_t{p.row.lines});
+  const int64_t all = runs * ceil_div(p.row.lines, each);
+  const RowsParams d{p.x, p.row, Divisor(runs), static_cast<uint32_t>(all), each};
+  const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),
+                  static_cast<unsigned>(p.row.out.batch));
+  start(rows_kernel<Row, In>, grid, kDirectThreads, 0, stream, d);
+}
+// Tiles that lie beside each other and are this many in a row, as a shift: all, up to 128, for rows
+// alone and, where they are not more than 64, for both directions of FP8, as memory takes whole
+// rows faster; else kSideways, as columns leave scales in sectors that tiles below each other
+// share.
+template <Pass kRow, Pass kColumn, bool kGrouped>
+int sideways_of(const QuantizeParams& p) {
+  constexpr int kFew = kSidewaysShift, kMost = 7;
+  constexpr bool kBoth = kRow.present() && kColumn.present();
+  const int all = std::bit_width(static_cast<unsigned>(p.tiles_across - 1));
+  if (!kRow.present() || (kBoth && (kGrouped || kColumn.fp4() || all >= kMost))) return kFew;
+  return std::clamp(all, kFew, kMost);
+}
+template <class Row, class Column, class In, bool kGrouped = false>
+void launch_tiles(QuantizeParams& p, NativeStream stream) {
+  const int sideways = sideways_of<Row::kPass, Column::kPass, kGrouped>(p);
+  const dim3 grid = tiles_grid(kGrouped ? p.groups.tile_rows : p.tiles_down, p, sideways);
+  constexpr auto kKernel = tiles_kernel<Row, Column, In, kGrouped>;
+  constexpr int kBytes = sizeof(TileMemory<Row, Column, In>);
+  prepare<kKernel>(kBytes);
+  start(kKernel, grid, kDirectThreads, kBytes, stream,
+        TilesParams{p.x, p.row, p.column, p.groups, sideways});
+}
+
+using Aligned = Bf16In<true>;
+using Anywhere = Bf16In<false>;
+
+// Tiles in twos, where there are so many that pairs keep every multiprocessor busy.
+template <class Column>
+void launch_joined(QuantizeParams& p, NativeStream stream) {
+  constexpr auto kKernel = joined_kernel<Column>;
+  constexpr int kBytes = sizeof(JoinedMemory<Column>), kTilesEach = 16;
+  if (p.tiles < kTilesEach * prepare<kKernel>(kBytes))
+    return launch_tiles<PassType<Encoder::none>, Column, Aligned>(p, stream);
+  constexpr int kHalf = kSidewaysShift - 1;
+  const dim3 grid = tiles_grid(static_cast<int>(ceil_div(p.tiles_down, kJoined)), p, kHalf);
+  start(kKernel, grid, dim3(kDirectThreads, kJoined), kBytes, stream,
+        TilesParams{p.x, p.row, p.column, p.groups, kHalf});
+}
+
+// Tiles by the copy engine, where there are enough for its longer start not to count.
+template <class Row, class Column>
+void launch_copied(QuantizeParams& p, NativeStream stream) {
+  constexpr auto kKernel = copied_kernel<Row, Column>;
+  using Memory = CopiedMemory<Row, Column>;
+  const int most = prepare<kKernel>(sizeof(Memory));
+  constexpr int kRounds = 8;
+  if (!p.copies || p.tiles < kRounds * Memory::kRows * most)
+    return launch_tiles<Row, Column, Aligned>(p, stream);
+  const int bands = static_cast<int>(ceil_div(p.tiles_across, kSideways));
+  const CopiedParams d{p.x,
+                       p.row,
+                       p.column,
+                       Divisor(int64_t{p.tiles_down} * p.tiles_across),
+                       Divisor(int64_t{p.tiles_down} * kSideways),
+                       Divisor(p.tiles_across - (bands - 1) * kSideways),
+                       static_cast<uint32_t>(bands),
+                       static_cast<uint32_t>(p.tiles)};
+  start(kKernel, dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows),
+        sizeof(Memory), stream, d);
+}
+// Whether they go faster so: where a tile takes many instructions, a few percent.
+template <Pass kRow, Pass kColumn>
+inline constexpr bool kCopied = kCopyEngine&& kColumn.fp4() &&
+                                ((kColumn.hadamard &&
+                                  (kRow.present() || kColumn.encoder == Encoder::fp4_nearest)) ||
+                                 (kRow.square && kColumn.square));
+// Whether a tile's columns have a word of scales each, which takes long beside their codes.
+template <Pass kRow, Pass kColumn>
+inline constexpr bool kJoins =
+    !kRow.present() && !kColumn.square &&
+    (kColumn.encoder == Encoder::e4m3fn || kColumn.encoder == Encoder::e5m2);
+template <class Row, class Column>
+constexpr Launcher aligned_launcher() {
+  if constexpr (kCopied<Row::kPass, Column::kPass>)
+    return launch_copied<Row, Column>;
+  else if constexpr (kJoins<Row::kPass, Column::kPass>)
+    return launch_joined<Column>;
+  else
+    return launch_tiles<Row, Column, Aligned>;
+}
+
+using None = PassType<Encoder::none>;
+using Any = PassType<Encoder::any>;
+template <Encoder kElement, Format kScale>
+using Fp8 = PassType<kElement, kScale>;
+template <Encoder kElement, Format kScale>
+using Fp8Square = PassType<kElement, kScale, true>;
+template <Format kScale>
+using Fp4 = PassType<Encoder::fp4_nearest, kScale>;
+template <Format kScale>
+using Fp4Square = PassType<Encoder::fp4_nearest, kScale, true>;
+template <Format kScale>
+using Fp4Hadamard = PassType<Encoder::fp4_nearest, kScale, false, true>;
+template <Format kScale>
+using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
+template <Format kScale>
+using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
+
+// What is not plain is wanted in both directions where rows are those of groups, which also have no
+// square blocks, and of FP32 and FP16: they are what a layer's x and W may be, and only FP4's dy is
+// not plain. The rest runs as `any`, which keeps the number of kernels down.
+template <class Row, class Column>
+constexpr bool common() {
+  constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
+  constexpr Pass kOne = kRow.present() ? kRow : kColumn;
+  return (kRow.present() && kColumn.present()) ||
+         (!kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic);
+}
+template <class Row, class Column, class In>
+constexpr Launcher grouped_launcher() {
+  if constexpr (common<Row, Column>() && !Row::kPass.square && !Column::kPass.square)
+    return launch_tiles<Row, Column, In, true>;
+  else
+    return nullptr;
+}
+template <class Row, class Column>
+constexpr Floats floats() {
+  if constexpr (!common<Row, Column>() || Column::kPass.encoder == Encoder::e5m2 ||
+                Row::kPass.encoder == Encoder::e5m2)
+    return {};
+  else if constexpr (Column::kPass.present() || Row::kPass.square)
+    return {launch_tiles<Row, Column, FloatsIn>, grouped_launcher<Row, Column, FloatsIn>()};
+  else
+    return {launch_rows<Row, FloatsIn>, grouped_launcher<Row, Column, FloatsIn>()};
+}
+template <class Row, class Column>
+inline constexpr Entry kEntry{Row::kPass,
+                              Column::kPass,
+                              aligned_launcher<Row, Column>(),
+                              launch_tiles<Row, Column, Anywhere>,
+                              grouped_launcher<Row, Column, Aligned>(),
+                              floats<Row, Column>()};
+template <class P>
+inline constexpr Entry kRows{P::kPass,
+                             None::kPass,
+                             launch_rows<P, Aligned>,
+                             launch_rows<P, Anywhere>,
+                             grouped_launcher<P, None, Aligned>(),
+                             floats<P, None>()};
+template <class P>
+inline constexpr Entry kSquareRows = kEntry<P, None>;
+template <class P>
+inline constexpr Entry kColumns = kEntry<None, P>;
+
+template <Encoder kElement, Format kScale>
+inline constexpr Entry kFp8Entries[] = {
+    kRows<Fp8<kElement, kScale>>,
+    kSquareRows<Fp8Square<kElement, kScale>>,
+    kColumns<Fp8<kElement, kScale>>,
+    kColumns<Fp8Square<kElement, kScale>>,
+    kEntry<Fp8<kElement, kScale>, Fp8<kElement, kScale>>,
+    kEntry<Fp8Square<kElement, kScale>, Fp8Square<kElement, kScale>>,
+};
+template <Format kScale>
+inline constexpr Entry kFp4Entries[] = {
+    kRows<Fp4<kScale>>,
+    kSquareRows<Fp4Square<kScale>>,
+    kRows<Fp4Hadamard<kScale>>,
+    kRows<Stochastic<kScale>>,
+    kRows<StochasticHadamard<kScale>>,
+    kColumns<Fp4<kScale>>,
+    kColumns<Fp4Square<kScale>>,
+    kColumns<Fp4Hadamard<kScale>>,
+    kColumns<Stochastic<kScale>>,
+    kColumns<StochasticHadamard<kScale>>,
+    kEntry<Fp4<kScale>, Fp4<kScale>>,
+    kEntry<Fp4Square<kScale>, Fp4Square<kScale>>,
+    kEntry<Fp4<kScale>, Fp4Hadamard<kScale>>,
+    kEntry<Stochastic<kScale>, Fp4Hadamard<kScale>>,
+    kEntry<Stochastic<kScale>, StochasticHadamard<kScale>>,
+};
+
+}  // namespace blockscale::gpu

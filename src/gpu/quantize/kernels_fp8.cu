@@ -1,0 +1,19 @@
+#include "gpu/quantize/instances.h"
+
+namespace blockscale::gpu {
+
+std::span<const Table> fp8_kernels() {
+  static constexpr Table kTables[] = {
+    Table(kFp8Entries<Encoder::e4m3fn, Format::fp32>),
+    Table(kFp8Entries<Encoder::byte, Format::e8m0>),
+#if !defined(BLOCKSCALE_SAMPLE)
+    Table(kFp8Entries<Encoder::e4m3fn, Format::e8m0>),
+    Table(kFp8Entries<Encoder::e5m2, Format::fp32>),
+    Table(kFp8Entries<Encoder::e5m2, Format::e8m0>),
+    Table(kFp8Entries<Encoder::byte, Format::fp32>),
+#endif
+  };
+  return kTables;
+}
+
+}  // namespace blockscale::gpu

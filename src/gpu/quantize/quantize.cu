@@ -1,0 +1,285 @@
+#include <bit>
+#include <utility>
+
+#include "gpu/quantize/instances.h"
+
+namespace blockscale::gpu {
+namespace {
+
+const Entry* find(const Pass& row, const Pass& column) {
+  for (const auto& tables : {fp8_kernels(), mxfp4_kernels(), nvfp4_kernels()})
+    for (const Table& table : tables)
+      for (const Entry& e : table)
+        if (e.row == row && e.column == column) return &e;
+  return nullptr;
+}
+
+Pass pass_of(const QuantSpec& spec) {
+  Encoder encoder = Encoder::any;
+  if (spec.element == Format::e2m1)
+    encoder = spec.stochastic() ? Encoder::fp4_stochastic : Encoder::fp4_nearest;
+  else if (spec.element == Format::e4m3fn && !spec.stochastic())
+    encoder = Encoder::e4m3fn;
+  else if (spec.element == Format::e5m2 && !spec.stochastic())
+    encoder = Encoder::e5m2;
+  else if (spec.hadamard.dim == 0)
+    encoder = Encoder::byte;
+  else
+    return Any::kPass;
+  return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
+}
+
+template <bool kGrouped>
+void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+  if (!column.present()) return launch<Any, None, AnyLoader, kGrouped>(p, stream);
+  if (!row.present()) return launch<None, Any, AnyLoader, kGrouped>(p, stream);
+  launch<Any, Any, AnyLoader, kGrouped>(p, stream);
+}
+
+// The compiled quantizer for these passes and this input, or null.
+Launcher launcher_for(const QuantizeParams& p, const Pass& row, const Pass& column, bool grouped) {
+  // Grids count runs in 31 bits; kernels count the bytes of 128 rows in 32, unsigned.
+  const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
+  const int64_t size = p.x.dtype == DType::f32 ? 4 : 2;
+  const bool fits = fits_grid(p) && runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
+                    size * kTile * p.x.row_stride < int64_t{1} << 32;
+  const Entry* e = fits && p.x.column_stride == 1 ? find(row, column) : nullptr;
+  if (!e) return nullptr;
+  if (p.x.dtype != DType::bf16) return grouped ? e->floats.grouped : e->floats.matrix;
+  if (grouped) return p.aligned ? e->grouped : nullptr;
+  return p.aligned ? e->aligned : e->unaligned;
+}
+
+void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
+  if (const Launcher compiled = launcher_for(p, row, column, false)) return compiled(p, stream);
+  if (p.tiles == 0) {  // no element, but an outer scale for every matrix
+    p.tiles_down = p.tiles_across = 1;
+    p.tiles = p.batch;
+  }
+  launch_any<false>(p, row, column, stream);
+}
+
+// The same as next_group() and group_part().
+GroupRule rule_of(const Quantized& out, const StoredShape& s) {
+  const Layout codes = out.layout.codes, scales = out.layout.scales;
+  const GroupUnits u = group_units(out.spec, out.layout, out.axis);
+  const auto shift = [](int64_t n) { return std::countr_zero(static_cast<uint64_t>(n)); };
+  // From one row or column of a layout's matrix to the next, where groups begin.
+  const auto pitch = [&](Layout l, int64_t rows, int64_t columns) {
+    const bool beside = l == (out.axis == -1 ? Layout::mn_major : Layout::linear);
+    return beside ? 1 : out.axis == -1 ? padded_columns(l, columns) : padded_rows(l, rows);
+  };
+  GroupRule r{};
+  r.position = static_cast<int>(u.position) - 1;
+  r.codes = static_cast<int>(u.codes) - 1;
+  r.scales = static_cast<int>(u.scales) - 1;
+  r.code_shift = shift(u.per_code);
+  r.scale_shift = shift(u.per_scale);
+  r.code_pitch = static_cast<int>(pitch(codes, s.code_rows, s.code_columns));
+  r.scale_pitch = static_cast<int>(pitch(scales, s.scale_rows, s.scale_columns));
+  const auto pads = [&](Layout l, int64_t rows, int64_t columns) {
+    return out.axis == -1 ? padded_columns(l, columns) != columns : padded_rows(l, rows) != rows;
+  };
+  r.pads_across =
+      pads(codes, s.code_rows, s.code_columns) || pads(scales, s.scale_rows, s.scale_columns);
+  return r;
+}
+
+Side side_of(const Quantized& out, const QuantizeOptions& o) {
+  Side s{};
+  s.out = out;
+  s.shape = out.shape();
+  s.element = ElementFacts(out.spec.element);
+  s.amax = o.amax;
+  s.seed = o.device_seed;
+  s.offset = o.device_offset;
+  s.rng = o.device_seed ? Rng{o.device_seed_step, 0} : o.rng.value_or(Rng{});
+  const bool rows = out.axis == -1;
+  s.origin_line = rows ? o.origin_row : o.origin_column;
+  s.origin_pos = rows ? o.origin_column : o.origin_row;
+  s.lines = static_cast<int>(s.shape.lines);
+  s.padded = static_cast<int>(s.shape.padded);
+  s.blocks = static_cast<int>(s.shape.blocks);
+  s.line_bytes = static_cast<int>(s.shape.code_columns);
+  s.scale_columns = static_cast<int>(s.shape.scale_columns);
+  s.scales_up = out.spec.scale_rounding == ScaleRounding::up;
+  s.linear_codes = out.layout.codes == Layout::linear;
+  s.linear_scales = out.layout.scales == Layout::linear;
+  s.plain = s.linear_codes && s.linear_scales;
+  for (int i = 0; i < kRun; ++i) s.transform_signs[i] = out.spec.hadamard.negates(i) ? -1.0f : 1.0f;
+  if (out.groups)
+    s.groups = rule_of(out, s.shape);
+  else if (out.layout.scales == Layout::mn_major)
+    s.rows_behind =
+        static_cast<int>(padded_rows(Layout::mn_major, s.shape.scale_rows) - s.shape.scale_rows);
+  // Of every matrix; where groups lie is told on the device.
+  const auto aligned = [](const uint8_t* p, int64_t size, int64_t to) {
+    return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(size)) % to == 0;
+  };
+  const bool grouped = static_cast<bool>(out.groups);
+  s.code_pairs =
+      aligned(out.codes, grouped ? 0 : s.shape.code_bytes | s.line_bytes | s.padded / 2, 16);
+  s.scale_words =
+      scale_bytes(out.spec.scale) == 1 && s.shape.scale_lines == 1 &&
+      (s.linear_scales || out.layout.scales == Layout::nv_128x4) &&
+      aligned(out.scales, grouped ? 0 : s.shape.scale_count | s.blocks | s.scale_columns, 4);
+  return s;
+}
+
+// Gives specs with an outer scale the amaxes that the caller has not given: both of an input from
+// one read where at most one of them follows a transform.
+void find_amaxes(std::span<Quantization> inputs, const Stream& stream) {
+  const auto lacks = [](const Quantized* out, const QuantizeOptions& o) {
+    return out && out->spec.outer && !o.amax;
+  };
+  int64_t words = 0;
+  for (const Quantization& q : inputs)
+    for (const auto& [out, options] :
+         {std::pair(q.row, &q.row_options), std::pair(q.column, &q.column_options)})
+      if (lacks(out, *options)) words += out->matrices();
+  if (words == 0) return;
+  const int64_t bytes = words * static_cast<int64_t>(sizeof(float));
+  float* found = static_cast<float*>(stream.workspace(bytes));
+  clear_async(found, static_cast<size_t>(bytes), native(stream));
+  Amax asked[4];
+  int count = 0;
+  for (Quantization& q : inputs) {
+    const bool row = lacks(q.row, q.row_options), column = lacks(q.column, q.column_options);
+    const auto next = [&](const Quantized& out) {
+      return std::exchange(found, found + out.matrices());
+    };
+    const auto ask = [&](const Quantized& out, QuantizeOptions& o) {
+      float* const to = next(out);
+      asked[count++] = {q.x, out.spec, out.axis, out.groups, to, nullptr};
+      o.amax = to;
+    };
+    const auto transforms = [](const Quantized& out) { return out.spec.hadamard.dim != 0; };
+    const auto wide = [](const Quantized& out) { return out.spec.hadamard.dim > kRun; };
+    if (row && column && !q.row->groups && !wide(*q.row) && !wide(*q.column) &&
+        !(transforms(*q.row) && transforms(*q.column))) {
+      const bool row_first = transforms(*q.row);
+      const Quantized& first = row_first ? *q.row : *q.column;
+      QuantizeOptions& plain = row_first ? q.column_options : q.row_options;
+      QuantizeOptions& other = row_first ? q.row_options : q.column_options;
+      ask(first, other);
+      if (transforms(first))
+        plain.amax = asked[count - 1].before = next(first);
+      else
+        plain.amax = other.amax;
+    } else {
+      if (row) ask(*q.row, q.row_options);
+      if (column) ask(*q.column, q.column_options);
+    }
+  }
+  if (count == 2) return add_amaxes(asked[0], asked[1], stream);
+  for (int i = 0; i < count; ++i) add_amax(asked[i], stream);
+}
+
+// Whether scales of both directions go to the workspace first, as words, and are turned then: where
+// a kernel more is less than what it saves.
+bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
+  constexpr int64_t kTilesEach = 10;  // of a multiprocessor
+  const auto may = [](const Quantized& q) {
+    const bool words = q.spec.scale == Format::fp32 ||
+                       (q.spec.scale == Format::e8m0 && codes_per_byte(q.spec.element) == 1);
+    return words && !q.spec.square && q.layout.scales == Layout::linear && !q.groups;
+  };
+  return may(row_out) && may(column_out) &&
+         x.batch * x.rows * x.columns >=
+             kTilesEach * kTile * kTile * multiprocessors(current_device());
+}
+// `out` with its scales in the workspace.
+Quantized with_scales_aside(const Quantized& out, const Stream& stream) {
+  Quantized aside = out;
+  aside.scales = static_cast<uint8_t*>(stream.workspace(4 * out.batch * AsideWords(out).count()));
+  return aside;
+}
+void set_aside(Side& side) {
+  const AsideWords words(side.out);
+  side.aside_pitch = static_cast<int>(words.pitch);
+  side.shape.scale_count = words.count() * 4 / scale_bytes(side.out.spec.scale);
+  side.scale_words = true;
+  side.linear_scales = side.plain = false;
+}
+
+// `aside`: scales are in the workspace.
+void quantize_into(const ConstMatrix& x, const Quantized* row_out,
+                   const QuantizeOptions& row_options, const Quantized* column_out,
+                   const QuantizeOptions& column_options, bool aside, const Stream& stream) {
+  const bool wide = (row_out && row_out->spec.hadamard.dim > kRun) ||
+                    (column_out && column_out->spec.hadamard.dim > kRun);
+  if (wide && row_out && column_out) {  // two different inputs then
+    quantize_into(x, row_out, row_options, nullptr, {}, aside, stream);
+    quantize_into(x, nullptr, {}, column_out, column_options, aside, stream);
+    return;
+  }
+  const Groups groups = (row_out ? row_out : column_out)->groups;
+  const bool positions = groups && wide && column_out;
+  Plan plan{};
+  const auto planned = [&] {
+    if (plan.head) return;
+    ConstQuantized a, b;
+    if (row_out) a = as_const(*row_out);
+    if (column_out) b = as_const(*column_out);
+    plan = make_plan(groups, x.rows, x.columns, row_out ? &a : nullptr, column_out ? &b : nullptr,
+                     positions, stream);
+  };
+  QuantizeParams p{};
+  ConstMatrix y = x;
+  Pass row, column;
+  if (row_out) p.row = side_of(*row_out, row_options);
+  if (column_out) p.column = side_of(*column_out, column_options);
+  if (aside && row_out) set_aside(p.row);
+  if (aside && column_out) set_aside(p.column);
+  if (positions) planned();
+  auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
+    if (!out) return;
+    if (!groups) fill_padding(*out, stream);
+    if (wide) {
+      y = transformed(x, side.out.spec.hadamard, out->axis,
+                      positions ? side.shape.padded : side.shape.extent,
+                      positions ? &plan : nullptr, stream);
+      side.out.spec.hadamard = {};
+    }
+    pass = pass_of(side.out.spec);
+  };
+  prepare(row_out, p.row, row);
+  prepare(column_out, p.column, column);
+  set_input(p, y);
+  if (!groups) {
+    launch(p, row, column, native(stream));
+  } else if (const Launcher compiled = launcher_for(p, row, column, true)) {
+    p.groups = {groups, static_cast<int>(x.rows), most_tile_rows(y.rows, groups.count) + 1,
+                positions};
+    compiled(p, native(stream));
+  } else {
+    planned();
+    fill_groups(p.row, p.column, plan, stream);
+    set_input(p, y, &plan);
+    launch_any<true>(p, row, column, native(stream));
+  }
+  check_launch("quantize");
+}
+
+void quantize_one(const Quantization& q, const Stream& stream) {
+  if (!q.row || !q.column || !turns_scales(q.x, *q.row, *q.column))
+    return quantize_into(q.x, q.row, q.row_options, q.column, q.column_options, false, stream);
+  const Quantized to[] = {*q.row, *q.column};
+  const Quantized aside[] = {with_scales_aside(*q.row, stream),
+                             with_scales_aside(*q.column, stream)};
+  quantize_into(q.x, &aside[0], q.row_options, &aside[1], q.column_options, true, stream);
+  turn_scales(aside, to, stream);
+}
+
+}  // namespace
+
+void quantize(std::span<const Quantization> inputs, const Stream& stream) {
+  Quantization all[2];
+  size_t count = 0;
+  for (const Quantization& q : inputs)
+    if (q.x.batch != 0 && (q.row || q.column)) all[count++] = q;
+  find_amaxes({all, count}, stream);
+  for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
+}
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,183 @@
+// Quantizing a tile along its rows: codes and scales are stored from registers.
+#pragma once
+
+#include "gpu/quantize/block.h"
+
+namespace blockscale::gpu {
+
+// The run at (r, c) of the tile after the transform, and its amax.
+template <Pass kPass, class Tile>
+struct RowValues {
+  typename Tile::Run plain;
+  Transformed transformed;
+  uint32_t amax;
+
+  BLOCKSCALE_DEVICE void take(const typename Tile::Run& run, const Side& s) {
+    plain = run;
+    if (!transforms<kPass>(s)) {
+      amax = plain.amax_bits();
+      return;
+    }
+    float v[kRun];
+    plain.unpack(v);
+    butterflies(s.transform_signs, v);
+    amax = transformed.template take<Tile::kExactQuarter>(v);
+  }
+  // What block_of() asks for. Rounding to nearest takes pairs, the other way floats: unpack().
+  BLOCKSCALE_DEVICE void cut(float inv) {
+    if constexpr (kPass.fp4()) {
+      const auto cut_run = [&](auto& run) {
+        if (kPass.encoder == Encoder::fp4_nearest) run.limit(nearest_limit(inv));
+        run.keep_if(inv != 0.0f);
+      };
+      if constexpr (kPass.hadamard) {
+        transformed.settle();
+        cut_run(transformed.run);
+      } else {
+        cut_run(plain);
+      }
+    }
+  }
+  // The values, and `inv` for them.
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float& inv, uint32_t block_amax, float* v) const {
+    const bool far = is_far<kPass>(inv, block_amax);
+    if (transforms<kPass>(s)) {
+      inv = __fmul_rn(inv, transformed.factor);
+      transformed.run.unpack(v);
+    } else {
+      plain.unpack(v);
+    }
+    if (far) saturate(v, inv);
+  }
+  BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
+    return transforms<kPass>(s) ? transformed.run.signs() : plain.signs();
+  }
+};
+
+// The amax of a block along the row, from those of its runs, which neighbouring threads hold.
+template <Pass kPass>
+BLOCKSCALE_DEVICE uint32_t row_block_amax(const Side& s, uint32_t amax) {
+  const int block = block_length<kPass>(s);
+#pragma unroll
+  for (int step = 1; step < kRunsPerLine; step *= 2)
+    if (step * kRun < block) amax = max(amax, shuffle_xor(amax, step));
+  return amax;
+}
+
+// Where the codes and the scale of a run go in plain layouts: from one line to the next by
+// addition. In others addresses are found run by run.
+template <Pass kPass>
+struct RowTarget {
+  uint8_t *codes, *scale;
+
+  BLOCKSCALE_DEVICE RowTarget(const Side& s, const MatrixAt& m, int line, int pos) {
+    constexpr int kBytes = kPass.scale == Format::fp32 ? 4 : 1;
+    codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.fp4() ? pos / 2 : pos);
+    scale =
+        m.scales + (static_cast<int64_t>(line) * s.scale_columns + pos / kPass.block()) * kBytes;
+    keep(codes);
+    keep(scale);
+  }
+  BLOCKSCALE_DEVICE void advance(const Side& s) {
+    codes += s.line_bytes;
+    scale += s.scale_columns * (kPass.scale == Format::fp32 ? 4 : 1);
+  }
+};
+
+template <Pass kPass>
+BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& codes) {
+  in_global_memory(to);
+  if (is_fp4<kPass>(s))
+    *reinterpret_cast<uint2*>(to) = {codes.word[0], codes.word[1]};
+  else
+    *reinterpret_cast<uint4*>(to) = {codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
+}
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
+                                       Values& values, uint32_t amax, float inv, int line) {
+  float v[kRun];
+  values.unpack(s, inv, amax, v);
+  return encode_run<kPass>(s, v, values.signs(s), inv, random, m.line + line);
+}
+// Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
+                                     Values& values, uint32_t amax, const Block& b, int line,
+                                     int pos) {
+  const int block = block_length<kPass>(s);
+  if (pos % block == 0) store_scale<kPass>(s, m, line, pos / block, b.stored);
+  store_codes<kPass>(codes_at<kPass>(s, m, line, pos), s,
+                     encode_row_run<kPass>(s, m, random, values, amax, b.inv, line));
+}
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomRuns& random,
+                                       Values& values, uint32_t amax, float inv, int line, int pos,
+                                       const RowTarget<kPass>& to) {
+  store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
+                     encode_row_run<kPass>(s, m, random, values, amax, inv, line));
+}
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
+                                     Values& values, uint32_t amax, const Block& b, int line,
+                                     int pos, const RowTarget<kPass>& to) {
+  const Codes codes = encode_row_run<kPass>(s, m, random, values, amax, b.inv, line);
+  const bool first = pos % kPass.block() == 0;
+  if (s.plain && !kPass.square) {
+    if (first && kPass.scale == Format::fp32)
+      *reinterpret_cast<uint32_t*>(to.scale) = b.stored;
+    else if (first)
+      *to.scale = static_cast<uint8_t>(b.stored);
+    store_codes<kPass>(to.codes, s, codes);
+  } else {
+    keep_here(pos);
+    if (first) store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
+    store_codes<kPass>(s.plain ? to.codes : codes_at<kPass>(s, m, line, pos), s, codes);
+  }
+}
+
+// Runs of a thread: two of a tile, kRowStep rows apart.
+inline constexpr int kRowStep = kThreads / kRunsPerLine;
+inline constexpr int kRowRuns = kTile / kRowStep;
+
+template <Pass kPass, class Loader, class Turn>
+BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile& tile,
+                                     bool last_reader, const Side& s, const MatrixAt& m,
+                                     const TileAt& at, BlockTables* tables, const Turn& turn) {
+  using Tile = typename Loader::Tile;
+  const bool square = is_square<kPass>(s);
+  const int block = block_length<kPass>(s);
+  const int pos = static_cast<int>(threadIdx.x) % kRunsPerLine * kRun;
+  const int first = static_cast<int>(threadIdx.x) / kRunsPerLine;
+  RowValues<kPass, Tile> values[kRowRuns];
+#pragma unroll
+  for (int i = 0; i < kRowRuns; ++i) values[i].take(tile.row(first + i * kRowStep, pos), s);
+  if (last_reader) loader.release(turn.stage);
+  uint32_t* table = tables->amax[turn.three];
+  if (square) {
+#pragma unroll
+    for (int i = 0; i < kRowRuns; ++i) {
+      if (block == kTile) {
+        const uint32_t largest = warp_max(values[i].amax);
+        if (threadIdx.x % 32 == 0) atomicMax(&table[0], largest);
+      } else {
+        atomicMax(&table[table_index<kPass>(s, first + i * kRowStep, pos)], values[i].amax);
+      }
+    }
+    __syncthreads();
+    tables->clear(turn.three == 0 ? 2 : turn.three - 1);
+  }
+  const int c = at.column + pos;
+  const RandomRuns random = random_runs<kPass>(s, m, 0, c);
+#pragma unroll
+  for (int i = 0; i < kRowRuns; ++i) {
+    const int line = first + i * kRowStep, r = at.row + line;
+    const uint32_t amax =
+        square ? table[table_index<kPass>(s, line, pos)] : row_block_amax<kPass>(s, values[i].amax);
+    if (r < s.lines && c < s.padded) {
+      const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values[i].cut(inv); });
+      store_row_run<kPass>(s, m, random, values[i], amax, b, r, c);
+    }
+  }
+}
+
+}  // namespace blockscale::gpu

@@ -1,0 +1,269 @@
+// Block amax -> stored scale and the multiplier of the block's elements (numerics section 4).
+#pragma once
+
+#include "gpu/groups/groups.h"
+#include "gpu/quantize/encode.h"
+
+namespace blockscale::gpu {
+
+// One output: where it goes and everything about it that a kernel asks for.
+struct Side {
+  Quantized out;
+  StoredShape shape;
+  ElementFacts element;
+  const float* amax;  // of every matrix of the batch; for specs with an outer scale
+  const int64_t* seed;
+  const int64_t* offset;  // device memory, or null: then `rng`
+  Rng rng;                // else its seed is added
+  int64_t origin_line, origin_pos;
+  // Those of `shape`, or of the group at hand; line_bytes and scale_columns are what layouts ask
+  // for.
+  int lines, padded, blocks, line_bytes, scale_columns;
+  GroupRule groups;  // where there are
+  // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
+  int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
+  // Scales go to the workspace, for turn.cu, as words: of FP32, or of four blocks of a line. Words
+  // of a line are so many apart, those of neighbouring lines lie together. 0: they do not.
+  int aside_pitch;
+  // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
+  int code_pairs, scale_words;
+  int rows_behind;  // of padding, behind the scales of mn_major without groups
+  float transform_signs[kRun];
+};
+
+// The outer scale of one matrix, in the form its blocks need.
+struct Outer {
+  float sixth;  // fl(S_enc * fl(1/6))
+  float dec;
+  uint32_t limit;     // amaxes from here on make blocks of NaN; 0 when `dec` is NaN
+  uint32_t ordinary;  // 1 / (scale * dec) is a normal number, or scale is 0
+};
+BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / 6.0f, 1, kInfBits, true}; }
+BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
+  if (!s.out.spec.outer) return no_outer();
+  const float a = s.amax[batch];
+  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, false};
+  const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
+                                                            : outer_scale(Format::ue5m3, a);
+  const bool ordinary = outer.dec > exp2i(-90) && outer.dec < exp2i(90);
+  return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, kInfBits, ordinary};
+}
+
+// The matrix at hand: what changes with the batch.
+struct MatrixAt {
+  Outer outer;
+  uint8_t* codes;
+  uint8_t* scales;
+  uint32_t line;  // its first line, counted through the batch and from the origin
+  Rng rng;
+};
+BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
+  if (!s.seed) return s.rng;
+  return {static_cast<uint64_t>(*s.seed) + s.rng.seed, static_cast<uint64_t>(*s.offset)};
+}
+BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch, const Outer& outer) {
+  const int bytes = s.out.spec.scale == Format::fp32 ? 4 : 1;
+  return {outer, s.out.codes + batch * s.shape.code_bytes,
+          s.out.scales + batch * s.shape.scale_count * bytes,
+          static_cast<uint32_t>(s.origin_line + batch * s.shape.lines), rng_of(s)};
+}
+
+// Group `group` instead: its extents go to `s`, a copy of `whole`.
+BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan, int side,
+                                    int group, const Outer& outer) {
+  const GroupAt at = plan.side[side][group];
+  s.lines = at.lines;
+  s.padded = at.padded;
+  s.blocks = at.blocks;
+  s.line_bytes = at.code_columns;
+  s.scale_columns = at.scale_columns;
+  s.origin_pos = whole.origin_pos + at.position;
+  s.code_pairs = whole.code_pairs && (at.codes | at.code_columns | at.padded / 2) % 16 == 0;
+  s.scale_words = whole.scale_words && (at.blocks | at.scale_columns | at.scales) % 4 == 0;
+  const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
+  return {outer, whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
+          static_cast<uint32_t>(whole.origin_line + at.line), rng_of(whole)};
+}
+
+// The group of a tile, with the same result. Operand 1 has groups along the contraction axis.
+template <int kOperand>
+BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const GroupTile& tile) {
+  const GroupRule& rule = whole.groups;
+  const GroupRows& before = tile.before[kOperand];
+  const int64_t codes = rule.codes_at(before.codes), scales = rule.scales_at(before.scales);
+  uint32_t line = static_cast<uint32_t>(whole.origin_line);
+  if constexpr (kOperand == 0) {
+    s.lines = tile.rows;
+    line += static_cast<uint32_t>(tile.begin);
+  } else {
+    s.padded = round_up_by(tile.rows, rule.position);
+    s.blocks = s.padded >> rule.scale_shift;
+    if (!whole.linear_codes) s.line_bytes = s.padded >> rule.code_shift;
+    if (!whole.linear_scales) s.scale_columns = s.blocks;
+    s.origin_pos = whole.origin_pos + before.position;
+  }
+  s.code_pairs = whole.code_pairs && (codes | s.line_bytes | s.padded / 2) % 16 == 0;
+  s.scale_words = whole.scale_words && (s.blocks | s.scale_columns | scales) % 4 == 0;
+  const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
+  return {no_outer(), whole.out.codes + codes, whole.out.scales + scales * bytes, line,
+          rng_of(whole)};
+}
+
+struct Block {
+  float inv;
+  uint32_t stored;  // of a scale of one byte, the low eight bits
+};
+
+// As two_level_scale(). Rounds to the scale format by an addition: with P the power of two at or
+// below the value, or the smallest normal, v + P 2^(23-m) has the format's spacing as its last
+// place. 1 / scale is that of the usual scale, and not always right.
+template <Format kScale>
+BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer, float& decoded) {
+  constexpr FormatTraits t = traits(kScale);
+  constexpr float kLargest = max_value(kScale), kNormal = exp2i(t.min_exponent());
+  constexpr float kUnit = exp2i(23 - t.mantissa_bits);
+  const float v = fminf(__fmul_rn(amax, outer.sixth), kLargest);
+  const float p = bit_cast<float>(bit_cast<uint32_t>(fmaxf(v, kNormal)) & 0x7F800000);
+  const float w = up ? fma_up(p, kUnit, v) : __fmaf_rn(p, kUnit, v);
+  const float value = __fmaf_rn(p, -kUnit, w);
+  // The low bits of w count units; each binade has 2^m of them.
+  const uint32_t stored = bit_cast<uint32_t>(w) +
+                          (bit_cast<uint32_t>(p) >> (23 - t.mantissa_bits)) -
+                          ((127 + t.min_exponent()) << t.mantissa_bits);
+  decoded = __fmul_rn(value, outer.dec);
+  return {fminf(reciprocal_of_normal(decoded), kFloatMax), stored};
+}
+BLOCKSCALE_DEVICE float inverse_scale(float decoded) {
+  return fminf(__frcp_rn(decoded), kFloatMax);
+}
+
+BLOCKSCALE_DEVICE Block e8m0_block(ScaleRule rule, const ElementFacts& e, float amax) {
+  const uint32_t byte = e8m0_byte(rule, e.traits, e.largest, amax);
+  // 2^(127 - byte), a normal number: the byte of a finite block is at most 255 - p, and p >= 2.
+  return {bit_cast<float>((254 - byte) << 23), byte};
+}
+
+// The block of this amax; `cut` takes 1 / scale where elements are beyond `safe`, or not finite:
+// then it is 0. No finite block has that.
+template <Format kScale, class Cut>
+BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t amax_bits,
+                                   float safe, const Cut& cut) {
+  const QuantSpec& spec = s.out.spec;
+  const float amax = bit_cast<float>(amax_bits);
+  Block b;
+  if constexpr (kScale == Format::fp32) {
+    const FloatScale f = spec.rule == ScaleRule::pow2 ? pow2_scale(amax, s.element.largest)
+                                                      : amax_scale(amax, s.element.largest);
+    b = {f.inv, bit_cast<uint32_t>(f.scale)};
+    return amax_bits < outer.limit ? b : Block{0.0f, kNanBits};
+  } else {
+    // The usual block is told by one comparison, which a NaN does not pass.
+    float decoded = 0;
+    if constexpr (kScale == Format::e8m0)
+      b = e8m0_block(spec.rule, s.element, amax);
+    else
+      b = two_level_block<kScale>(s.scales_up, amax, outer, decoded);
+    if (!(outer.ordinary && __fmul_rn(amax, b.inv) <= safe)) {
+      if (kScale != Format::e8m0) b.inv = inverse_scale(decoded);
+      if (amax_bits >= outer.limit) b = {0.0f, traits(kScale).nan_code()};
+      cut(b.inv);
+    }
+    return b;
+  }
+}
+
+template <Pass kPass, class Cut>
+BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t amax_bits,
+                                 const Cut& cut) {
+  constexpr float kSafe = kPass.encoder == Encoder::fp4_nearest      ? kNearestSafe
+                          : kPass.encoder == Encoder::fp4_stochastic ? kStochasticSafe
+                                                                     : -1.0f;
+  if constexpr (!kPass.any()) return block_with<kPass.scale>(s, outer, amax_bits, kSafe, cut);
+  switch (s.out.spec.scale) {
+    case Format::e8m0:
+      return block_with<Format::e8m0>(s, outer, amax_bits, kSafe, cut);
+    case Format::e4m3:
+      return block_with<Format::e4m3>(s, outer, amax_bits, kSafe, cut);
+    case Format::ue5m3:
+      return block_with<Format::ue5m3>(s, outer, amax_bits, kSafe, cut);
+    default:
+      return block_with<Format::fp32>(s, outer, amax_bits, kSafe, cut);
+  }
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t amax_bits) {
+  return block_of<kPass>(s, outer, amax_bits, [](float) {});
+}
+
+template <Pass kPass>
+BLOCKSCALE_DEVICE int block_length(const Side& s) {
+  return kPass.any() ? s.out.spec.block : kPass.block();
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool is_square(const Side& s) {
+  return kPass.any() ? s.out.spec.square : kPass.square;
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool is_fp4(const Side& s) {
+  return kPass.any() ? s.element.four_bits : kPass.fp4();
+}
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool transforms(const Side& s) {
+  return kPass.any() ? s.out.spec.hadamard.dim != 0 : kPass.hadamard;
+}
+
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
+  return kPass.any() ? s.out.spec.scale == Format::fp32 : kPass.scale == Format::fp32;
+}
+
+// Where word `which` of a line's scales lies in the workspace.
+BLOCKSCALE_DEVICE uint32_t aside_offset(const Side& s, int line, int which) {
+  return static_cast<uint32_t>(which * s.aside_pitch + line);
+}
+BLOCKSCALE_DEVICE void store_aside(const Side& s, const MatrixAt& m, int line, int which,
+                                   uint32_t word) {
+  store_to_stay(reinterpret_cast<uint32_t*>(m.scales) + aside_offset(s, line, which), word);
+}
+
+// Scale of (line, block) of a matrix.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, int block,
+                                   uint32_t stored) {
+  const StoredShape& shape = s.shape;
+  if (!kPass.square && s.aside_pitch != 0) {
+    if (has_wide_scales<kPass>(s))
+      store_aside(s, m, line, block, stored);
+    else
+      m.scales[4 * aside_offset(s, line, block / 4) + block % 4] = static_cast<uint8_t>(stored);
+    return;
+  }
+  int row = line;
+  if (is_square<kPass>(s) && shape.scale_lines != 1) {
+    // The grid of square blocks: one row for a block of lines.
+    if (line % block_length<kPass>(s) != 0) return;
+    row = line / block_length<kPass>(s);
+  }
+  const uint32_t at = s.linear_scales
+                          ? static_cast<uint32_t>(row * s.scale_columns + block)
+                          : layout_offset_as<uint32_t>(s.out.layout.scales, shape.scale_rows,
+                                                       s.scale_columns, row, block);
+  if (has_wide_scales<kPass>(s)) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(m.scales) + at;
+    *to = stored;
+    if (s.rows_behind > 0 && row == shape.scale_rows - 1)
+      for (int i = 1; i <= s.rows_behind; ++i) to[i] = 0;
+  } else {
+    m.scales[at] = static_cast<uint8_t>(stored);
+  }
+}
+
+// Where the codes of `line` from `pos` on lie.
+template <Pass kPass>
+BLOCKSCALE_DEVICE uint8_t* codes_at(const Side& s, const MatrixAt& m, int line, int pos) {
+  const int byte = is_fp4<kPass>(s) ? pos / 2 : pos;
+  if (s.linear_codes) return m.codes + static_cast<int64_t>(line) * s.line_bytes + byte;
+  return m.codes + layout_offset(s.out.layout.codes, s.lines, s.line_bytes, line, byte);
+}
+
+}  // namespace blockscale::gpu

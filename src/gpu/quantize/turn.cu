@@ -1,0 +1,93 @@
+// Scales from words that lie as FP32 ones in `mn_major` to `linear`. In both directions at once a
+// tile leaves its scales as words of 256 lines; written where they belong, each is a sector of L2
+// of its own, and together they take as long as a sixth of the codes. See docs/performance.md.
+#include "gpu/launch.h"
+
+namespace blockscale::gpu {
+namespace {
+
+constexpr int kTurnThreads = 256, kTurnLines = 64, kTurnWords = 32;
+
+// One operand: matrices of `across` lines of `pitch` words, and of `lines` lines of `bytes`.
+struct Turned {
+  const uint32_t* from;
+  uint8_t* to;
+  int lines, across, pitch, bytes;
+  int words;              // lines are whole words
+  uint32_t down, beside;  // parts of a matrix
+  uint32_t parts;         // of all
+};
+struct TurnParams {
+  Turned side[2];
+};
+
+__global__ void __launch_bounds__(kTurnThreads) turn_kernel(const __grid_constant__ TurnParams p) {
+  after_previous(p);
+  __shared__ uint32_t words[kTurnWords][kTurnLines + 1];
+  const bool second = blockIdx.x >= p.side[0].parts;
+  const Turned& t = p.side[second];
+  const uint32_t part = second ? blockIdx.x - p.side[0].parts : blockIdx.x, row = part / t.beside;
+  const int64_t batch = row / t.down;
+  const int first_line = static_cast<int>(row % t.down) * kTurnLines;
+  const int first_word = static_cast<int>(part % t.beside) * kTurnWords;
+  const uint32_t* from = t.from + batch * t.across * t.pitch;
+  const int thread = static_cast<int>(threadIdx.x);
+  constexpr int kAcross = kTurnLines / 4, kSteps = kTurnWords * kAcross / kTurnThreads;
+  uint4 four[kSteps] = {};
+  const int line = thread % kAcross * 4;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int word = first_word + thread / kAcross + i * (kTurnThreads / kAcross);
+    if (word < t.across && first_line + line < t.pitch)
+      four[i] = *reinterpret_cast<const uint4*>(from + static_cast<int64_t>(word) * t.pitch +
+                                                first_line + line);
+  }
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    uint32_t* at = &words[thread / kAcross + i * (kTurnThreads / kAcross)][line];
+    at[0] = four[i].x, at[1] = four[i].y, at[2] = four[i].z, at[3] = four[i].w;
+  }
+  __syncthreads();
+  const int word = thread % kTurnWords, warp = thread / kTurnWords;
+  constexpr int kWarps = kTurnThreads / kTurnWords;
+  uint8_t* to = t.to + (batch * t.lines + first_line + warp) * t.bytes + 4 * first_word;
+  const int bytes = t.bytes - 4 * first_word;
+#pragma unroll
+  for (int i = warp; i < kTurnLines; i += kWarps, to += kWarps * t.bytes) {
+    if (first_line + i >= t.lines) return;
+    if (t.words) {
+      if (4 * word < bytes) reinterpret_cast<uint32_t*>(to)[word] = words[word][i];
+    } else {
+#pragma unroll
+      for (int b = word; b < 4 * kTurnWords; b += kTurnWords)
+        if (b < bytes) to[b] = static_cast<uint8_t>(words[b / 4][i] >> (b % 4 * 8));
+    }
+  }
+}
+
+Turned turned(const Quantized& from, const Quantized& to) {
+  const StoredShape s = to.shape();
+  Turned t{};
+  t.from = reinterpret_cast<const uint32_t*>(from.scales);
+  const AsideWords words(to);
+  t.to = to.scales;
+  t.lines = static_cast<int>(s.scale_rows);
+  t.across = static_cast<int>(words.across);
+  t.pitch = static_cast<int>(words.pitch);
+  t.bytes = static_cast<int>(s.scale_columns * scale_bytes(to.spec.scale));
+  t.words = t.bytes % 4 == 0 && reinterpret_cast<uintptr_t>(to.scales) % 4 == 0;
+  t.down = static_cast<uint32_t>(ceil_div(s.scale_rows, kTurnLines));
+  t.beside = static_cast<uint32_t>(ceil_div(words.across, kTurnWords));
+  t.parts = static_cast<uint32_t>(to.batch) * t.down * t.beside;
+  return t;
+}
+
+}  // namespace
+
+void turn_scales(const Quantized from[2], const Quantized to[2], const Stream& stream) {
+  const TurnParams p{{turned(from[0], to[0]), turned(from[1], to[1])}};
+  start(turn_kernel, p.side[0].parts + p.side[1].parts, kTurnThreads, 0, native(stream), p);
+  check_launch("quantize");
+}
+
+}  // namespace blockscale::gpu
