@@ -160,6 +160,7 @@ BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSqua
   Ring<T::kStages> ring;
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
     const Work w = work_of<T>(p.problem, starts, unit, rank, group);
+    if (unit < step) after_previous();  // the first tile was found meanwhile
     const auto bring = start(w, p.problem.grouping == Grouping::rows ? w.group : 0);
     for (int i = 0; i < w.blocks; ++i, ring.next()) {
       barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);

@@ -299,6 +299,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   };
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
     const Work w = work_of<T>(p.problem, starts, unit, rank, group);
+    if (unit < step) after_previous();  // the first tile was found meanwhile
     const int row = w.row + group_row, column = w.column + group_column;
     const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
     const bool whole = last_wave + 64 <= w.row_end || w.row_end == p.problem.m;
@@ -419,8 +420,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     cluster_meet();
   else
     __syncthreads();
-  after_previous();
   if (p.problem.grouping != Grouping::dense) {
+    after_previous();
     if (!list_groups<T::kUnitRows>(p.problem, starts)) {
       const int matrices = p.problem.grouping == Grouping::rows ? 1 : p.problem.groups;
       fill_rows<T::kThreads / 32>(p, 0, int64_t{1} * matrices * p.problem.m,
