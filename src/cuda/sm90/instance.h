@@ -73,6 +73,10 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   problem.groups = g.grouping == Grouping::dense ? 1 : g.groups;
   problem.group_rows = static_cast<int>(g.group_rows);
   problem.scale_unit = g.a_scale_unit;
+  // Far from the other tiles of its group a tail reads its part of B again: that pays where groups
+  // are many, and not short.
+  const bool late = g.groups >= 16 && g.group_rows >= int64_t{2} * T::kUnitRows * g.groups;
+  problem.tail_rows = late ? T::kUnitRows / 2 : 0;
   problem.offsets = g.offsets;
   problem.wide_offsets = g.wide_offsets;
   const int64_t across = ceil_of(g.n, T::kUnitColumns), down = ceil_of(g.m, T::kUnitRows);
