@@ -24,11 +24,15 @@ struct Extents {
 bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
               int box_across, int box_down, bool swizzled);
 
+// Two waves of a warpgroup become four of half the columns where every column has a scale: two of
+// them fit in registers beside the sums, and all four share their scales.
 template <int kIndex, bool kSquare>
 struct TileOf {
   static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
-  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, kSquare ? s.stages : s.line_stages,
-                    s.cluster, s.split, s.chunks(kSquare)>;
+  static constexpr bool kInTurn = !kSquare && s.waves == 2;
+  using type =
+      Tile<s.groups, kInTurn || s.side_by_side, kInTurn ? 4 : s.waves, kInTurn ? s.n / 2 : s.n,
+           kSquare ? s.stages : s.line_stages, s.cluster, s.split, s.chunks(kSquare)>;
 };
 
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>

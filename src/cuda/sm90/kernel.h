@@ -52,6 +52,7 @@ struct Tile {
   static constexpr bool kSplit = kSplit_;
   static constexpr int kSharing = kSplit ? 1 : kCluster;  // CTAs that share an operand
   static constexpr bool kSideBySide = kSideBySide_;
+  static constexpr bool kInTurn = kSideBySide && kWaves > 1;          // see multiply_in_turn()
   static constexpr int kWaveRows = 64 * (kSideBySide ? 1 : kGroups);  // from wave to wave
   static constexpr int kRows = kWaves * kWaveRows;
   static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
@@ -60,7 +61,8 @@ struct Tile {
   static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kSharing : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
   // Together no more than the launch gives to all: 168 or 128 a thread.
-  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152, kCopyRegisters = 56;
+  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 152;
+  static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 56;
 
   // Shared memory, in bytes.
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
