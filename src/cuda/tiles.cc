@@ -17,8 +17,9 @@ constexpr double kGather = 1500;      // CTAs of a cluster wait for each other, 
 constexpr double kMeeting = 1.05;     // of two warpgroups
 constexpr double kJoin = 2000;        // the parts of a cluster meet and are added
 constexpr double kPromotion = 0.047;  // of an element whose column has a scale: registers are busy
-constexpr double kF32Bytes = 17;      // of FP32 output that a multiprocessor writes in a cycle
-constexpr double kRound = 200;        // until what was staged of it has left
+constexpr double kInTurn = 0.042;     // where two waves share the columns' scales
+constexpr double kF32Bytes = 20;      // of FP32 output that a multiprocessor writes in a cycle
+constexpr double kRound = 300;        // until what was staged of it has left
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
@@ -40,7 +41,8 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const int rows = static_cast<int>(std::min<int64_t>(t.rows(), s.rows));
   const double own =
       t.pairs_columns() ? t.columns() + rows / t.sharing() : rows + t.columns() / t.sharing();
-  const double promoting = square ? 0 : t.rows() * t.columns() * kPromotion;
+  const double promoting =
+      square ? 0 : t.rows() * t.columns() * (t.waves == 2 ? kInTurn : kPromotion);
   // Two warpgroups meet at the tensor cores now and then, three always have one that is ready.
   const double meeting = t.groups == 2 ? kMeeting : 1;
   return std::max({tensor, shared, chain, promoting, own * 128.0 / l2_bytes}) * meeting;

@@ -291,7 +291,13 @@ TEST_F(Fp8GemmTest, EveryTileEveryTail) {
           c.groups.push_back(random.one_in(4)   ? 0
                              : random.one_in(3) ? 1
                                                 : static_cast<int64_t>(random.below(40)));
+        // Some rows of the second and third 64, and a tile with a tail.
+        c.groups[random.below(count)] = 180;
         c.groups[random.below(count)] = 300;
+        if (seed == 0) {  // enough of them and long enough for tails to come late
+          c.groups.clear();
+          for (int g = 0; g < 4; ++g) c.groups.insert(c.groups.end(), {620, 0, 1100, 436});
+        }
         c.spread = random.one_in(2), c.behind = random.one_in(2) ? 0 : 37;
         run(c, seed);
       }

@@ -24,11 +24,15 @@ struct Extents {
 bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
               int box_across, int box_down, bool swizzled);
 
+// Two waves of a warpgroup become four of half the columns where every column has a scale: two of
+// them fit in registers beside the sums, and all four share their scales.
 template <int kIndex, bool kSquare>
 struct TileOf {
   static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
-  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, kSquare ? s.stages : s.line_stages,
-                    s.cluster, s.split, s.chunks(kSquare)>;
+  static constexpr bool kInTurn = !kSquare && s.waves == 2;
+  using type =
+      Tile<s.groups, kInTurn || s.side_by_side, kInTurn ? 4 : s.waves, kInTurn ? s.n / 2 : s.n,
+           kSquare ? s.stages : s.line_stages, s.cluster, s.split, s.chunks(kSquare)>;
 };
 
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
@@ -73,6 +77,10 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   problem.groups = g.grouping == Grouping::dense ? 1 : g.groups;
   problem.group_rows = static_cast<int>(g.group_rows);
   problem.scale_unit = g.a_scale_unit;
+  // Far from the other tiles of its group a tail reads its part of B again: that pays where groups
+  // are many, and not short.
+  const bool late = g.groups >= 16 && g.group_rows >= int64_t{2} * T::kUnitRows * g.groups;
+  problem.tail_rows = late ? T::kUnitRows / 2 : 0;
   problem.offsets = g.offsets;
   problem.wide_offsets = g.wide_offsets;
   const int64_t across = ceil_of(g.n, T::kUnitColumns), down = ceil_of(g.m, T::kUnitRows);

@@ -52,6 +52,7 @@ struct Tile {
   static constexpr bool kSplit = kSplit_;
   static constexpr int kSharing = kSplit ? 1 : kCluster;  // CTAs that share an operand
   static constexpr bool kSideBySide = kSideBySide_;
+  static constexpr bool kInTurn = kSideBySide && kWaves > 1;          // see multiply_in_turn()
   static constexpr int kWaveRows = 64 * (kSideBySide ? 1 : kGroups);  // from wave to wave
   static constexpr int kRows = kWaves * kWaveRows;
   static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
@@ -60,7 +61,8 @@ struct Tile {
   static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kSharing : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
   // Together no more than the launch gives to all: 168 or 128 a thread.
-  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 152, kCopyRegisters = 56;
+  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 152;
+  static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 56;
 
   // Shared memory, in bytes.
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
@@ -160,6 +162,7 @@ BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSqua
   Ring<T::kStages> ring;
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
     const Work w = work_of<T>(p.problem, starts, unit, rank, group);
+    if (unit < step) after_previous();  // the first tile was found meanwhile
     const auto bring = start(w, p.problem.grouping == Grouping::rows ? w.group : 0);
     for (int i = 0; i < w.blocks; ++i, ring.next()) {
       barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);

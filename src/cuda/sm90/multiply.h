@@ -5,80 +5,9 @@
 
 #include <type_traits>
 
-#include "cuda/sm90/kernel.h"
+#include "cuda/sm90/promote.h"
 
 namespace blockscale::sm90 {
-
-// sum += sums of the tensor cores * scales, which are one a row.
-template <int kN>
-BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
-                               float lower) {
-#pragma unroll
-  for (int g = 0; g < kN / 8; ++g) {
-    sum[4 * g] = fmaf(part[4 * g], upper, sum[4 * g]);
-    sum[4 * g + 1] = fmaf(part[4 * g + 1], upper, sum[4 * g + 1]);
-    sum[4 * g + 2] = fmaf(part[4 * g + 2], lower, sum[4 * g + 2]);
-    sum[4 * g + 3] = fmaf(part[4 * g + 3], lower, sum[4 * g + 3]);
-  }
-}
-// The same with another scale for every column, in shared memory. The first ones are loaded before
-// the wait for the sums, the others as registers come free.
-template <int kN>
-struct ColumnScales {
-  static constexpr int kGroups = kN / 8, kAhead = kGroups < 4 ? kGroups : 4;
-  uint32_t address;
-  float2 next[kAhead];
-
-  BLOCKSCALE_INLINE explicit ColumnScales(uint32_t scales) : address(scales) {
-#pragma unroll
-    for (int g = 0; g < kAhead; ++g) next[g] = load_shared2(address + g * 32);
-  }
-  BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
-                                 float lower) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const float2 b = next[g % kAhead];
-      if (g + kAhead < kGroups) next[g % kAhead] = load_shared2(address + (g + kAhead) * 32);
-      sum[4 * g] = fmaf(part[4 * g] * upper, b.x, sum[4 * g]);
-      sum[4 * g + 2] = fmaf(part[4 * g + 2] * lower, b.x, sum[4 * g + 2]);
-      sum[4 * g + 1] = fmaf(part[4 * g + 1] * upper, b.y, sum[4 * g + 1]);
-      sum[4 * g + 3] = fmaf(part[4 * g + 3] * lower, b.y, sum[4 * g + 3]);
-    }
-  }
-};
-
-// The scales of B that all columns of a warp share: each lane holds that of another block out of
-// 32, and one of the 32 after them.
-template <bool kUsed>
-struct BlockScales {
-  const float* next;
-  int step, left;  // from this lane's next block on
-  float now, ahead;
-
-  BLOCKSCALE_INLINE BlockScales(const GemmParams& p, const Work& w, int column) {
-    if constexpr (!kUsed) return;
-    const int batch = p.problem.grouping == Grouping::rows ? w.group : 0;
-    const int across = (p.problem.n + kBlock - 1) / kBlock, line = (across + 3) / 4 * 4;
-    next = p.b_scales + batch * p.b_scale_group + (w.first_block + lane_index()) * line +
-           min(column / kBlock, across - 1);
-    step = 32 * line;
-    left = w.blocks - lane_index();
-    load();
-  }
-  BLOCKSCALE_INLINE void load() {
-    if (left > 0) ahead = __ldg(next);
-    next += step;
-    left -= 32;
-  }
-  // All blocks in order.
-  BLOCKSCALE_INLINE float of(int block) {
-    if (block % 32 == 0) {
-      now = ahead;
-      load();
-    }
-    return __shfl_sync(~0u, now, block % 32);
-  }
-};
 
 BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
   if (out.bias_dtype == DType::f32) return __ldg(static_cast<const float*>(out.bias) + at);
@@ -271,6 +200,17 @@ BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const
   }
 }
 
+// Starts the products of a wave with one block; `part` may be used after the wait for them.
+template <int kN, bool kAE5m2, bool kBE5m2>
+BLOCKSCALE_INLINE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
+  pin(part);
+  wgmma_begin();
+#pragma unroll
+  for (int k = 0; k < kBlock / 32; ++k)
+    wgmma<kN, kAE5m2, kBE5m2>(part, a_tile + 2 * k, b_tile + 2 * k, k != 0);
+  wgmma_commit();
+}
+
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                       const GroupStart* starts, int rank) {
@@ -279,6 +219,8 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   // So that the end of a block and the start of the next overlap; a scale for each column leaves no
   // registers for it.
   constexpr int kUnroll = kSquare ? 4 : 1;
+  constexpr int kAhead = kN < 32 ? kN / 8 : 4;           // pairs of column scales
+  constexpr int kWaveStep = T::kWaveRows * kBlock / 16;  // in descriptors
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int group_index = warp / 4, lane = lane_index();
   // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
@@ -299,6 +241,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   };
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
     const Work w = work_of<T>(p.problem, starts, unit, rank, group);
+    if (unit < step) after_previous();  // the first tile was found meanwhile
     const int row = w.row + group_row, column = w.column + group_column;
     const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
     const bool whole = last_wave + 64 <= w.row_end || w.row_end == p.problem.m;
@@ -338,13 +281,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
           const bool last = wave == kWaves - 1;
-          pin(part);
-          wgmma_begin();
-#pragma unroll
-          for (int k = 0; k < kBlock / 32; ++k)
-            wgmma<kN, kAE5m2, kBE5m2>(part, a_tile + wave * (T::kWaveRows * kBlock / 16) + 2 * k,
-                                      b_tile + 2 * k, k != 0);
-          wgmma_commit();
+          start_wave<kN, kAE5m2, kBE5m2>(part, a_tile + wave * kWaveStep, b_tile);
           if (kSquare && wave == 0) {
             if constexpr (kBrings) b = block_scales.of(i);
 #pragma unroll
@@ -359,7 +296,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
             if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
             promote<kN>(sum[wave], part, upper, lower);
           } else {
-            ColumnScales<kN> columns(b_scales);
+            ColumnScales<kN, kAhead> columns(b_scales);
             pin(part);
             wgmma_wait();
             if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
@@ -375,10 +312,60 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
           barrier_wait(shared.full(ring.stage), ring.phase);
       }
     };
-    if (last_wave < w.row_end)
-      multiply(std::integral_constant<int, T::kWaves>());
+    // Waves that share the scales of their columns, in two accumulators by turns: the tensor cores
+    // fill one while the other is promoted. All scales are loaded before: in between, loads from
+    // shared memory would wait for what the tensor cores read there.
+    const auto multiply_in_turn = [&](auto waves) {
+      constexpr int kWaves = decltype(waves)::value, kRows = 2 * kWaves;
+      float other[kN / 2];
+      bool full = false;
+#pragma unroll 1
+      for (int i = 0; i < w.blocks; ++i) {
+        const int stage = ring.stage;
+        if (!full) barrier_wait(shared.full(stage), ring.phase);
+        const uint64_t a_tile = tile_descriptor(a_tiles + stage * (T::kABytes / 16));
+        const uint64_t b_tile = tile_descriptor(b_tiles + stage * (T::kBBytes / 16));
+        const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
+        float scale[kRows];
+#pragma unroll
+        for (int j = 0; j < kRows; ++j)
+          scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
+        ColumnScales<kN, kN / 8> columns(shared.b_scales(stage) +
+                                         (group_column + lane % 4 * 2) * 4);
+        ring.next();
+        start_wave<kN, kAE5m2, kBE5m2>(part, a_tile, b_tile);
+#pragma unroll
+        for (int wave = 0; wave < kWaves; ++wave) {
+          float(&now)[kN / 2] = wave % 2 ? other : part;
+          float(&then)[kN / 2] = wave % 2 ? part : other;
+          const bool last = wave == kWaves - 1;
+          if (!last) start_wave<kN, kAE5m2, kBE5m2>(then, a_tile + (wave + 1) * kWaveStep, b_tile);
+          pin(now);
+          if (last)
+            wgmma_wait();
+          else
+            wgmma_wait<1>();
+          pin(now);
+          if (last) {
+            __syncwarp();  // as above
+            release(stage);
+            full = barrier_test(shared.full(ring.stage), ring.phase);
+          }
+          columns.promote(sum[wave], now, scale[2 * wave], scale[2 * wave + 1]);
+        }
+      }
+    };
+    const auto multiply_waves = [&](auto waves) {
+      if constexpr (T::kInTurn)
+        multiply_in_turn(waves);
+      else
+        multiply(waves);
+    };
+    // All waves, or the first one alone.
+    if (T::kWaves > 1 ? row + T::kWaveRows < w.row_end : row < w.row_end)
+      multiply_waves(std::integral_constant<int, T::kWaves>());
     else if (T::kWaves > 1 && row < w.row_end)
-      multiply(std::integral_constant<int, 1>());
+      multiply_waves(std::integral_constant<int, 1>());
     else
       pass_over();
     finish<T>(sum, p, w.group, column, !T::kSplit || rank == 0);
@@ -419,8 +406,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     cluster_meet();
   else
     __syncthreads();
-  after_previous();
   if (p.problem.grouping != Grouping::dense) {
+    after_previous();
     if (!list_groups<T::kUnitRows>(p.problem, starts)) {
       const int matrices = p.problem.grouping == Grouping::rows ? 1 : p.problem.groups;
       fill_rows<T::kThreads / 32>(p, 0, int64_t{1} * matrices * p.problem.m,

@@ -17,6 +17,7 @@ struct Problem {
   int groups = 1;
   int group_rows = 0;             // that the groups divide
   int scale_unit = 1;             // rows: where groups start among the scales of A
+  int tail_rows = 0;              // rows: a group's last unit comes late if it has no more
   const void* offsets = nullptr;  // cumulative ends of the groups, int32 or int64
   bool wide_offsets = false;
   Divisor units_across;             // along N
@@ -42,8 +43,13 @@ __device__ __forceinline__ int64_t group_end(const Problem& p, int group) {
 
 // What comes before a group.
 struct GroupStart {
-  int work;    // units (rows) or blocks along K (contraction)
-  int scales;  // rows: of A's scales
+  int work;       // units (rows: without tails) or blocks along K (contraction)
+  uint32_t more;  // rows: tails and gaps, so that both are added up at once
+
+  // Units along M that have no more than p.tail_rows of their rows.
+  __device__ __forceinline__ int tails() const { return static_cast<int>(more >> 16); }
+  // Rows that are nobody's among the scales of A.
+  __device__ __forceinline__ int gaps() const { return static_cast<int>(more & 0xFFFF); }
 };
 
 // The starts of all groups, and of what would come after them. False where the offsets make no
@@ -56,11 +62,14 @@ __device__ __forceinline__ bool list_groups(const Problem& p, GroupStart* starts
     const int64_t begin = group_end(p, g - 1), end = group_end(p, g);
     wrong |= begin > end || end > p.group_rows;
     const int size = static_cast<int>(end - begin);
-    if (p.grouping == Grouping::rows)
-      starts[g + 1] = {up(size, kUnitRows) * static_cast<int>(p.units_across.by()),
-                       up(size, p.scale_unit) * p.scale_unit};
-    else
+    if (p.grouping == Grouping::rows) {
+      const int whole = up(size - p.tail_rows, kUnitRows);
+      const int gap = up(size, p.scale_unit) * p.scale_unit - size;
+      const uint32_t tail = whole * kUnitRows < size;
+      starts[g + 1] = {whole * static_cast<int>(p.units_across.by()), tail << 16 | gap};
+    } else {
       starts[g + 1] = {up(size, kBlock), 0};
+    }
   }
   if (__syncthreads_or(wrong)) return false;
   if (threadIdx.x >= 32) return true;
@@ -72,18 +81,19 @@ __device__ __forceinline__ bool list_groups(const Problem& p, GroupStart* starts
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int work = __shfl_up_sync(~0u, sum.work, step);
-      const int scales = __shfl_up_sync(~0u, sum.scales, step);
-      if (lane >= step) sum.work += work, sum.scales += scales;
+      const uint32_t more = __shfl_up_sync(~0u, sum.more, step);
+      if (lane >= step) sum.work += work, sum.more += more;
     }
-    sum.work += before.work, sum.scales += before.scales;
+    sum.work += before.work, sum.more += before.more;
     if (base + lane < p.groups) starts[base + lane + 1] = sum;
-    before = {__shfl_sync(~0u, sum.work, 31), __shfl_sync(~0u, sum.scales, 31)};
+    before = {__shfl_sync(~0u, sum.work, 31), __shfl_sync(~0u, sum.more, 31)};
   }
   return true;
 }
 
 __device__ __forceinline__ int unit_count(const Problem& p, const GroupStart* starts) {
-  if (p.grouping == Grouping::rows) return starts[p.groups].work;
+  if (p.grouping == Grouping::rows)
+    return starts[p.groups].work + starts[p.groups].tails() * static_cast<int>(p.units_across.by());
   return static_cast<int>(p.group_units.by()) * p.groups;
 }
 
@@ -95,13 +105,21 @@ __device__ __forceinline__ Work work_of(const Problem& p, const GroupStart* star
   int units_down = p.units_down;
   auto left = static_cast<uint32_t>(unit);
   if (p.grouping == Grouping::rows) {
-    while (unit >= starts[group + 1].work) ++group;
-    left -= starts[group].work;
+    // Tails come last: what takes less time evens out what the clusters have done until then.
+    const int across = static_cast<int>(p.units_across.by()), whole = starts[p.groups].work;
+    const bool tail = unit >= whole;
+    if (tail && unit - static_cast<int>(gridDim.x) / Tile::kCluster < whole) group = 0;
+    const auto before = [&](int g) {
+      return tail ? whole + starts[g].tails() * across : starts[g].work;
+    };
+    while (unit >= before(group + 1)) ++group;
+    left -= before(group);
     units_down =
         static_cast<int>(p.units_across.quotient(starts[group + 1].work - starts[group].work));
-    w.row = static_cast<int>(group_end(p, group - 1));
+    w.row = static_cast<int>(group_end(p, group - 1)) + (tail ? units_down * Tile::kUnitRows : 0);
     w.row_end = static_cast<int>(group_end(p, group));
-    w.scale_row = starts[group].scales;
+    w.scale_row = w.row + starts[group].gaps();
+    if (tail) units_down = 1;
   } else if (p.grouping == Grouping::contraction) {
     group = static_cast<int>(p.group_units.divide(left));
     w.first_block = starts[group].work;

@@ -94,8 +94,10 @@ __device__ __forceinline__ void wgmma_begin() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+// Until no more than kLater of what was committed are under way.
+template <int kLater = 0>
 __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
 }
 // Keeps the compiler from moving uses of an accumulator across this point.
 template <int kCount>
