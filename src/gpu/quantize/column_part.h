@@ -57,8 +57,10 @@ struct ColumnPart {
     };
     if (rows >= kRuns * kRun && count >= kWide)
       load_rows(true);
-    else
+    else if (rows > 0 && count > 0)
       load_rows(false);
+    else
+      in[0] = in[1] = {};
   }
   BLOCKSCALE_DEVICE void load(FloatsIn, const Source& x, const TileAt& at, FloatColumns* in) const {
     const FloatMemory memory(x);

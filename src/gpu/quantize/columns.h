@@ -134,9 +134,9 @@ BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int
   if (first_block + b >= s.blocks) return;
   uint8_t* to =
       m.scales + static_cast<uint32_t>((tile_line + line) * s.scale_columns + first_block + b);
-#pragma unroll
-  for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += kLines * s.scale_columns)
-    if (line < lines) *to = stage.template scale<uint8_t>(line, kBlocks, b);
+#pragma unroll 1
+  for (; line < lines; line += kLines, to += kLines * s.scale_columns)
+    *to = stage.template scale<uint8_t>(line, kBlocks, b);
 }
 
 // Scales from the stage to memory, by kCount threads.
@@ -151,7 +151,7 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
     for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
       const int line = i / per_line, b = first_block + i % per_line * 4;
       if (line >= lines || b >= s.blocks) continue;
-      if (!kPass.square && s.aside_pitch != 0) {
+      if (goes_aside<kPass>(s)) {
         store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
         continue;
       }

@@ -161,7 +161,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
         if (i < lines)
           store_row_codes<kPass>(s, m, random, values[i], amax[i], inv, line + i, pos, to);
       }
-    } else if (s.aside_pitch != 0) {
+    } else if (goes_aside<kPass>(s)) {
       Block b[kDirectLines];
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i) b[i] = block_of<kPass>(s, m.outer, amax[i]);

@@ -217,7 +217,12 @@ BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
   return kPass.any() ? s.out.spec.scale == Format::fp32 : kPass.scale == Format::fp32;
 }
 
-// Where word `which` of a line's scales lies in the workspace.
+// Whether scales go to the workspace: those of FP4 never do, and are not asked.
+template <Pass kPass>
+BLOCKSCALE_DEVICE bool goes_aside(const Side& s) {
+  return !kPass.square && !kPass.fp4() && s.aside_pitch != 0;
+}
+// Where word `which` of a line's scales lies there.
 BLOCKSCALE_DEVICE uint32_t aside_offset(const Side& s, int line, int which) {
   return static_cast<uint32_t>(which * s.aside_pitch + line);
 }
@@ -231,7 +236,7 @@ template <Pass kPass>
 BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, int block,
                                    uint32_t stored) {
   const StoredShape& shape = s.shape;
-  if (!kPass.square && s.aside_pitch != 0) {
+  if (goes_aside<kPass>(s)) {
     if (has_wide_scales<kPass>(s))
       store_aside(s, m, line, block, stored);
     else
