@@ -110,9 +110,6 @@ class Trainer:
                 tokens, targets = tokens.to(self.device), targets.to(self.device)
                 total += self.model(tokens, targets, "sum").item()
                 count += tokens.numel()
-        # Evaluation counts as forwards of this step; without this a resumed run, which does not
-        # repeat them, would draw other random bits.
-        bs.set_step(self.model, self.step)
         loss = total / count
         seconds = time.perf_counter() - begin
         self.folder.append(self.cell, self.step, validation_loss=loss, seconds=seconds)
