@@ -140,10 +140,15 @@ class RngState:
             self.upcoming = self.upcoming.to(device)
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Forward pre-hook of the root: a forward that will be differentiated begins."""
-        if self.draws and _is_new_forward():
+        """Forward pre-hook of the root: a forward begins; one that will be differentiated counts.
+
+        An evaluation draws what the next one that counts will: a function of where the run stands,
+        so that a resumed run evaluates alike.
+        """
+        if self.draws and _is_outside_backward():
             self.offset.copy_(self.upcoming)
-            self.upcoming.add_(1)
+            if torch.is_grad_enabled():
+                self.upcoming.add_(1)
 
     def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: make recomputation in its backward see this forward's offset.
@@ -176,6 +181,8 @@ class RngState:
 
 def _is_new_forward() -> bool:
     """Not an evaluation, and not a recomputation: those run inside the autograd engine."""
-    if not torch.is_grad_enabled():
-        return False
+    return torch.is_grad_enabled() and _is_outside_backward()
+
+
+def _is_outside_backward() -> bool:
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1

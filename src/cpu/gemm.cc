@@ -92,10 +92,22 @@ HWY_INLINE void pack_scales(const Reader& reader, int64_t line, int64_t width, i
                  DF(), out + w);
 }
 
+// Whether the product of any two scales is finite: times a sum of zeros, Inf would be NaN. NaN is.
+HWY_INLINE bool fp32_scales_fit(const Reader& reader) {
+  const uint32_t limit = bit_cast<uint32_t>(exp2i(60));
+  for (int64_t line = 0; line < reader.s.lines; line += reader.s.scale_lines)
+    for (int64_t b = 0; b < reader.s.blocks; ++b) {
+      const uint32_t bits = reader.raw_scale(reader.scale_at(line, b));
+      if (bits > limit && bits <= kInfBits) return false;
+    }
+  return true;
+}
+
 // Whether scale * code (code alone for FP32 scales) is exact in BF16, with all products and sums
-// far from where FP32 ends. Only E8M0 scales reach that far: within 2^+-60 they do not; a block of
-// zeros may have any scale, and NaN is NaN.
+// far from where FP32 ends. Only E8M0 and FP32 scales reach that far: within 2^+-60 they do not; a
+// block of zeros may have any E8M0 scale, and NaN is NaN.
 HWY_INLINE bool fits_bf16(const Reader& reader) {
+  if (reader.q.spec.scale == Format::fp32) return fp32_scales_fit(reader);
   if (reader.q.spec.scale != Format::e8m0) return true;
   const auto fits = [](uint32_t byte) { return byte - 67 <= 120u || byte == 255; };
   // A line of a group along the contraction axis is a part of a longer one.

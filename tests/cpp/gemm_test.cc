@@ -192,6 +192,19 @@ TEST(Gemm, SumsOfSmallIntegersAreExact) {
   }
 }
 
+// Scales of 2^90, whose product is infinite, on codes that meet only zeros: 0, not 0 x Inf.
+TEST(Gemm, LargeScalesDoNotMakeNanOfZeros) {
+  for (const QuantSpec& spec : {kFp8_1x128, kFp8_128x128, kMxfp8, kNvfp4}) {
+    Operand a(spec, {}, -1, 3, 150), b(spec, {}, -1, 5, 150);
+    a.fill([](int64_t, int64_t, int64_t c) { return c % 2 ? 0.0f : 0x1p99f; });
+    b.fill([](int64_t, int64_t, int64_t c) { return c % 2 ? -0x1p99f : 0.0f; });
+    Result d(DType::f32, 3, 5, Strides::row_major, NAN);
+    gemm(a.view(), b.view(), d.view);
+    for (int64_t r = 0; r < 3; ++r)
+      for (int64_t c = 0; c < 5; ++c) EXPECT_EQ(d.frame.at(0, r, c), 0) << to_string(spec);
+  }
+}
+
 TEST(Gemm, AnEmptyContractionGivesTheBiasOrZeroAndKeepsWhatAccumulates) {
   Operand a(kNvfp4, {}, -1, 3, 0), b(kAmdfp4, {}, -1, 2, 0);
   const Values none = [](int64_t, int64_t, int64_t) { return 0.0f; };

@@ -301,6 +301,35 @@ def test_recomputation_draws_the_same_bits(order: str, reentrant: bool) -> None:
     assert equal(train(net(reentrant), order), train(net(), order))
 
 
+def test_an_evaluation_is_a_function_of_the_step_too() -> None:
+    """With a recipe that draws in forward: a resumed run evaluates alike, and recomputation does
+    not see that an evaluation came before it."""
+    recipe = bs.recipe("nvfp4").replace(fprop_x="nvfp4[rounding=stochastic]")
+
+    def model(reentrant: bool | None = None) -> Net:
+        made = net(reentrant)
+        bs.convert(made, recipe)
+        return made
+
+    def evaluate(m: Net) -> torch.Tensor:
+        with torch.no_grad():
+            y: torch.Tensor = m(batch(9))
+        return y
+
+    whole, resumed, rerun = model(), model(), model(False)
+    first = evaluate(whole)
+    for i in range(3):
+        for m in (whole, rerun):
+            y = m(batch(i))
+            evaluate(m)
+            y.square().mean().backward()
+            bs.advance(m)
+    assert equal(gradients(rerun), gradients(whole))
+    bs.set_step(resumed, 3)
+    assert torch.equal(evaluate(resumed), evaluate(whole))
+    assert not torch.equal(evaluate(whole), first)
+
+
 def test_a_checkpointed_root_counts_once() -> None:
     plain, rerun = net(), net()
     for i in range(2):
