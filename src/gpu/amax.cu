@@ -1,16 +1,10 @@
-// max |x| after a spec's transform, one FP32 a matrix; and transforms wider than a run.
+// max |x| after a spec's transform, one FP32 a matrix.
 #include "gpu/launch.h"
 #include "gpu/quantize/direct_tiles.h"
 #include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
 namespace {
-
-// What reading values asks of a side.
-void set_transform(Side& side, const QuantSpec& spec) {
-  side.out.spec = spec;
-  for (int i = 0; i < kRun; ++i) side.transform_signs[i] = spec.hadamard.negates(i) ? -1.0f : 1.0f;
-}
 
 template <class Loader>
 struct AmaxShared {
@@ -201,7 +195,8 @@ AmaxTiles tiles_of(const Amax& amax) {
   const int64_t matrix = across * ceil_div(amax.x.rows, kTile);
   AmaxTiles t{};
   t.x = source_of(amax.x);
-  set_transform(t.side, amax.spec);
+  t.side.out.spec = amax.spec;
+  t.side.set_transform(amax.spec.hadamard);
   t.out = amax.out, t.before = amax.before;
   t.matrix = Divisor(matrix), t.across = Divisor(across);
   t.tiles = static_cast<uint32_t>(matrix * amax.x.batch);
@@ -245,94 +240,7 @@ void launch_on_axis(QuantizeParams& p, int axis, float* out, float* before, Nati
     launch_on_axis<Loader, false>(p, axis, out, before, stream);
 }
 
-// The group of position `pos` along the contraction axis; behind the last one, one without rows.
-BLOCKSCALE_DEVICE const GroupAt& group_of(const Plan& plan, int64_t pos) {
-  const GroupAt* at = plan.side[plan.side[0] ? 0 : 1];
-  int low = 0, high = plan.count + 1;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (at[middle].position <= pos ? low : high) = middle;
-  }
-  return at[low];
-}
-
-// One warp transforms one block of kDim elements, element lane + 32 j in lane's value[j].
-template <int kDim>
-__global__ void __launch_bounds__(kThreads)
-    hadamard_kernel(const __grid_constant__ Source source, Hadamard h, int axis, int64_t lines,
-                    int64_t blocks, uint16_t* y, int64_t line_stride, int64_t pos_stride,
-                    int64_t batch_stride, const __grid_constant__ Plan plan) {
-  after_previous();
-  constexpr int kEach = kDim / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t block = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / 32;
-  if (block >= lines * blocks) return;
-  const int line = static_cast<int>(block / blocks);
-  const int pos = static_cast<int>(block % blocks) * kDim;
-  const int64_t batch = blockIdx.y;
-  int source_pos = pos, end = axis == -1 ? source.columns : source.rows;
-  if (plan.head) {
-    const GroupAt& g = group_of(plan, pos);
-    source_pos = pos - static_cast<int>(g.position) + g.row;
-    end = g.row + g.rows;
-  }
-  float v[kEach];
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = lane + 32 * j;
-    const int at = source_pos + i;
-    v[j] = at >= end    ? 0.0f
-           : axis == -1 ? AnyLoader::load(source, batch, line, at)
-                        : AnyLoader::load(source, batch, at, line);
-    if (h.negates(i)) v[j] = -v[j];
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const float other = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(v[j]), step));
-      v[j] = lane & step ? __fsub_rn(other, v[j]) : __fadd_rn(v[j], other);
-    }
-  }
-#pragma unroll
-  for (int step = 1; step < kEach; step *= 2) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      if (j & step) continue;
-      const float a = v[j], b = v[j + step];
-      v[j] = __fadd_rn(a, b);
-      v[j + step] = __fsub_rn(a, b);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    y[batch * batch_stride + line * line_stride + (pos + lane + 32 * j) * pos_stride] =
-        to_bf16(__fadd_rn(__fmul_rn(v[j], hadamard_norm(kDim)), 0.0f));
-}
-
 }  // namespace
-
-void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatrix& y,
-              const Plan* plan, const Stream& stream) {
-  const int64_t lines = axis == -1 ? y.rows : y.columns;
-  const int64_t blocks = (axis == -1 ? y.columns : y.rows) / h.dim;
-  if (lines * blocks * y.batch == 0) return;
-  const dim3 grid(static_cast<unsigned>(ceil_div(lines * blocks * 32, kThreads)),
-                  static_cast<unsigned>(y.batch));
-  auto* to = static_cast<uint16_t*>(const_cast<void*>(y.data));
-  auto run = [&](auto kernel) {
-    start(kernel, grid, kThreads, 0, native(stream), source_of(x), h, axis, lines, blocks, to,
-          axis == -1 ? y.row_stride : y.column_stride, axis == -1 ? y.column_stride : y.row_stride,
-          y.batch_stride, plan ? *plan : Plan{});
-  };
-  if (h.dim == 32)
-    run(hadamard_kernel<32>);
-  else if (h.dim == 64)
-    run(hadamard_kernel<64>);
-  else
-    run(hadamard_kernel<128>);
-  check_launch("quantize");
-}
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
           const Stream& stream) {
@@ -354,7 +262,8 @@ void add_amax(const Amax& amax, const Stream& stream) {
     plan = make_plan(groups, x.rows, x.columns, positions ? &operand : nullptr, nullptr, positions,
                      stream);
   QuantizeParams p{};
-  set_transform(p.row, spec);
+  p.row.out.spec = spec;
+  p.row.set_transform(spec.hadamard);
   ConstMatrix y = x;
   if (wide) {
     const StoredShape s = operand.shape();

@@ -1,5 +1,5 @@
-// From values to codes, 16 at a time. The arithmetic is that of
-// rounding.h and formats.h; what is written differently here is shown equal by the tests.
+// From values to codes, 16 at a time. The arithmetic is that of rounding.h and formats.h; what is
+// written differently here is shown equal by the tests.
 #pragma once
 
 #include "blockscale/hadamard.h"
@@ -66,9 +66,9 @@ BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
 
 // E2M1, nearest even, of magnitudes below 7. Added to M = P (2^22 + k), with P = 2^k = 1, 2 or 4
 // the power of two at or below max(y, 1), y is rounded by the FP32 addition itself: the last place
-// of M is P/2, the spacing of E2M1 there, and its low bits already count the 2k codes below P. y
-// = 2.75: M = 2 (2^22 + 1), the sum's low bits are 2 + 3 = 5, the code of 3. The bits of the three
-// M are 2^23 + 2 apart. k comes from another addition: to 2^25 - 4, where places are 2 wide,
+// of M is P/2, the spacing of E2M1 there, and its low bits already count the 2k codes below P. At
+// y = 2.75, M is 2 (2^22 + 1) and the sum's low bits are 2 + 3 = 5, the code of 3. The bits of the
+// three M are 2^23 + 2 apart. k comes from another addition: to 2^25 - 4, where places are 2 wide,
 // rounded towards zero; the sum goes up by a place at 2, at 4 and, as they are 4 wide from then on,
 // at 8.
 BLOCKSCALE_DEVICE uint32_t fp4_nearest(float v, float inv) {

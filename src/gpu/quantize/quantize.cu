@@ -106,7 +106,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.linear_codes = out.layout.codes == Layout::linear;
   s.linear_scales = out.layout.scales == Layout::linear;
   s.plain = s.linear_codes && s.linear_scales;
-  for (int i = 0; i < kRun; ++i) s.transform_signs[i] = out.spec.hadamard.negates(i) ? -1.0f : 1.0f;
+  s.set_transform(out.spec.hadamard);
   if (out.groups)
     s.groups = rule_of(out, s.shape);
   else if (out.layout.scales == Layout::mn_major)

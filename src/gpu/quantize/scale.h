@@ -29,6 +29,11 @@ struct Side {
   int code_pairs, scale_words;
   int rows_behind;  // of padding, behind the scales of mn_major without groups
   float transform_signs[kRun];
+
+  void set_transform(const Hadamard& h) {
+    out.spec.hadamard = h;
+    for (int i = 0; i < kRun; ++i) transform_signs[i] = h.negates(i) ? -1.0f : 1.0f;
+  }
 };
 
 // The outer scale of one matrix, in the form its blocks need.

@@ -168,8 +168,7 @@ void expect_transform(const float* x, const Hadamard& h, float inv) {
   constexpr Pass kPass{kEncoder, Format::e4m3, false, true};
   constexpr FormatTraits t = traits(Format::e2m1);
   Side side{};
-  side.out.spec.hadamard = h;
-  for (int i = 0; i < kRun; ++i) side.transform_signs[i] = h.negates(i) ? -1.0f : 1.0f;
+  side.set_transform(h);
   float want[kRun], largest = 0;
   PairRun run{};
   for (int i = 0; i < kRun; ++i) {
