@@ -124,7 +124,7 @@ struct ColumnValues {
   }
 };
 
-// Scales of a byte from the stage to lines that no word divides.
+// Scales of blocks of a run from the stage to lines that no word divides.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int tile_line,
                                            int first_block, int lines, Stage<kPass>& stage) {
@@ -163,7 +163,7 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
     }
     return;
   }
-  if constexpr (!kPass.any() && !kPass.square && kPass.scale != Format::fp32) {
+  if constexpr (!kPass.any() && !kPass.square && kPass.block() == kRun) {
     if (s.linear_scales)
       return store_linear_scales<kPass, kCount>(s, m, tile_line, first_block, lines, stage);
   }
