@@ -13,29 +13,6 @@ std::string list_text(const int64_t* values, size_t count) {
 }
 std::string shape_text(const Tensor& t) { return list_text(t.sizes().data(), t.sizes().size()); }
 
-// torch's names, e.g. "float8_e4m3fn"; torch/headeronly only has "Float8_e4m3fn".
-std::string dtype_text(ScalarType type) {
-  switch (type) {
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Int:
-      return "int32";
-    default:
-      break;
-  }
-  std::string text = torch::headeronly::toString(type);
-  std::transform(text.begin(), text.end(), text.begin(), [](char c) { return std::tolower(c); });
-  return text;
-}
-
 // The torch dtype of codes or scales: torch's own where it has one, else bytes.
 ScalarType torch_dtype(Format format) {
   switch (format) {
@@ -116,6 +93,28 @@ std::optional<int64_t> common_row_stride(const Tensor& x) {
 }
 
 }  // namespace
+
+std::string dtype_text(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    default:
+      break;
+  }
+  std::string text = torch::headeronly::toString(type);
+  std::transform(text.begin(), text.end(), text.begin(), [](char c) { return std::tolower(c); });
+  return text;
+}
 
 const QuantSpec& spec_of(const Text& text) { return parsed_once<parse_spec>(text); }
 const StorageLayout& layout_of(const Text& text) { return parsed_once<parse_layout>(text); }

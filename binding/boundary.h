@@ -64,6 +64,8 @@ Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
                 const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
                 std::optional<int64_t> batch, const Groups& groups = {});
 
+// torch's name, e.g. "float8_e4m3fn"; torch/headeronly only has "Float8_e4m3fn".
+std::string dtype_text(ScalarType type);
 int checked_axis(const char* op, int64_t axis);
 DType dtype_of(const char* op, const char* argument, ScalarType type);
 

@@ -95,7 +95,7 @@ Tensor aligned(const Place& at, const Tensor& t, bool along) {
 Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
                       int64_t rows, bool along, ScalarType out_dtype, const Ints& sizes) {
   if (a.scalar_type() != ScalarType::BFloat16)
-    fail(at.op(), "dtype", torch::headeronly::toString(a.scalar_type()),
+    fail(at.op(), "dtype", dtype_text(a.scalar_type()),
          "bfloat16 where an operand is in high precision: PyTorch's grouped GEMM",
          "cast x, or quantize all operands");
   const TorchStream& stream = at.stream();

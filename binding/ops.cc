@@ -123,8 +123,7 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
   for (int64_t extent : {a_rows, b_rows, k})
     require(extent >= 0, op, "a_rows, b_rows, k", extent, "0 or more");
   require(out_dtype == ScalarType::Float || out_dtype == ScalarType::BFloat16, op, "out_dtype",
-          torch::headeronly::toString(out_dtype), "float32 or bfloat16",
-          "convert the result with .to()");
+          dtype_text(out_dtype), "float32 or bfloat16", "convert the result with .to()");
   const Place at(op, "a_codes", a_codes);
   // Without groups, stored operands look the same along either axis: lines of codes along the
   // contraction axis. Groups divide rows of what was quantized: those of a, or the contraction

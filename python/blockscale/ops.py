@@ -52,6 +52,7 @@ def quantize(
         offsets: [G] int32 or int64 on x's device: where each group ends. They must not decrease or
             pass the last row. A GPU does not wait to check that: the result is then NaN throughout
             (with the environment variable BLOCKSCALE_CHECK_OFFSETS=1 it does wait, and raises).
+            The result keeps this tensor, not a copy: do not change it in place.
 
     Raises:
         TypeError, ValueError: with the operation, the argument, what it got and what it needs.

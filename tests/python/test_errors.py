@@ -116,6 +116,13 @@ def test_wrong_types_that_the_operators_would_refuse_in_pages() -> None:
     type_error(lambda: bs.matmul(q, q, bias=[1.0]), "matmul: bias = a list; need a tensor, or None")  # type: ignore[arg-type]
 
 
+def test_dtypes_have_their_names() -> None:
+    q = bs.quantize(X, "nvfp4")
+    value_error(
+        lambda: bs.matmul(q, q, out_dtype=torch.float16), "out_dtype = float16; need float32"
+    )
+
+
 def test_wrong_rank() -> None:
     value_error(lambda: bs.quantize(torch.tensor(1.0), "nvfp4"), "quantize: x.shape = []", "rank 1")
     value_error(lambda: bs.quantize(X[0], "nvfp4", -2), "x.shape = [70]", "rank 2 or more")
