@@ -120,9 +120,10 @@ def linear_samples(of: Inputs) -> list[Sample]:
 
 def grouped_linear_samples(of: Inputs) -> list[Sample]:
     """The same over groups."""
-    x, w, dy = of.normal(5, 70), of.normal(3, 9, 70), of.normal(5, 9)
     samples: list[Sample] = []
     for recipe in (bs.recipe("nvfp4"), bs.recipe("fp8_blockwise"), bs.recipe("bf16")):
+        dtype = BF16 if recipe.high_precision else F32  # PyTorch's grouped GEMM on a GPU takes BF16
+        x, w, dy = (of.normal(*shape).to(dtype) for shape in ((5, 70), (3, 9, 70), (5, 9)))
         key = of.key if recipe.stochastic else (None, None)
         forward = (x, w, None, recipe.text, True, True, *key, of.ends)
         saved = OPS.linear(*forward)[1:]
