@@ -17,7 +17,7 @@ import pytest
 import torch
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.model import PRESETS, LanguageModel
-from blockscale.cli.report import command, results, smoothed
+from blockscale.cli.report import command, deviation_of, results, smoothed
 from blockscale.cli.run_folder import Cell, RunFolder, create_run
 from blockscale.cli.trainer import learning_rate
 
@@ -262,6 +262,12 @@ def test_gap_is_taken_seed_by_seed(tmp_path: Path) -> None:
     assert nvfp4.gap == 0.5
     assert nvfp4.spread == pytest.approx(math.sqrt(0.125))  # deviations of .25 and .75
     assert nvfp4.cells() == ("nvfp4", "3.0000", "4.3281", "+0.5000 ± 0.3536", "30")
+
+
+def test_a_diverged_seed_leaves_no_deviation() -> None:
+    """statistics.stdev raises for it, and the report would be lost."""
+    assert math.isnan(deviation_of([0.1, math.nan]))
+    assert deviation_of([1.0, 3.0]) == pytest.approx(math.sqrt(2))
 
 
 def test_diverged_loss_survives_the_file(tmp_path: Path) -> None:

@@ -404,6 +404,25 @@ def test_linear_on_a_side_stream(cuda: torch.device, random: torch.Generator) ->
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+def test_products_wait_for_their_operands(cuda: torch.device, random: torch.Generator) -> None:
+    """Behind a long kernel the launches queue up, and each enters the device while the one before
+    is in its last blocks. The memory of W's operand holds the one of the product before, whose
+    scales are others: what a kernel reads before it has waited shows in the result."""
+    x = torch.randn(4096, 1024, generator=random, dtype=torch.bfloat16).to(cuda)
+    w = torch.randn(2048, 1024, generator=random, dtype=torch.bfloat16).to(cuda)
+    weights = [w * 2.0**power for power in (0, 5, -7, 3, -2, 8)]
+    want = []
+    for weight in weights:
+        ahead = bs.quantize_weight(weight, "fp8_blockwise")
+        torch.cuda.synchronize()
+        want.append(bs.linear(x, weight, recipe="fp8_blockwise", quantized_weight=ahead))
+        del ahead
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+    got = [bs.linear(x, weight, recipe="fp8_blockwise") for weight in weights]
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_linear_waits_for_nothing(cuda: torch.device) -> None:
     layer = bs.nn.Linear(130, 40, recipe="nvfp4", device=cuda)
     x = torch.randn(65, 130, device=cuda, requires_grad=True)

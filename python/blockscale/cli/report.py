@@ -69,6 +69,11 @@ def gaps(folder: RunFolder, recipe: str, step: int) -> list[float]:
     return [a[step] - b[step] for a, b in zip(ours, theirs, strict=False)]
 
 
+def deviation_of(values: Sequence[float]) -> float:
+    """The standard deviation; NaN where a training diverged, which `statistics` does not take."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def results(folder: RunFolder) -> list[Result]:
     """The final figures of every recipe. The pace is that of the median step, evaluation apart."""
     settings = folder.settings
@@ -85,7 +90,7 @@ def results(folder: RunFolder) -> list[Result]:
                 recipe=recipe,
                 loss=statistics.fmean(losses),
                 gap=statistics.fmean(gap) if gap else None,
-                spread=statistics.stdev(gap) if len(gap) > 1 else None,
+                spread=deviation_of(gap) if len(gap) > 1 else None,
                 tokens_per_second=tokens / statistics.median(seconds),
             )
         )
@@ -227,7 +232,7 @@ def draw_gap(axes: Axes, folder: RunFolder, recipe: str, style: dict[str, Any], 
     if len(values[0]) > 1:
         # Side by side, so that the bars of different recipes do not hide one another.
         shift = (index - len(folder.settings["recipes"]) / 2) * 0.006 * steps[-1]
-        deviation = [statistics.stdev(v) for v in values]
+        deviation = [deviation_of(v) for v in values]
         axes.errorbar(
             [step + shift for step in steps], means, yerr=deviation, linewidth=1.3, capsize=2,
             markersize=5, **style,

@@ -10,8 +10,8 @@
 namespace blockscale::sm90 {
 
 BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
-  if (out.bias_dtype == DType::f32) return __ldg(static_cast<const float*>(out.bias) + at);
-  const uint16_t bits = __ldg(static_cast<const uint16_t*>(out.bias) + at);
+  if (out.bias_dtype == DType::f32) return static_cast<const float*>(out.bias)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(out.bias)[at];
   return out.bias_dtype == DType::bf16 ? __uint_as_float(uint32_t{bits} << 16)
                                        : __half2float(__ushort_as_half(bits));
 }
@@ -20,7 +20,7 @@ BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
 template <class T>
 BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
                               int column, bool with_bias) {
-  const float alpha = p.out.device_alpha ? p.out.alpha * __ldg(p.out.device_alpha) : p.out.alpha;
+  const float alpha = p.out.device_alpha ? p.out.alpha * *p.out.device_alpha : p.out.alpha;
   if (alpha != 1.0f) {
 #pragma unroll
     for (int w = 0; w < T::kWaves; ++w)

@@ -63,7 +63,7 @@ struct BlockScales {
     load();
   }
   BLOCKSCALE_INLINE void load() {
-    if (left > 0) ahead = __ldg(next);
+    if (left > 0) ahead = load_after(next);
     next += step;
     left -= 32;
   }

@@ -16,6 +16,13 @@ BLOCKSCALE_INLINE uint32_t shared_address(const void* p) {
 BLOCKSCALE_INLINE void after_previous() {
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 }
+// A load that stays behind after_previous(). What __ldg() reads counts as written before the kernel
+// began, so the compiler moves it in front of a wait that is not the kernel's first statement.
+BLOCKSCALE_INLINE float load_after(const float* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
 // Brings a tensor map to where the copy engine reads it from.
 BLOCKSCALE_INLINE void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
