@@ -35,7 +35,7 @@ OPTIONS = [
     (["--preset", "tinny"],
      "--preset = tinny; need one of tiny, small, gpt-124m; did you mean tiny?"),
     (["--preset", ""],
-     "--preset = ; need one of tiny, small, gpt-124m; known: tiny, small, gpt-124m"),
+     "--preset = ; need one of tiny, small, gpt-124m; choose one of these"),
     (["--data", ""], "--data = ''; need an existing file or folder; check the path"),
     (["--recipes", "bf16,nvpf4"],
      "--recipes = nvpf4; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; did "
