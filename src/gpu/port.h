@@ -82,10 +82,12 @@ BLOCKSCALE_DEVICE void after_previous() {
 }
 
 // The same for a kernel of parameters p. While it waits they come to the constant cache, of which
-// it reads a word of each line; every warp, as each scheduler has a cache of its own.
+// it reads a word of each line if `brings`; every warp, as each scheduler has a cache of its own.
 template <class P>
-BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
+BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p,
+                                      [[maybe_unused]] bool brings = true) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (!brings) return after_previous();
   constexpr int kLine = 64;
   uint32_t words = 0;
 #pragma unroll

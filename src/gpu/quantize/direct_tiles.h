@@ -338,10 +338,11 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
   }
 }
 
+// FP4 does without its parameters brought early: that takes as long as a fiftieth of a tile does.
 template <class Row, class Column, class In, bool kGrouped>
 __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass, In>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
-  after_previous(p);
+  after_previous(p, !Row::kPass.fp4() && !Column::kPass.fp4());
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column, In>*>(bytes));
   const TileAt at = direct_tile(p.sideways);
