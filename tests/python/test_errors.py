@@ -61,10 +61,8 @@ def test_wrong_types() -> None:
     )
     type_error(lambda: bs.Rng(1.5), "rng: seed = a float; need an int")  # type: ignore[arg-type]
     type_error(lambda: bs.linear([1.0], X), "linear: x = a list; need a tensor")  # type: ignore[arg-type]
-    type_error(lambda: bs.linear(X, X, recipe="mxfp8", quantized_weight=X), "quantized_weight = a")  # type: ignore[arg-type]
     type_error(lambda: bs.grouped_linear(X, X[None], None), "grouped_linear: offsets = None")  # type: ignore[arg-type]
     value_error(lambda: bs.quantize_weight(X.double()), "quantize_weight: w.dtype = torch.float64")
-    value_error(lambda: bs.quantize(X.to_sparse(), "nvfp4"), "x.layout = torch.sparse_coo")
     value_error(lambda: bs.Rng(torch.ones(1)), "rng: seed = torch.float32[1]; need an int64")
     value_error(lambda: bs.Rng(1, torch.zeros(2, dtype=torch.int64)), "offset = torch.int64[2]")
     value_error(lambda: bs.Rng(1).role("z"), "rng: role = 'z'; need one of x, w, dy")
