@@ -383,6 +383,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"blockscale {bs.__version__}\n"
+    words = [sys.executable, "-m", "blockscale", "--version"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert said == f"blockscale {bs.__version__}\n"
 
 
 def test_the_process_exits_with_the_status() -> None:
