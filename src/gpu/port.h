@@ -81,20 +81,21 @@ BLOCKSCALE_DEVICE void after_previous() {
 #endif
 }
 
-// The same for a kernel of parameters p. While it waits they come to the constant cache, of which
-// it reads a word of each line if `brings`; every warp, as each scheduler has a cache of its own.
+// The same for a kernel of parameters p. While the blocks of threads wait that a device holds at
+// once, some hundreds, they bring them to the constant cache, of which every warp reads a word of
+// each line, as each scheduler has a cache of its own.
 template <class P>
-BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p,
-                                      [[maybe_unused]] bool brings = true) {
+BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (!brings) return after_previous();
-  constexpr int kLine = 64;
-  uint32_t words = 0;
+  constexpr uint32_t kFirstBlocks = 1024, kLine = 64;
+  if (blockIdx.x < kFirstBlocks && blockIdx.y == 0 && blockIdx.z == 0) {
+    uint32_t words = 0;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(P)) / kLine; ++i)
-    words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
-  // Something has to depend on them, or nothing is read.
-  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
+    for (uint32_t i = 0; i < sizeof(P) / kLine; ++i)
+      words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
+    // Something has to depend on them, or nothing is read.
+    asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
+  }
 #endif
   after_previous();
 }

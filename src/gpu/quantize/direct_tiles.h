@@ -72,7 +72,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory&
   const int lines = pos < s.padded ? s.lines - line : 0;
   auto reader = reader_at(tile_line, lane % kRunsPerLine, lines);
   if constexpr (!kPass.square) {
-    quantize_lines<kPass>(reader, s, line, pos, lines, kDirectLines, [&] {
+    quantize_lines<kPass, true>(reader, s, line, pos, lines, kDirectLines, [&] {
       loaded();
       return out.template matrix<kPass>(at, memory.outer[0]);
     });
@@ -338,11 +338,10 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
   }
 }
 
-// FP4 does without its parameters brought early: that takes as long as a fiftieth of a tile does.
 template <class Row, class Column, class In, bool kGrouped>
 __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass, In>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
-  after_previous(p, !Row::kPass.fp4() && !Column::kPass.fp4());
+  after_previous(p);
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column, In>*>(bytes));
   const TileAt at = direct_tile(p.sideways);
