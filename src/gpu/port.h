@@ -338,6 +338,22 @@ BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high) {
 #endif
 }
 
+// Two FP32 from 0 to FP16's largest to FP16, rounded towards zero.
+BLOCKSCALE_DEVICE uint32_t to_fp16x2_to_zero(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t d;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+#else
+  auto one = [](float x) -> uint32_t {
+    const float unit = exp2i(-24);  // below the smallest normal number, 2^-14
+    return x < exp2i(-14) ? static_cast<uint32_t>(x / unit)
+                          : (bit_cast<uint32_t>(x) - (112u << 23)) >> 13;
+  };
+  return one(high) << 16 | one(low);
+#endif
+}
+
 // Four FP32 to four FP8 codes, round to nearest even, saturating.
 template <bool kE5m2>
 BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {

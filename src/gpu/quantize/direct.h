@@ -121,8 +121,9 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       values.take(run.elements(), s);
       const uint32_t amax = row_block_amax<kPass>(s, values.amax);
       if (i < lines) {
-        const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values.cut(inv); });
-        store_row_run<kPass>(s, m, random, values, amax, b, line + i, pos, to);
+        const Block b =
+            block_of<kPass>(s, m.outer, amax, [&](const Block& b) { values.cut(b.inv); });
+        store_row_run<kPass>(s, m, random, values, b, line + i, pos, to);
       }
       to.advance(s);
     };
@@ -160,7 +161,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       for (int i = 0; i < kDirectLines; ++i, to.advance(s)) {
         const float inv = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(b.inv), mine ^ i));
         if (i < lines)
-          store_row_codes<kPass>(s, m, random, values[i], amax[i], inv, line + i, pos, to);
+          store_row_codes<kPass>(s, m, random, values[i], Block{inv, 0}, line + i, pos, to);
       }
     } else if (kAside && goes_aside<kPass>(s)) {
       Block b[kDirectLines];
@@ -169,14 +170,13 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       store_scales_aside(s, m, b, line, pos);
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
-        if (i < lines)
-          store_row_codes<kPass>(s, m, random, values[i], amax[i], b[i].inv, line + i, pos, to);
+        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], b[i], line + i, pos, to);
     } else {
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
         if (i < lines)
-          store_row_run<kPass>(s, m, random, values[i], amax[i],
-                               block_of<kPass>(s, m.outer, amax[i]), line + i, pos, to);
+          store_row_run<kPass>(s, m, random, values[i], block_of<kPass>(s, m.outer, amax[i]),
+                               line + i, pos, to);
     }
   }
 }
