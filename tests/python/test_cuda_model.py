@@ -53,6 +53,9 @@ def largest_sums(va: torch.Tensor, vb: torch.Tensor) -> torch.Tensor:
     return total
 
 
+MXFP4 = ("mxfp4", "mxfp4")  # operands that FP8 tensor cores multiply
+
+
 def check_product(
     got: torch.Tensor,
     a: bs.QuantizedTensor,
@@ -73,7 +76,7 @@ def check_product(
     sums, magnitude = outer * (va @ vb.t()), abs(outer) * (va.abs() @ vb.abs().t())
     exact = sums if bias is None else sums + bias.detach().double().cpu()
     bound = 2 * (k + 4) * u * magnitude + 3 * u * (sums.abs() + exact.abs()) + 2.0**-126
-    if got.is_cuda and a.spec.scale == "fp32":
+    if got.is_cuda and (a.spec.scale == "fp32" or (a.spec.family, b.spec.family) == MXFP4):
         bound += 4 * 33 * 2.0**-13 * largest_sums(va.to(got.device), vb.to(got.device)).cpu()
     if got.dtype == torch.bfloat16:
         bound += 2.0**-8 * (exact.abs() + bound)
@@ -90,6 +93,8 @@ PAIRS = (
     ("fp8_128x128", "fp8_128x128[element=e5m2]"),
     ("mxfp8", "mxfp8[element=e5m2]"),
     ("mxfp8[block=32x32]", "mxfp4"),
+    ("mxfp4", "mxfp4"),
+    ("mxfp4[block=32x32]", "mxfp4[rounding=stochastic,scale_rule=rceil]"),
     ("mxfp6", "mxfp6[element=e3m2]"),
     ("mxfp4[hadamard=16:0x0]", "mxfp4[hadamard=16:0x0]"),
     ("nvfp4", "nvfp4[block=16x16]"),
@@ -121,12 +126,13 @@ def test_matmul(a_spec: str, b_spec: str, device: torch.device, random: torch.Ge
                 check_product(got, qa, qb, bias, (m, n, k, a_axis, b_axis, bias_type, out))
 
 
-def test_matmul_reads_any_layout(device: torch.device, random: torch.Generator) -> None:
+@pytest.mark.parametrize("spec", ["nvfp4", "mxfp4"])
+def test_matmul_reads_any_layout(spec: str, device: torch.device, random: torch.Generator) -> None:
     layouts = ("linear", "nv_128x4", "aiter_scale", "mfma_16x16", "mfma_16x16+nv_128x4")
     x, w = normal(random, 33, 70).to(device), normal(random, 20, 70).to(device)
-    want = bs.matmul(bs.quantize(x, "nvfp4"), bs.quantize(w, "nvfp4"), out_dtype=torch.float32)
+    want = bs.matmul(bs.quantize(x, spec), bs.quantize(w, spec), out_dtype=torch.float32)
     for a, b in itertools.product(layouts, layouts):
-        qa, qb = bs.quantize(x, "nvfp4", layout=a), bs.quantize(w, "nvfp4", layout=b)
+        qa, qb = bs.quantize(x, spec, layout=a), bs.quantize(w, spec, layout=b)
         assert torch.equal(bs.matmul(qa, qb, out_dtype=torch.float32), want), (a, b)
 
 
