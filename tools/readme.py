@@ -221,7 +221,7 @@ def products() -> str:
         what = f"FP8, groups {what}, even and ragged, {len(rows)} cases"
         lines.append([what, speed, "", ratios(rows, "blockscale", "bf16")])
     rows = of(grouped, "layer")
-    for recipe in ("fp8_blockwise", "nvfp4"):
+    for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
         for ahead in ("", " ahead"):
             what = f"`grouped_linear` in `{recipe}`, forward and backward"
             what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
