@@ -58,9 +58,9 @@ cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
   cuda::GemmSize s;
   s.grouped = g.grouping != Grouping::dense;
   s.groups = s.grouped ? g.groups : 1;
-  s.rows = by_rows ? ceil_of(g.m, s.groups) : g.m;
+  s.rows = by_rows ? ceil_div(g.m, s.groups) : g.m;
   s.columns = g.n;
-  s.blocks = ceil_of(ceil_of(g.k, kBlock), by_contraction ? s.groups : 1);
+  s.blocks = ceil_div(ceil_div(g.k, kBlock), by_contraction ? s.groups : 1);
   s.square = g.b_square;
   s.a_e5m2 = g.a_e5m2, s.b_e5m2 = g.b_e5m2;
   s.f32 = g.d_f32;
