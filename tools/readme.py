@@ -211,10 +211,11 @@ def products() -> str:
         peers = [ratios(rows, "blockscale", peer) for peer in ("cublaslt_fp8", "bf16")]
         lines.append([f"{what}, {len(rows)} shapes", speed, *peers])
     rows = of(single, "layer")
-    for ours, what in (("blockscale", ""), ("blockscale, w ahead", ", weight quantized ahead")):
-        speed = between([row[ours] for row in rows], ",.0f")
-        what = f"`linear` in FP8, forward and backward{what}, {len(rows)} shapes"
-        lines.append([what, speed, "", ratios(rows, ours, "bf16")])
+    for recipe in ("fp8_blockwise", "mxfp4"):
+        for ours, what in ((recipe, ""), (f"{recipe} ahead", ", weight quantized ahead")):
+            speed = between([row[ours] for row in rows], ",.0f")
+            what = f"`linear` in `{recipe}`, forward and backward{what}, {len(rows)} shapes"
+            lines.append([what, speed, "", ratios(rows, ours, "bf16")])
     for kind, what in (("rows", "along the rows"), ("contraction", "along the contraction axis")):
         rows = of(grouped, kind)
         speed = between([row["blockscale"] for row in rows], ",.0f")
