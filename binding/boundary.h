@@ -80,7 +80,7 @@ Extents extents(const char* op, const std::vector<int64_t>& shape);
 const int64_t* key_of(const Place& at, const char* name, const Tensor& t);
 // The key of random bits, `step` added to the seed. On a GPU it stays there: reading it here would
 // wait for the device.
-void set_key(const Place& at, QuantizeOptions& options, const Tensor& seed, const Tensor& offset,
+void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, const int64_t* offset,
              uint64_t step = 0);
 
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`;

@@ -214,17 +214,17 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         recipe, rest, into = call
         y: torch.Tensor
-        # The operator returns y and what it has made; operands in high precision are the inputs.
+        # The operator returns y and, in one tensor, what it has made; operands in high precision
+        # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
         y, *saved = _forward(x, w, bias, *rest)
         text, dx, dw, seed, _, offsets, _, quantized_w = rest
-        # (No list is changed here: PyTorch 2.11's compiler does not trace it.)
+        if dx and quantized_w is not None and recipe.dgrad_w is not None:
+            saved = [*saved, quantized_w[-1]]
         if dw and recipe.wgrad_x is None:
-            saved = [x, *saved]
+            saved = [*saved, x]
         if dx and recipe.dgrad_w is None:
-            saved = [*saved[:dw], w, *saved[dw:]]
-        elif dx and quantized_w is not None:
-            saved = [*saved[:dw], quantized_w[-1], *saved[dw:]]
-        if len(saved) > dx + dw:  # the offset's copy: dy will draw
+            saved = [*saved, w]
+        if (dx and recipe.draws_dx) or (dw and recipe.draws_dw):
             saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)
         out = y.dtype  # gradients have the dtypes of what they belong to; none: that of dy
@@ -320,15 +320,20 @@ def _backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
 # --- fake kernels: shape, dtype and stride of every result, without data --------------------------
 
 
-def _fake_operand(
-    x: torch.Tensor, s: Spec, groups: int, batch_dims: int, axis: int = -2
+def _fake_kept(
+    x: torch.Tensor, operands: list[tuple[torch.Tensor, Spec, int, int]], axis: int, offset: bool
 ) -> torch.Tensor:
-    """The memory of an operand of x, stored as GEMMs read it; in groups along axis -2 only."""
-    layout = "mn_major" if s.scale == "fp32" else "linear"
-    shapes = stored_shapes(s, axis, x.shape, layout, batch_dims, groups)
-    outer = math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
-    scales = math.prod(shapes.scales) * s.scale_bytes
-    return x.new_empty(math.prod(shapes.codes) + outer + scales, dtype=torch.uint8)
+    """The memory of operands of (a tensor, by a spec, in groups, as a batch), stored as GEMMs read
+    them; in groups along axis -2 only."""
+    size = 0
+    behind = torch.int64.itemsize if offset else 0
+    for tensor, s, groups, batch_dims in operands:
+        layout = "mn_major" if s.scale == "fp32" else "linear"
+        shapes = stored_shapes(s, axis, tensor.shape, layout, batch_dims, groups)
+        size = -(-size // 128) * 128 + math.prod(shapes.codes)
+        behind += math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
+        behind += math.prod(shapes.scales) * s.scale_bytes
+    return x.new_empty(size + behind, dtype=torch.uint8)
 
 
 def _fake_linear(
@@ -348,15 +353,16 @@ def _fake_linear(
     specs = _specs(recipe)
     made = [x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=dtype or x.dtype)]
     groups = 0 if offsets is None else offsets.shape[0]
-    for tensor, s, needed, parts, batch in (
-        (x, specs["wgrad_x"], dw, groups, 0),
-        (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
-    ):
-        if needed and s is not None:
-            made.append(_fake_operand(tensor, s, parts, batch))
-    if offset is not None and _backward_draws(specs, dx, dw):
-        made.append(torch.empty_like(offset))
-    return made
+    kept = [
+        (tensor, s, parts, batch)
+        for tensor, s, needed, parts, batch in (
+            (x, specs["wgrad_x"], dw, groups, 0),
+            (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
+        )
+        if needed and s is not None
+    ]
+    draws = _backward_draws(specs, dx, dw)
+    return [*made, _fake_kept(x, kept, -2, draws)] if kept or draws else made
 
 
 def _fake_quantize_weight(
@@ -368,7 +374,9 @@ def _fake_quantize_weight(
 ) -> list[torch.Tensor]:
     specs = _specs(recipe)
     wanted = ((specs["fprop_w"], -1), (specs["dgrad_w"] if dgrad else None, -2))
-    return [_fake_operand(w, s, 0, w.dim() - 2, axis) for s, axis in wanted if s is not None]
+    return [
+        _fake_kept(w, [(w, s, 0, w.dim() - 2)], axis, False) for s, axis in wanted if s is not None
+    ]
 
 
 def _fake_linear_backward(

@@ -25,10 +25,9 @@ BLOCKSCALE_DEVICE void tile_of_pair(const TilesParams& p, uint8_t* bytes) {
 
 // Grid: the tiles of either; which of the two.
 template <class RowA, class ColumnA, class RowB, class ColumnB>
-__global__ void __launch_bounds__(kDirectThreads,
-                                  (std::min(kTileBlocks<RowA::kPass, ColumnA::kPass, Bf16In<true>>,
-                                            kTileBlocks<RowB::kPass, ColumnB::kPass,
-                                                        Bf16In<true>>)))
+__global__ void __launch_bounds__(
+    kDirectThreads, (std::min(kTileBlocks<RowA::kPass, ColumnA::kPass, Bf16In<true>>,
+                              kTileBlocks<RowB::kPass, ColumnB::kPass, Bf16In<true>>)))
     pair_kernel(const __grid_constant__ PairParams p) {
   after_previous();
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
@@ -41,8 +40,9 @@ __global__ void __launch_bounds__(kDirectThreads,
 template <class RowA, class ColumnA, class RowB, class ColumnB>
 void launch_pair(const PairParams& p, const dim3& grid, NativeStream stream) {
   constexpr auto kKernel = pair_kernel<RowA, ColumnA, RowB, ColumnB>;
-  constexpr int kBytes = static_cast<int>(std::max(sizeof(TileMemory<RowA, ColumnA, Bf16In<true>>),
-                                                   sizeof(TileMemory<RowB, ColumnB, Bf16In<true>>)));
+  constexpr int kBytes =
+      static_cast<int>(std::max(sizeof(TileMemory<RowA, ColumnA, Bf16In<true>>),
+                                sizeof(TileMemory<RowB, ColumnB, Bf16In<true>>)));
   prepare<kKernel>(kBytes);
   start(kKernel, grid, kDirectThreads, kBytes, stream, p);
 }

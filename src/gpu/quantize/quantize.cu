@@ -275,7 +275,7 @@ void quantize_one(const Quantization& q, const Stream& stream) {
 
 // The compiled kernel for both inputs at once, or null: small ones, in one launch.
 const PairEntry* pair_of(std::span<const Quantization> inputs) {
-  constexpr int64_t kTilesEach = 8;  // of a multiprocessor
+  constexpr int64_t kTilesEach = 4;  // of a multiprocessor
   if (inputs.size() != 2) return nullptr;
   Pass row[2], column[2];
   int64_t tiles = 0;
