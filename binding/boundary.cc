@@ -139,6 +139,11 @@ DType dtype_of(const char* op, const char* argument, ScalarType type) {
   }
 }
 
+Matrix matrices(const Place& at, const Tensor& out, int64_t rows, int64_t columns, int64_t batch) {
+  const DType dtype = dtype_of(at.op(), "dtype", out.scalar_type());
+  return {out.mutable_data_ptr(), dtype, rows, columns, columns, 1, batch, rows * columns};
+}
+
 Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
   const char* op = at.op();
   const DType dtype = dtype_of(op, "x.dtype", x.scalar_type());

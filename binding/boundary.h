@@ -69,6 +69,10 @@ std::string dtype_text(ScalarType type);
 int checked_axis(const char* op, int64_t axis);
 DType dtype_of(const char* op, const char* argument, ScalarType type);
 
+// The memory of a contiguous tensor as matrices to write.
+Matrix matrices(const Place& at, const Tensor& out, int64_t rows, int64_t columns,
+                int64_t batch = 1);
+
 // Logical extents given as a list: [R, C], or [E, R, C] for a batch.
 struct Extents {
   int64_t rows, columns;

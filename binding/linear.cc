@@ -52,14 +52,7 @@ Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype)
   Ints sizes{q.rows, q.columns};
   if (batched) sizes.insert(sizes.begin(), q.batch);
   Tensor out = empty(sizes, dtype, at.device());
-  const Matrix view{out.mutable_data_ptr(),
-                    dtype_of(at.op(), "dtype", dtype),
-                    q.rows,
-                    q.columns,
-                    q.columns,
-                    1,
-                    q.batch,
-                    q.rows * q.columns};
+  const Matrix view = matrices(at, out, q.rows, q.columns, q.batch);
   run(at, out.numel(), [&](const auto& on) { dequantize(q, view, on); });
   return turned(out, q.axis);
 }
@@ -97,14 +90,7 @@ Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const G
   const size_t rank = sizes.size();
   const int64_t m = sizes[rank - 2], n = sizes[rank - 1];
   Tensor out = empty(sizes, out_dtype, at.device());
-  const Matrix d{out.mutable_data_ptr(),
-                 dtype_of(at.op(), "dtype", out_dtype),
-                 m,
-                 n,
-                 n,
-                 1,
-                 along ? groups.count : 1,
-                 m * n};
+  const Matrix d = matrices(at, out, m, n, along ? groups.count : 1);
   if (a.numel() == 0 || b.numel() == 0) {
     torch::stable::zero_(out);
     gpu::settle(d, groups, rows, along, false, stream);

@@ -21,6 +21,7 @@ from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
 _forward = _ops.linear.default
+_forward_now = _forward._op  # what PyTorch's Python calls in the end, which compilers cannot trace
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
 
 
@@ -146,12 +147,13 @@ def linear_with_key(
         if forward_ad._current_level >= 0:
             _refuse_tangents(_name(offsets), x, w)
         y: torch.Tensor
+        watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        forward = _forward if watched else _forward_now
         if not (dx or dw or db):
-            y = _forward(x, w, bias, *rest)[0]
-        elif torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            y = _Linear.apply(x, w, bias, (recipe, rest, into))  # type: ignore[no-untyped-call]
+            y = forward(x, w, bias, *rest)[0]
         else:
-            y = _apply(x, w, bias, (recipe, rest, into))
+            apply = _Linear.apply if watched else _apply
+            y = apply(x, w, bias, (forward, recipe, rest, db, into))
         return y
     except Exception as error:
         failure = error
@@ -201,8 +203,8 @@ def _check_into(
 
 class _Linear(torch.autograd.Function):
     """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`:
-    the recipe, what the operator takes after the tensors, and the buffer of w's gradient, in one
-    tuple because each argument costs time."""
+    the operator and what it takes after the tensors, the recipe, whether the bias gets a gradient,
+    and the buffer of w's, in one tuple because each argument costs time."""
 
     @staticmethod
     def forward(
@@ -210,13 +212,13 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        call: tuple[Recipe, tuple[Any, ...], torch.Tensor | None],
+        call: tuple[Callable[..., Any], Recipe, tuple[Any, ...], bool, torch.Tensor | None],
     ) -> torch.Tensor:
-        recipe, rest, into = call
+        forward, recipe, rest, db, into = call
         y: torch.Tensor
         # The operator returns y and, in one tensor, what it has made; operands in high precision
         # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
-        y, *saved = _forward(x, w, bias, *rest)
+        y, *saved = forward(x, w, bias, *rest)
         text, dx, dw, seed, _, offsets, _, quantized_w = rest
         if dx and quantized_w is not None and recipe.dgrad_w is not None:
             saved = [*saved, quantized_w[-1]]
@@ -229,11 +231,11 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(offsets, *saved)
         out = y.dtype  # gradients have the dtypes of what they belong to; none: that of dy
         dtypes = (
-            None if x.dtype == out else x.dtype,
-            None if w.dtype == out else w.dtype,
-            None if bias is None or bias.dtype == out else bias.dtype,
+            None if x.dtype is out else x.dtype,
+            None if w.dtype is out else w.dtype,
+            None if bias is None or bias.dtype is out else bias.dtype,
         )
-        ctx.call = (text, w.shape[-1], dx, dw, ctx.needs_input_grad[2], dtypes, into)
+        ctx.call = (text, w.shape[-1], dx, dw, db, dtypes, into)
         return y
 
     @staticmethod
