@@ -4,6 +4,11 @@
 namespace blockscale::gpu {
 namespace {
 
+using enum Format;
+using X8 = Fp8<Encoder::e4m3fn, fp32>;
+using W8 = Fp8Square<Encoder::e4m3fn, fp32>;
+using Mx8 = Fp8<Encoder::e4m3fn, e8m0>;
+
 template <class RowA, class ColumnA, class RowB, class ColumnB>
 constexpr PairEntry kPair{{RowA::kPass, RowB::kPass},
                           {ColumnA::kPass, ColumnB::kPass},
@@ -16,10 +21,6 @@ constexpr PairEntry kBoth = kPair<Row, Column, W, W>;
 }  // namespace
 
 std::span<const PairEntry> pair_kernels() {
-  using enum Format;
-  using X8 = Fp8<Encoder::e4m3fn, fp32>;
-  using W8 = Fp8Square<Encoder::e4m3fn, fp32>;
-  using Mx8 = Fp8<Encoder::e4m3fn, e8m0>;
   static constexpr PairEntry kEntries[] = {
     kForward<X8, X8, W8>,
     kBoth<X8, X8, W8>,
