@@ -152,15 +152,6 @@ const int64_t* key_or_none(const Place& at, const char* name, const std::optiona
   return key ? key_of(at, name, *key) : nullptr;
 }
 
-// The model's offset moves on in place, perhaps before the backward of this forward runs.
-void copy_offset(const Place& at, int64_t* to, const int64_t* offset) {
-  require(offset, at.op(), "offset", "none", "the offset of dy's random bits");
-  if (at.cuda())
-    gpu::copy(to, offset, at.stream());
-  else
-    *to = *offset;
-}
-
 // The operator refuses what it cannot take; Python says it in more words.
 void check_operands(const Place& at, const Tensor& x, const Tensor& w,
                     const std::optional<Tensor>& bias, const std::optional<Tensor>& offsets) {
@@ -228,8 +219,13 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   std::optional<Kept> kept;
   if (draws || xs.made_column || (ws && ws->made_column))
     kept = hand_out(at, &xs.made_column, ws ? &ws->made_column : nullptr, draws);
-  make(at, xs, ws ? &*ws : nullptr);
-  if (draws) copy_offset(at, kept->offset, offset_at);
+  // The model's offset moves on in place, perhaps before the backward of this forward runs.
+  WordCopy snapshot;
+  if (draws) {
+    require(offset_at, at.op(), "offset", "none", "the offset of dy's random bits");
+    snapshot = {kept->offset, offset_at};
+  }
+  make(at, xs, ws ? &*ws : nullptr, snapshot);
   const Ints sizes = with_last(x, n);
   std::vector<Tensor> results{product(at, *xs.row, *right, bias, out, out, sizes, groups, rows)};
   if (kept) results.push_back(kept->memory);

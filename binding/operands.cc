@@ -149,13 +149,14 @@ Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* 
   return kept;
 }
 
-void make(const Place& at, const Making& first, const Making* second) {
+void make(const Place& at, const Making& first, const Making* second, const WordCopy& word) {
   const Quantization none;
   if (at.cuda()) {
-    quantize_two(first.quantization(), second ? second->quantization() : none, at.stream());
+    quantize_two(first.quantization(), second ? second->quantization() : none, at.stream(), word);
     at.stream().release();
     return;
   }
+  if (word.to) *word.to = *word.from;
   for (const Making* m : {&first, second})
     if (m) quantize_one(m->quantization(), executor_for(m->in.tensor.numel()));
 }

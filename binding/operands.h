@@ -106,7 +106,8 @@ struct Making : Operands {
   QuantizeOptions row_options, column_options;
 };
 // Those of one tensor, in one pass where both are quantized, or of two.
-void make(const Place& at, const Making& first, const Making* second = nullptr);
+void make(const Place& at, const Making& first, const Making* second = nullptr,
+          const WordCopy& word = {});
 
 // Gives what is for outside its memory: one tensor for both operands, and the offset.
 Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second = nullptr,

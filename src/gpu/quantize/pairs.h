@@ -12,6 +12,7 @@ namespace blockscale::gpu {
 
 struct PairParams {
   TilesParams of[2];
+  WordCopy word;
 };
 
 template <class Row, class Column>
@@ -30,6 +31,8 @@ __global__ void __launch_bounds__(
                               kTileBlocks<RowB::kPass, ColumnB::kPass, Bf16In<true>>)))
     pair_kernel(const __grid_constant__ PairParams p) {
   after_previous();
+  if (p.word.to && (blockIdx.x | blockIdx.y | blockIdx.z | threadIdx.x) == 0)
+    *p.word.to = *p.word.from;
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   if (blockIdx.z == 0)
     tile_of_pair<RowA, ColumnA>(p.of[0], bytes);

@@ -297,8 +297,9 @@ const PairEntry* pair_of(std::span<const Quantization> inputs) {
 }
 
 void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
-                   const Stream& stream) {
+                   const WordCopy& word, const Stream& stream) {
   PairParams p{};
+  p.word = word;
   dim3 grid(1, 1, 2);
   for (int i = 0; i < 2; ++i) {
     const auto& [x, row_out, column_out, row_options, column_options] = inputs[i];
@@ -318,14 +319,15 @@ void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
 
 }  // namespace
 
-void quantize(std::span<const Quantization> inputs, const Stream& stream) {
+void quantize(std::span<const Quantization> inputs, const Stream& stream, const WordCopy& word) {
   Quantization all[2];
   size_t count = 0;
   for (const Quantization& q : inputs)
     if (q.x.batch != 0 && (q.row || q.column)) all[count++] = q;
   find_amaxes({all, count}, stream);
   if (const PairEntry* const pair = pair_of({all, count}))
-    return quantize_pair(*pair, {all, count}, stream);
+    return quantize_pair(*pair, {all, count}, word, stream);
+  if (word.to) copy(word, stream);
   for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
 }
 

@@ -94,9 +94,12 @@ TEST(Pairs, QuantizedInOneLaunch) {
         const int64_t columns = random_extent(random);
         Made x(random, DType::bf16, row, x_column, random_extent(random), columns);
         Made w(random, DType::bf16, weight, w_column, random_extent(random), columns);
-        quantize_two(x.asked(), w.asked(), HostStream());
+        const int64_t from = static_cast<int64_t>(random.next());
+        int64_t to = 0;
+        quantize_two(x.asked(), w.asked(), HostStream(), {&to, &from});
         x.check();
         w.check();
+        EXPECT_EQ(to, from);
         ASSERT_FALSE(HasFailure());
       }
     }
