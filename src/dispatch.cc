@@ -339,7 +339,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
     if (const std::string needs = gemm_needs(q->spec, "cuda"); !needs.empty())
       fail("gemm", name, to_string(q->spec) + " on cuda", needs,
            "dequantize both operands and multiply them");
-    if (q->layout.codes != Layout::linear)
+    if (q->layout.codes != Layout::linear && !gpu::is_mxfp4(q->spec))
       fail("gemm", name, to_string(q->layout), "codes in the linear layout", "relayout first");
   }
   if (d.column_stride != 1 && d.columns > 1)
@@ -351,9 +351,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
 }
 
 std::string gemm_needs(const QuantSpec& spec, std::string_view device) {
-  if (device != "cuda") return "";
+  if (device != "cuda" || gpu::is_mxfp4(spec)) return "";
   if (spec.scale != Format::fp32)
-    return "FP32 scales: the GPU's own GEMM is for fp8_1x128 and fp8_128x128";
+    return "FP32 scales or mxfp4: the GPU's own GEMM is for fp8_1x128, fp8_128x128 and mxfp4";
   if (spec.element != Format::e4m3fn && spec.element != Format::e5m2)
     return "e4m3fn or e5m2 elements, which NVIDIA's tensor cores read";
   if (spec.hadamard.dim) return "no Hadamard transform";

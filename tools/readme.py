@@ -44,7 +44,8 @@ def support() -> str:
         outer = " + FP32 tensor scale" if spec.outer else ""
         block = "x".join(map(str, spec.block))
         # The rule of `matmul` (binding/matmul.cc), whether or not this machine has a GPU.
-        product = "FP8 tensor cores" if spec.scale == "fp32" else "decoded to BF16"
+        fp4 = spec.element == "e2m1" and spec.scale == "e8m0"
+        product = "FP8 tensor cores" if spec.scale == "fp32" or fp4 else "decoded to BF16"
         scales = f"{spec.scale}{outer}"
         rows.append([f"`{name}`", spec.element, scales, block, ", ".join(stored), product])
     return table(
@@ -220,13 +221,13 @@ def products() -> str:
         what = f"FP8, groups {what}, even and ragged, {len(rows)} cases"
         lines.append([what, speed, "", ratios(rows, "blockscale", "bf16")])
     rows = of(grouped, "layer")
-    for recipe in ("fp8_blockwise", "nvfp4"):
+    for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
         for ahead in ("", " ahead"):
             what = f"`grouped_linear` in `{recipe}`, forward and backward"
             what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
             ratio = ratios(rows, f"{recipe}{ahead} both", "bf16 both", inverse=True)
             lines.append([what, "", "", ratio])
-    for case in ("matmul nvfp4 8192^3", *(c for c in decoded if c.startswith("linear "))):
+    for case in (c for c in decoded if c.startswith(("matmul ", "linear "))):
         row = decoded[case]
         aim = f" (goal {row['goal']:.2f})" if row.get("goal") else ""
         lines.append([f"`{case}`", "", "", f"{row['of_bf16']:.2f}{aim}"])

@@ -78,7 +78,7 @@ int choose_tile(const GemmSize& s) {
   int best = 0;
   double least = tile_cost(kTiles[0], s);
   for (int i = 1; i < kTileCount; ++i) {
-    if (s.e5m2 && !kTiles[i].e5m2) continue;
+    if (!kTiles[i].compiled(s.square, s.a_e5m2, s.b_e5m2)) continue;
     if (const double cost = tile_cost(kTiles[i], s); cost < least) best = i, least = cost;
   }
   return best;

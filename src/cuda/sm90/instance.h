@@ -98,6 +98,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   out.group_stride = g.m * g.d_stride;
   out.alpha = g.alpha;
   out.device_alpha = g.device_alpha;
+  out.factors = g.b_factors;
   out.bias = g.bias;
   out.bias_dtype = g.bias_dtype;
   out.f32 = g.d_f32;
