@@ -152,7 +152,7 @@ def linear_with_key(
         if not (dx or dw or db):
             y = forward(x, w, bias, *rest)[0]
         else:
-            apply = _Linear.apply if watched else _apply
+            apply: Callable[..., Any] = _Linear.apply if watched else _apply
             y = apply(x, w, bias, (forward, recipe, rest, db, into))
         return y
     except Exception as error:
