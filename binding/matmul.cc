@@ -95,10 +95,7 @@ std::string renamed(const Error& error, const std::string& op) {
 
 // D in the memory of `out`: as many matrices as the groups ask for.
 Matrix result_view(const Place& at, const ConstQuantized& a, const ConstQuantized& b, Tensor& out) {
-  const int64_t rows = a.shape().lines, columns = b.shape().lines;
-  const DType dtype = dtype_of(at.op(), "out_dtype", out.scalar_type());
-  return {out.mutable_data_ptr(),        dtype,         rows, columns, columns, 1,
-          b.groups ? b.groups.count : 1, rows * columns};
+  return matrices(at, out, a.shape().lines, b.shape().lines, b.groups ? b.groups.count : 1);
 }
 
 // The core's GEMM, with threads or on a stream.

@@ -281,7 +281,8 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
   const Quantization one[] = {{x, &row_out, &column_out, row_options, column_options}};
   gpu::quantize(one, stream);
 }
-void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream) {
+void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream,
+                  const WordCopy& word) {
   const Quantization both[] = {first, second};
   for (const Quantization& q : both) {
     if (q.row && q.column)
@@ -291,7 +292,7 @@ void quantize_two(const Quantization& first, const Quantization& second, const S
     else if (q.column)
       check_quantize("quantize", q.x, *q.column, q.column_options, Memory::device);
   }
-  gpu::quantize(both, stream);
+  gpu::quantize(both, stream, word);
 }
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,

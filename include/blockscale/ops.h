@@ -79,8 +79,15 @@ struct Quantization {
   const Quantized* column = nullptr;
   QuantizeOptions row_options{}, column_options{};
 };
-// Two inputs, as a linear layer has: on a GPU with fewer launches than one after the other.
-void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream);
+// A word of device memory that is copied; none without `to`.
+struct WordCopy {
+  int64_t* to = nullptr;
+  const int64_t* from = nullptr;
+};
+// Two inputs, as a linear layer has, and a word: on a GPU with fewer launches than one after the
+// other.
+void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream,
+                  const WordCopy& word = {});
 
 // max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch, or per group:
 // NaN when any value is NaN, else Inf when any is infinite, 0 for an empty matrix. On a GPU offsets

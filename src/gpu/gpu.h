@@ -12,7 +12,8 @@ namespace blockscale::gpu {
 std::string unavailable();
 
 // One input, or two: amaxes that are not given are found for both at once.
-void quantize(std::span<const Quantization> inputs, const Stream& stream);
+void quantize(std::span<const Quantization> inputs, const Stream& stream,
+              const WordCopy& word = {});
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
           const Stream& stream);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
@@ -87,8 +88,5 @@ void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
 // other.
 void settle(const Matrix& d, const Groups& groups, int64_t rows, bool contraction, bool clear,
             const Stream& stream);
-
-// One word within the device, by a kernel: the copy engine takes longer, most of all in graphs.
-void copy(int64_t* to, const int64_t* from, const Stream& stream);
 
 }  // namespace blockscale::gpu
