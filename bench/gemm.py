@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 import subprocess
@@ -117,14 +118,15 @@ def layer(m: int, n: int, k: int) -> dict[str, Any]:
     )
     for leaf in (x, w):
         leaf.requires_grad_()
-    kept = bs.quantize_weight(w, "fp8_blockwise")
     forwards: dict[str, Callable[[], torch.Tensor]] = {
-        "blockscale": lambda: bs.linear(x, w, recipe="fp8_blockwise"),
-        "blockscale, w ahead": lambda: bs.linear(
-            x, w, recipe="fp8_blockwise", quantized_weight=kept
-        ),
-        "bf16": lambda: torch.nn.functional.linear(x, w),
+        "bf16": lambda: torch.nn.functional.linear(x, w)
     }
+    for recipe in ("fp8_blockwise", "mxfp4"):
+        kept = bs.quantize_weight(w, recipe)
+        forwards[recipe] = functools.partial(bs.linear, x, w, recipe=recipe)
+        forwards[f"{recipe} ahead"] = functools.partial(
+            bs.linear, x, w, recipe=recipe, quantized_weight=kept
+        )
     row: dict[str, Any] = {"kind": "layer", "m": m, "n": n, "k": k}
     for name, forward in forwards.items():
         took = seconds(with_backward(forward, (x, w), dy), calls=5)

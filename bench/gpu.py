@@ -48,13 +48,20 @@ def eager_microseconds(call: Callable[[], Any], calls: int, rounds: int = 25) ->
 
 
 def gemm_rows() -> list[Row]:
-    """matmul by decode, and one linear forward and backward, against BF16."""
+    """matmul, and one linear forward and backward, against BF16."""
     rows: list[Row] = []
     n = 8192
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    qa, qb = bs.quantize(a, "nvfp4"), bs.quantize(b, "nvfp4[block=16x16]")
-    peer, took = in_turn(lambda: torch.mm(a, b.t()), lambda: bs.matmul(qa, qb), repeats=4)
-    rows.append({"case": f"matmul nvfp4 {n}^3", "us": took, "of_bf16": peer / took, "goal": 0.85})
+    for name, square, goal in (
+        ("nvfp4", "nvfp4[block=16x16]", 0.85),
+        ("mxfp4", "mxfp4", None),
+        ("mxfp8", "mxfp8", None),
+    ):
+        qa, qb = bs.quantize(a, name), bs.quantize(b, square)
+        multiply = functools.partial(bs.matmul, qa, qb)
+        peer, took = in_turn(lambda: torch.mm(a, b.t()), multiply, repeats=4)
+        case = f"matmul {name} {n}^3"
+        rows.append({"case": case, "us": took, "of_bf16": peer / took, "goal": goal})
     m, k, n = 8192, 4096, 14336
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     w = torch.randn(n, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)

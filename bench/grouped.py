@@ -31,7 +31,7 @@ LAYERS = (
     (16, 4096, 2048, 2048), (16, 8192, 4096, 4096), (8, 16384, 4096, 4096), (8, 4096, 5120, 5120),
     (8, 16640, 8192, 5120),
 )  # fmt: skip
-RECIPES = ("fp8_blockwise", "nvfp4")
+RECIPES = ("fp8_blockwise", "mxfp4", "nvfp4")
 RUNS, CALLS = 5, 10
 
 

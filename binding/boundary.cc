@@ -139,6 +139,11 @@ DType dtype_of(const char* op, const char* argument, ScalarType type) {
   }
 }
 
+Matrix matrices(const Place& at, const Tensor& out, int64_t rows, int64_t columns, int64_t batch) {
+  const DType dtype = dtype_of(at.op(), "dtype", out.scalar_type());
+  return {out.mutable_data_ptr(), dtype, rows, columns, columns, 1, batch, rows * columns};
+}
+
 Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
   const char* op = at.op();
   const DType dtype = dtype_of(op, "x.dtype", x.scalar_type());
@@ -253,14 +258,13 @@ const int64_t* key_of(const Place& at, const char* name, const Tensor& t) {
   return static_cast<const int64_t*>(t.const_data_ptr());
 }
 
-void set_key(const Place& at, QuantizeOptions& options, const Tensor& seed, const Tensor& offset,
+void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, const int64_t* offset,
              uint64_t step) {
-  const int64_t *seed_at = key_of(at, "seed", seed), *offset_at = key_of(at, "offset", offset);
   if (at.cuda()) {
-    options.device_seed = seed_at, options.device_offset = offset_at;
+    options.device_seed = seed, options.device_offset = offset;
     options.device_seed_step = step;
   } else {
-    options.rng = Rng{static_cast<uint64_t>(*seed_at) + step, static_cast<uint64_t>(*offset_at)};
+    options.rng = Rng{static_cast<uint64_t>(*seed) + step, static_cast<uint64_t>(*offset)};
   }
 }
 
@@ -288,7 +292,7 @@ Options options(const Place& at, const QuantSpec& spec, const std::optional<Tens
   }
   require(seed.has_value() == offset.has_value(), op, "seed, offset",
           seed ? "a seed without an offset" : "an offset without a seed", "both or neither");
-  if (seed) set_key(at, result.options, *seed, *offset);
+  if (seed) set_key(at, result.options, key_of(at, "seed", *seed), key_of(at, "offset", *offset));
   require(!spec.stochastic() || seed, op, "rng", "none",
           "a seed and an offset: the spec rounds stochastically", "pass rng=bs.Rng(seed, offset)");
   if (!origin.empty()) {

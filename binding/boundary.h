@@ -69,6 +69,10 @@ std::string dtype_text(ScalarType type);
 int checked_axis(const char* op, int64_t axis);
 DType dtype_of(const char* op, const char* argument, ScalarType type);
 
+// The memory of a contiguous tensor as matrices to write.
+Matrix matrices(const Place& at, const Tensor& out, int64_t rows, int64_t columns,
+                int64_t batch = 1);
+
 // Logical extents given as a list: [R, C], or [E, R, C] for a batch.
 struct Extents {
   int64_t rows, columns;
@@ -80,7 +84,7 @@ Extents extents(const char* op, const std::vector<int64_t>& shape);
 const int64_t* key_of(const Place& at, const char* name, const Tensor& t);
 // The key of random bits, `step` added to the seed. On a GPU it stays there: reading it here would
 // wait for the device.
-void set_key(const Place& at, QuantizeOptions& options, const Tensor& seed, const Tensor& offset,
+void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, const int64_t* offset,
              uint64_t step = 0);
 
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`;

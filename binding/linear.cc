@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <sstream>
-#include <unordered_map>
 
 #include "matmul.h"
 #include "operands.h"
@@ -23,19 +22,15 @@ struct Recipe {
   }
 };
 
-const Recipe& recipe_of(const Text& text) {
-  thread_local std::unordered_map<std::string, Recipe> cache;
-  const auto found = cache.find(text.value);
-  if (found != cache.end()) return found->second;
-  std::istringstream words(text.value);
+Recipe parse_recipe(const std::string& text) {
+  std::istringstream words(text);
   std::vector<Spec> specs;
   for (std::string word; words >> word;)
     specs.push_back(word == "none" ? Spec() : Spec(parse_spec(word)));
-  require(specs.size() == 6, "linear", "recipe", text.value, "six specs, or none in their place");
-  return cache
-      .emplace(text.value, Recipe{specs[0], specs[1], specs[2], specs[3], specs[4], specs[5]})
-      .first->second;
+  require(specs.size() == 6, "linear", "recipe", text, "six specs, or none in their place");
+  return {specs[0], specs[1], specs[2], specs[3], specs[4], specs[5]};
 }
+const Recipe& recipe_of(const Text& text) { return parsed_once<parse_recipe>(text); }
 
 Ints with_last(const Tensor& x, int64_t last) {
   Ints sizes(x.sizes().begin(), x.sizes().end());
@@ -48,7 +43,7 @@ Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype)
   const auto turned = [&](const Tensor& t, int axis) {
     return axis == -1 ? t : torch::stable::transpose(t, -2, -1);
   };
-  if (!side.view) return turned(torch::stable::to(side.memory, dtype), side.axis);
+  if (!side.view) return turned(torch::stable::to(*side.memory, dtype), side.axis);
   ConstQuantized q = *side.view;
   if (q.axis == -2 && !q.groups) {  // the same in memory as along axis -1, which is read faster
     q.axis = -1;
@@ -57,14 +52,7 @@ Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype)
   Ints sizes{q.rows, q.columns};
   if (batched) sizes.insert(sizes.begin(), q.batch);
   Tensor out = empty(sizes, dtype, at.device());
-  const Matrix view{out.mutable_data_ptr(),
-                    dtype_of(at.op(), "dtype", dtype),
-                    q.rows,
-                    q.columns,
-                    q.columns,
-                    1,
-                    q.batch,
-                    q.rows * q.columns};
+  const Matrix view = matrices(at, out, q.rows, q.columns, q.batch);
   run(at, out.numel(), [&](const auto& on) { dequantize(q, view, on); });
   return turned(out, q.axis);
 }
@@ -102,14 +90,7 @@ Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const G
   const size_t rank = sizes.size();
   const int64_t m = sizes[rank - 2], n = sizes[rank - 1];
   Tensor out = empty(sizes, out_dtype, at.device());
-  const Matrix d{out.mutable_data_ptr(),
-                 dtype_of(at.op(), "dtype", out_dtype),
-                 m,
-                 n,
-                 n,
-                 1,
-                 along ? groups.count : 1,
-                 m * n};
+  const Matrix d = matrices(at, out, m, n, along ? groups.count : 1);
   if (a.numel() == 0 || b.numel() == 0) {
     torch::stable::zero_(out);
     gpu::settle(d, groups, rows, along, false, stream);
@@ -166,18 +147,9 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
   return torch::stable::copy_(sum, torch::stable::subtract(sum, y, -1.0));
 }
 
-// The model's offset moves on in place, perhaps before the backward of this forward runs.
-Tensor snapshot(const Place& at, const std::optional<Tensor>& offset) {
-  require(offset.has_value(), at.op(), "offset", "none", "the offset of dy's random bits");
-  const int64_t* from = key_of(at, "offset", *offset);
-  Tensor copy =
-      empty(Ints(offset->sizes().begin(), offset->sizes().end()), ScalarType::Long, at.device());
-  auto* to = static_cast<int64_t*>(copy.mutable_data_ptr());
-  if (at.cuda())
-    gpu::copy(to, from, at.stream());
-  else
-    *to = *from;
-  return copy;
+// One that is not given matters to what draws alone.
+const int64_t* key_or_none(const Place& at, const char* name, const std::optional<Tensor>& key) {
+  return key ? key_of(at, name, *key) : nullptr;
 }
 
 // The operator refuses what it cannot take; Python says it in more words.
@@ -226,27 +198,37 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   const ScalarType out = dtype.value_or(x.scalar_type());
   const int64_t rows = rows_of(x);
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
-  const Making xs(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
-                  outside_if(dw && recipe.wgrad_x), {Role::x, seed, offset});
+  const int64_t *const seed_at = key_or_none(at, "seed", seed), *const offset_at = key_or_none(
+                                                                    at, "offset", offset);
+  Making xs(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
+            outside_if(dw && recipe.wgrad_x), {Role::x, seed_at, offset_at});
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
-  Operands ws;
+  std::optional<Making> ws;
+  std::optional<Side> right;
   if (!quantized_w) {
-    const Making made(at, w, grouped, {}, recipe.fprop_w, recipe.dgrad_w, Wanted::here,
-                      outside_if(dx && recipe.dgrad_w), {Role::w, seed, offset});
-    make(at, xs, &made);
-    ws = made;
+    ws.emplace(at, w, grouped, Groups{}, recipe.fprop_w, recipe.dgrad_w, Wanted::here,
+               outside_if(dx && recipe.dgrad_w), Key{Role::w, seed_at, offset_at});
+    right = ws->row;
   } else {
     require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
             "what quantize_weight returned");
-    ws.row = kept(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_w, -1,
-                  {n, k, grouped ? w.size(0) : 1, {}});
-    make(at, xs);
+    right = side_of(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_w,
+                    -1, {n, k, grouped ? w.size(0) : 1, {}});
   }
+  const bool draws = recipe.backward_draws(dx, dw);
+  std::optional<Kept> kept;
+  if (draws || xs.made_column || (ws && ws->made_column))
+    kept = hand_out(at, &xs.made_column, ws ? &ws->made_column : nullptr, draws);
+  // The model's offset moves on in place, perhaps before the backward of this forward runs.
+  WordCopy snapshot;
+  if (draws) {
+    require(offset_at, at.op(), "offset", "none", "the offset of dy's random bits");
+    snapshot = {kept->offset, offset_at};
+  }
+  make(at, xs, ws ? &*ws : nullptr, snapshot);
   const Ints sizes = with_last(x, n);
-  std::vector<Tensor> results{product(at, *xs.row, *ws.row, bias, out, out, sizes, groups, rows)};
-  if (xs.column) results.push_back(xs.column->memory);
-  if (ws.column) results.push_back(ws.column->memory);
-  if (recipe.backward_draws(dx, dw)) results.push_back(snapshot(at, offset));
+  std::vector<Tensor> results{product(at, *xs.row, *right, bias, out, out, sizes, groups, rows)};
+  if (kept) results.push_back(kept->memory);
   return results;
 }
 
@@ -255,17 +237,51 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at("quantize_weight", "w", w);
   require(w.dim() == 2 || w.dim() == 3, at.op(), "w.dim()", w.dim(), "2, [N, K], or 3, [E, N, K]");
-  const Making made(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w,
-                    outside_if(recipe.fprop_w.has_value()), outside_if(dgrad && recipe.dgrad_w),
-                    {Role::w, seed, offset});
-  make(at, made);
+  Making made(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w,
+              outside_if(recipe.fprop_w.has_value()), outside_if(dgrad && recipe.dgrad_w),
+              {Role::w, key_or_none(at, "seed", seed), key_or_none(at, "offset", offset)});
   std::vector<Tensor> results;
-  if (made.row) results.push_back(made.row->memory);
-  if (made.column) results.push_back(made.column->memory);
+  for (std::optional<Made>* operand : {&made.made_row, &made.made_column})
+    if (*operand) results.push_back(hand_out(at, operand).memory);
+  make(at, made);
   return results;
 }
 
 namespace {
+
+// What a backward finds in `saved`: one tensor with what the forward has made, w's operand made
+// ahead, then x, w and the seed themselves, each where it is needed.
+struct Saved {
+  Saved(const Place& at, const std::vector<Tensor>& saved, const Recipe& recipe, bool dx, bool dw,
+        bool draws, const Extent& of_x, const Extent& of_w) {
+    const bool x_made = dw && recipe.wgrad_x, w_made = dx && recipe.dgrad_w;
+    // An operand of w that was made ahead looks like what a forward makes, were it alone.
+    const size_t others = size_t{dw && !x_made} + size_t{dx && !w_made} + size_t{draws};
+    const bool ahead = w_made && (x_made || draws) && saved.size() == others + 2;
+    const bool made = x_made || w_made || draws;
+    require(saved.size() == others + size_t{made} + size_t{ahead}, at.op(), "saved", saved.size(),
+            "what the forward made, w's operand, x, w and seed, each where it is needed");
+    std::optional<Plan> x_plan, w_plan;
+    if (x_made) x_plan.emplace(*recipe.wgrad_x, -2, of_x);
+    if (w_made && !ahead) w_plan.emplace(*recipe.dgrad_w, -2, of_w);
+    auto next = saved.begin();
+    if (made) {
+      Kept kept(x_plan ? &*x_plan : nullptr, w_plan ? &*w_plan : nullptr, draws);
+      kept.read(at, "saved", *next++);
+      if (x_plan) x = Side{kept.memory, -2, as_const(kept.view[0])};
+      if (w_plan) w = Side{kept.memory, -2, as_const(kept.view[1])};
+      offset = kept.offset;
+      memory = kept.memory;
+    }
+    if (ahead) w = side_of(at, "saved", *next++, recipe.dgrad_w, -2, of_w);
+    if (dw && !x_made) x = Side{matrix(*next++), -2, std::nullopt};
+    if (dx && !w_made) w = Side{*next++, -2, std::nullopt};
+    if (draws) seed = key_of(at, "seed", *next++);
+  }
+  std::optional<Side> x, w;
+  const int64_t *seed = nullptr, *offset = nullptr;
+  std::optional<Tensor> memory;  // of the offset
+};
 
 // The gradients asked for, but dw where it is added to `into`.
 std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
@@ -279,35 +295,25 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   const Place at(name_of(offsets.has_value()), "dy", dy);
   require(dy.dim() >= 1, at.op(), "dy.dim()", dy.dim(), "1 or more, [..., N]");
   const bool draws = recipe.backward_draws(dx, dw);
-  require(saved.size() == size_t{dw} + size_t{dx} + 2 * size_t{draws}, at.op(), "saved",
-          saved.size(), "x's operand, w's operand, offset and seed, each where it is needed");
   const int64_t m = rows_of(dy), n = dy.size(dy.dim() - 1);
   const Groups groups = groups_of(at, offsets, std::nullopt, m);
   const int64_t batch = groups ? groups.count : 1;
-  auto next = saved.begin();
-  std::optional<Side> x, w;
-  if (dw)
-    x = kept(at, "saved", recipe.wgrad_x ? *next : matrix(*next), recipe.wgrad_x, -2,
-             {m, k, 1, groups});
-  if (dw) ++next;
-  if (dx) w = kept(at, "saved", *next++, recipe.dgrad_w, -2, {n, k, batch, {}});
-  std::optional<Tensor> seed, offset;
-  if (draws) offset = *next++, seed = *next++;
+  const Saved from(at, saved, recipe, dx, dw, draws, {m, k, 1, groups}, {n, k, batch, {}});
 
   const ScalarType dtype = dy.scalar_type();
   const Making dys(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, here_if(dx),
-                   here_if(dw), {Role::dy, seed, offset});
+                   here_if(dw), {Role::dy, from.seed, from.offset});
   make(at, dys);
   std::vector<Tensor> gradients;
   if (dx)
-    gradients.push_back(product(at, *dys.row, *w, std::nullopt, dtype, x_dtype.value_or(dtype),
+    gradients.push_back(product(at, *dys.row, *from.w, std::nullopt, dtype, x_dtype.value_or(dtype),
                                 with_last(dy, k), groups, m));
   if (dw) {
     Ints sizes{n, k};
     if (groups) sizes.insert(sizes.begin(), batch);
     check_into(at, into, sizes);
-    const Tensor made = product(at, *dys.column, *x, std::nullopt, dtype, w_dtype.value_or(dtype),
-                                sizes, groups, m, into);
+    const Tensor made = product(at, *dys.column, *from.x, std::nullopt, dtype,
+                                w_dtype.value_or(dtype), sizes, groups, m, into);
     if (!into) gradients.push_back(made);
   }
   if (db) {

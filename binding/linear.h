@@ -14,9 +14,9 @@ namespace blockscale::binding {
 //
 // [y, what the backward reads]: with dx the gradient of x will be asked for, with dw that of w.
 // With dw the wgrad operand of x, with dx the dgrad operand of w, and, where that backward draws
-// random bits, a copy of offset. An operand is one tensor of bytes: codes, the outer scale if there
-// is one, block scales, all linear. High-precision operands are not returned: they are x and w
-// themselves. `seed` has an int64 for x, w and dy, in this order. Without a dtype y has x's.
+// random bits, a copy of offset: all in one tensor of bytes (Kept), none where there is nothing to
+// keep. High-precision operands are not returned: they are x and w themselves. Without a dtype y
+// has x's.
 //
 // With offsets x is [T, K] in groups of rows and w [E, N, K] holds a matrix for each; no bias.
 // `quantized_w`: what quantize_weight has made of w, which is not read then, nor is its dgrad
@@ -26,14 +26,14 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
                               std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
                               std::optional<std::vector<Tensor>> quantized_w);
 
-// The operands of w [N, K] or [E, N, K], of [fprop, dgrad] those that the recipe quantizes; that of
-// dgrad only if asked for.
+// The operands of w [N, K] or [E, N, K], of [fprop, dgrad] those that the recipe quantizes, each a
+// tensor of its own; that of dgrad only if asked for.
 std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
                                        std::optional<Tensor> seed, std::optional<Tensor> offset);
 
-// The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: x's
-// operand (or x) with dw, w's (or w) with dx, then, where bits are drawn, the offset's copy and
-// the seed.
+// The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: what
+// the forward has made, then w's dgrad operand if it was made ahead, and, where the recipe does not
+// quantize them, x with dw and w with dx; where bits are drawn the seed.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,

@@ -1,6 +1,6 @@
-// matmul. On a CPU, and on a GPU for FP32 scales, it is the core's GEMM. For the other specs on a
-// GPU: decode to BF16, let PyTorch multiply with FP32 sums, then apply outer scales and bias in one
-// pass over them. Over groups PyTorch writes these sums in BF16 only.
+// matmul. On a CPU, and on a GPU for FP32 scales and MXFP4, it is the core's GEMM. For the other
+// specs on a GPU: decode to BF16, let PyTorch multiply with FP32 sums, then apply outer scales and
+// bias in one pass over them. Over groups PyTorch writes these sums in BF16 only.
 #include "matmul.h"
 
 #include <algorithm>
@@ -95,10 +95,7 @@ std::string renamed(const Error& error, const std::string& op) {
 
 // D in the memory of `out`: as many matrices as the groups ask for.
 Matrix result_view(const Place& at, const ConstQuantized& a, const ConstQuantized& b, Tensor& out) {
-  const int64_t rows = a.shape().lines, columns = b.shape().lines;
-  const DType dtype = dtype_of(at.op(), "out_dtype", out.scalar_type());
-  return {out.mutable_data_ptr(),        dtype,         rows, columns, columns, 1,
-          b.groups ? b.groups.count : 1, rows * columns};
+  return matrices(at, out, a.shape().lines, b.shape().lines, b.groups ? b.groups.count : 1);
 }
 
 // The core's GEMM, with threads or on a stream.
@@ -156,7 +153,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                      const std::optional<Tensor>& into) {
   check_pair(at, a.spec, b.spec);
   const TorchStream& stream = at.stream();
-  if (a.spec.scale == Format::fp32)
+  if (a.spec.scale == Format::fp32 || gpu::widens(a, b))
     return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
   check_layouts(at, a, b);
   const StoredShape sa = a.shape(), sb = b.shape();
@@ -238,12 +235,15 @@ std::string matmul_path(const std::string& op, const QuantSpec& spec, std::strin
   const std::string groups = grouped ? ", one launch for all groups" : "";
   if (device != "cuda")
     return "the CPU's GEMM (" + instruction_set() + ")" + (grouped ? ", group by group" : "");
+  const std::string fp8 = "the block-scaled FP8 GEMM for compute capability 9.0";
   try {
     check_on_gpu(op.c_str(), "a", spec);
     if (spec.scale == Format::fp32) {
       gpu::check_gemm_device();
-      return "the block-scaled FP8 GEMM for compute capability 9.0" + groups;
+      return fp8 + groups;
     }
+    if (gpu::is_mxfp4(spec) && gpu::has_gemm_device())
+      return "codes of E5M2 that hold the scales' differences, then " + fp8 + groups;
   } catch (const Error& error) {
     return renamed(error, op);
   }

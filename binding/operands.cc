@@ -13,33 +13,11 @@ StorageLayout storage_of(const QuantSpec& spec) {
   return layout;
 }
 
-// An operand without memory, and where its parts lie in what it gets. Codes take whole blocks of at
-// least 8 bytes, so that what follows is aligned.
-struct Plan {
-  Plan(const QuantSpec& spec, int axis, const Extent& e) {
-    q.spec = spec, q.layout = storage_of(spec), q.axis = axis;
-    q.rows = e.rows, q.columns = e.columns, q.batch = e.batch, q.groups = e.groups;
-    const StoredShape s = q.shape();
-    outer = q.batch * s.code_bytes;
-    scales = outer + (spec.outer ? q.matrices() * static_cast<int64_t>(sizeof(float)) : 0);
-    bytes = scales + q.batch * s.scale_count * scale_bytes(spec.scale);
-  }
-  Quantized in(uint8_t* base) const {
-    Quantized placed = q;
-    placed.codes = base;
-    placed.outer = reinterpret_cast<float*>(base + outer);
-    placed.scales = base + scales;
-    return placed;
-  }
-  Quantized q;
-  int64_t outer, scales, bytes;
-};
-
 QuantizeOptions drawn(const Place& at, const Key& key) {
   require(key.seed && key.offset, at.op(), "rng", "none",
           "a seed and an offset: the recipe rounds stochastically");
   QuantizeOptions o;
-  set_key(at, o, *key.seed, *key.offset, static_cast<uint64_t>(key.role) * 0x9E3779B97F4A7C15);
+  set_key(at, o, key.seed, key.offset, static_cast<uint64_t>(key.role) * 0x9E3779B97F4A7C15);
   return o;
 }
 
@@ -54,31 +32,70 @@ void quantize_one(const Quantization& q, const Executor& on) {
 
 }  // namespace
 
-Made::Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wanted wanted) {
-  const Plan plan(spec, axis, e);
-  if (wanted == Wanted::outside) {
-    memory = empty({plan.bytes}, ScalarType::Byte, at.device());
-    view = plan.in(static_cast<uint8_t*>(memory.mutable_data_ptr()));
-  } else {
-    view = plan.in(static_cast<uint8_t*>(at.memory().take(plan.bytes)));
-  }
+Plan::Plan(const QuantSpec& spec, int axis, const Extent& e) {
+  q.spec = spec, q.layout = storage_of(spec), q.axis = axis;
+  q.rows = e.rows, q.columns = e.columns, q.batch = e.batch, q.groups = e.groups;
+  const StoredShape s = q.shape();
+  codes = q.batch * s.code_bytes;
+  outer = spec.outer ? q.matrices() * static_cast<int64_t>(sizeof(float)) : 0;
+  scales = q.batch * s.scale_count * scale_bytes(spec.scale);
 }
 
-Side kept(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
-          const Extent& e) {
-  if (!spec) return {saved, axis, std::nullopt};
-  const Plan plan(*spec, axis, e);
+Kept::Kept(const Plan* first, const Plan* second, bool offset)
+    : plans_{first, second}, has_offset_(offset) {
+  constexpr int64_t kAlign = 128;
+  if (first) bytes_ = first->codes;
+  if (second) second_ = round_up(bytes_, kAlign), bytes_ = second_ + second->codes;
+  if (offset) bytes_ += sizeof(int64_t);
+  for (const Plan* p : plans_)
+    if (p) bytes_ += p->outer + p->scales;
+}
+
+void Kept::allocate(const Place& at) {
+  memory = empty({bytes_}, ScalarType::Byte, at.device());
+  const int64_t end = plans_[0] ? plans_[0]->codes : 0;
+  if (plans_[1] && second_ != end) {
+    Tensor gap = part(memory, {second_ - end}, {1}, end);
+    torch::stable::zero_(gap);
+  }
+  place();
+}
+
+void Kept::read(const Place& at, const char* name, const Tensor& saved) {
   at.check(name, saved);
-  if (saved.scalar_type() != ScalarType::Byte || saved.numel() != plan.bytes)
+  if (saved.scalar_type() != ScalarType::Byte || saved.numel() != bytes_)
     fail(at.op(), name, std::to_string(saved.numel()) + " elements",
-         std::to_string(plan.bytes) + " bytes for " + to_string(*spec),
-         "pass what was returned for these extents");
-  Tensor memory = contiguous_of(saved);
+         std::to_string(bytes_) + " bytes", "pass what was returned for these extents");
+  memory = contiguous_of(saved);
   // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
   if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
     memory = torch::stable::clone(memory);
-  auto* base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
-  return {memory, axis, as_const(plan.in(base))};
+  place();
+}
+
+void Kept::place() {
+  auto* const base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
+  uint8_t* next = base;
+  for (int i = 0; i < 2; ++i) {
+    if (!plans_[i]) continue;
+    view[i] = plans_[i]->q;
+    view[i].codes = base + (i ? second_ : 0);
+    next = view[i].codes + plans_[i]->codes;
+  }
+  if (has_offset_) offset = reinterpret_cast<int64_t*>(next), next += sizeof(int64_t);
+  for (int i = 0; i < 2; ++i)
+    if (plans_[i]) view[i].outer = reinterpret_cast<float*>(next), next += plans_[i]->outer;
+  for (int i = 0; i < 2; ++i)
+    if (plans_[i]) view[i].scales = next, next += plans_[i]->scales;
+}
+
+Side side_of(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
+             const Extent& e) {
+  if (!spec) return {saved, axis, std::nullopt};
+  const Plan plan(*spec, axis, e);
+  Kept kept(&plan);
+  kept.read(at, name, saved);
+  return {kept.memory, axis, as_const(kept.view[0])};
 }
 
 int64_t rows_of(const Tensor& x) {
@@ -90,6 +107,15 @@ Tensor matrix(const Tensor& x) {
   if (x.dim() == 2) return x;
   const Ints sizes{rows_of(x), x.size(x.dim() - 1)};
   return x.is_contiguous() ? with_shape(x, sizes) : torch::stable::reshape(x, sizes);
+}
+
+Made::Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wanted wanted)
+    : plan(spec, axis, e), view(plan.q) {
+  if (wanted == Wanted::outside) return;
+  auto* const base = static_cast<uint8_t*>(at.memory().take(plan.codes + plan.outer + plan.scales));
+  view.codes = base;
+  view.outer = reinterpret_cast<float*>(base + plan.codes);
+  view.scales = base + plan.codes + plan.outer;
 }
 
 Making::Making(const Place& at, const Tensor& x, bool batched, const Groups& groups,
@@ -106,19 +132,31 @@ Making::Making(const Place& at, const Tensor& x, bool batched, const Groups& gro
     }
     made.emplace(at, *spec, axis, extent, wanted);
     if (spec->stochastic()) o = drawn(at, key);
-    side = made->side();
+    if (wanted == Wanted::here) side = Side{std::nullopt, axis, as_const(made->view)};
   };
   prepare(row_spec, -1, want_row, made_row, row_options, row);
   prepare(column_spec, -2, want_column, made_column, column_options, column);
 }
 
-void make(const Place& at, const Making& first, const Making* second) {
+Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second,
+              bool offset) {
+  std::optional<Made>* const made[] = {first, second};
+  const auto plan = [&](int i) { return made[i] && *made[i] ? &(*made[i])->plan : nullptr; };
+  Kept kept(plan(0), plan(1), offset);
+  kept.allocate(at);
+  for (int i = 0; i < 2; ++i)
+    if (plan(i)) (*made[i])->view = kept.view[i];
+  return kept;
+}
+
+void make(const Place& at, const Making& first, const Making* second, const WordCopy& word) {
   const Quantization none;
   if (at.cuda()) {
-    quantize_two(first.quantization(), second ? second->quantization() : none, at.stream());
+    quantize_two(first.quantization(), second ? second->quantization() : none, at.stream(), word);
     at.stream().release();
     return;
   }
+  if (word.to) *word.to = *word.from;
   for (const Making* m : {&first, second})
     if (m) quantize_one(m->quantization(), executor_for(m->in.tensor.numel()));
 }

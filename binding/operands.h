@@ -20,20 +20,52 @@ struct Extent {
 // One operand of a GEMM, quantized or a high-precision matrix, which runs along the contraction
 // axis or, with axis -2, down it.
 struct Side {
-  Tensor memory;  // what `view` was handed in or out with, or the matrix
+  std::optional<Tensor> memory;  // what was handed in: the matrix, or what `view` lies in
   int axis;
   std::optional<ConstQuantized> view;
 };
 
-// What an earlier call has made, from its memory; without a spec, the matrix itself.
-Side kept(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
-          const Extent& e);
+// A quantized operand without memory, and how many bytes its parts take.
+struct Plan {
+  Plan(const QuantSpec& spec, int axis, const Extent& e);
+
+  Quantized q;
+  int64_t codes, outer, scales;
+};
+
+// What outlives a call, in one tensor of bytes: codes of up to two operands, the offset of random
+// bits, outer scales, block scales. Codes come in whole blocks of 8 bytes or more, so that what
+// follows them is aligned; those of the second operand start where kernels read fast, and what may
+// lie before them is 0.
+class Kept {
+ public:
+  Kept(const Plan* first, const Plan* second = nullptr, bool offset = false);
+  void allocate(const Place& at);
+  // As an earlier call has filled it.
+  void read(const Place& at, const char* name, const Tensor& saved);
+
+  Tensor memory;
+  Quantized view[2];
+  int64_t* offset = nullptr;
+
+ private:
+  void place();
+
+  const Plan* plans_[2];
+  bool has_offset_;
+  int64_t second_ = 0, bytes_ = 0;  // where the codes of the second begin; all
+};
+
+// What an earlier call has made, from memory of its own; without a spec, the matrix itself.
+Side side_of(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
+             const Extent& e);
 
 // x [..., K] as one matrix.
 int64_t rows_of(const Tensor& x);
 Tensor matrix(const Tensor& x);
 
-// Whether an operand is made, and whether it is read by this call alone or handed out.
+// Whether an operand is made, and whether it is read by this call alone or handed out: then it
+// waits for memory from outside.
 enum class Wanted { no, here, outside };
 inline Wanted here_if(bool wanted) { return wanted ? Wanted::here : Wanted::no; }
 inline Wanted outside_if(bool wanted) { return wanted ? Wanted::outside : Wanted::no; }
@@ -43,19 +75,19 @@ inline Wanted outside_if(bool wanted) { return wanted ? Wanted::outside : Wanted
 enum class Role : uint64_t { x = 1, w, dy };
 struct Key {
   Role role;
-  const std::optional<Tensor>&seed, &offset;
+  const int64_t *seed, *offset;
 };
 
 // Where a quantizer writes.
 struct Made {
   Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wanted wanted);
-  Side side() const { return {memory, view.axis, as_const(view)}; }
 
-  Tensor memory;  // none of its own where it is read here
+  Plan plan;
   Quantized view;
 };
 
-// The operands of x along its rows and down its columns; one that is not wanted is left out.
+// The operands of x along its rows and down its columns; one that is not wanted is left out, and
+// one for outside has no side here.
 struct Operands {
   std::optional<Side> row, column;
 };
@@ -74,6 +106,11 @@ struct Making : Operands {
   QuantizeOptions row_options, column_options;
 };
 // Those of one tensor, in one pass where both are quantized, or of two.
-void make(const Place& at, const Making& first, const Making* second = nullptr);
+void make(const Place& at, const Making& first, const Making* second = nullptr,
+          const WordCopy& word = {});
+
+// Gives what is for outside its memory: one tensor for both operands, and the offset.
+Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second = nullptr,
+              bool offset = false);
 
 }  // namespace blockscale::binding

@@ -85,11 +85,8 @@ Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, 
   const Operand q =
       operand(at, "", codes, scales, outer, spec_of(spec_text), layout_of(layout_text), axis,
               e.rows, e.columns, e.batch, groups_of(at, offsets, e.batch, e.rows));
-  const DType type = dtype_of(kOp, "dtype", dtype);
   Tensor out = empty(shape, dtype, at.device());
-  const Matrix view{
-      out.mutable_data_ptr(), type, e.rows, e.columns, e.columns, 1, e.batch.value_or(1),
-      e.rows * e.columns};
+  const Matrix view = matrices(at, out, e.rows, e.columns, e.batch.value_or(1));
   run(at, out.numel(), [&](const auto& on) { dequantize(q.view, view, on); });
   return out;
 }

@@ -281,7 +281,8 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
   const Quantization one[] = {{x, &row_out, &column_out, row_options, column_options}};
   gpu::quantize(one, stream);
 }
-void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream) {
+void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream,
+                  const WordCopy& word) {
   const Quantization both[] = {first, second};
   for (const Quantization& q : both) {
     if (q.row && q.column)
@@ -291,7 +292,7 @@ void quantize_two(const Quantization& first, const Quantization& second, const S
     else if (q.column)
       check_quantize("quantize", q.x, *q.column, q.column_options, Memory::device);
   }
-  gpu::quantize(both, stream);
+  gpu::quantize(both, stream, word);
 }
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
@@ -338,7 +339,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
     if (const std::string needs = gemm_needs(q->spec, "cuda"); !needs.empty())
       fail("gemm", name, to_string(q->spec) + " on cuda", needs,
            "dequantize both operands and multiply them");
-    if (q->layout.codes != Layout::linear)
+    if (q->layout.codes != Layout::linear && !gpu::is_mxfp4(q->spec))
       fail("gemm", name, to_string(q->layout), "codes in the linear layout", "relayout first");
   }
   if (d.column_stride != 1 && d.columns > 1)
@@ -350,9 +351,9 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
 }
 
 std::string gemm_needs(const QuantSpec& spec, std::string_view device) {
-  if (device != "cuda") return "";
+  if (device != "cuda" || gpu::is_mxfp4(spec)) return "";
   if (spec.scale != Format::fp32)
-    return "FP32 scales: the GPU's own GEMM is for fp8_1x128 and fp8_128x128";
+    return "FP32 scales or mxfp4: the GPU's own GEMM is for fp8_1x128, fp8_128x128 and mxfp4";
   if (spec.element != Format::e4m3fn && spec.element != Format::e5m2)
     return "e4m3fn or e5m2 elements, which NVIDIA's tensor cores read";
   if (spec.hadamard.dim) return "no Hadamard transform";

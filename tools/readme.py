@@ -44,7 +44,8 @@ def support() -> str:
         outer = " + FP32 tensor scale" if spec.outer else ""
         block = "x".join(map(str, spec.block))
         # The rule of `matmul` (binding/matmul.cc), whether or not this machine has a GPU.
-        product = "FP8 tensor cores" if spec.scale == "fp32" else "decoded to BF16"
+        fp4 = spec.element == "e2m1" and spec.scale == "e8m0"
+        product = "FP8 tensor cores" if spec.scale == "fp32" or fp4 else "decoded to BF16"
         scales = f"{spec.scale}{outer}"
         rows.append([f"`{name}`", spec.element, scales, block, ", ".join(stored), product])
     return table(
@@ -210,23 +211,24 @@ def products() -> str:
         peers = [ratios(rows, "blockscale", peer) for peer in ("cublaslt_fp8", "bf16")]
         lines.append([f"{what}, {len(rows)} shapes", speed, *peers])
     rows = of(single, "layer")
-    for ours, what in (("blockscale", ""), ("blockscale, w ahead", ", weight quantized ahead")):
-        speed = between([row[ours] for row in rows], ",.0f")
-        what = f"`linear` in FP8, forward and backward{what}, {len(rows)} shapes"
-        lines.append([what, speed, "", ratios(rows, ours, "bf16")])
+    for recipe in ("fp8_blockwise", "mxfp4"):
+        for ours, what in ((recipe, ""), (f"{recipe} ahead", ", weight quantized ahead")):
+            speed = between([row[ours] for row in rows], ",.0f")
+            what = f"`linear` in `{recipe}`, forward and backward{what}, {len(rows)} shapes"
+            lines.append([what, speed, "", ratios(rows, ours, "bf16")])
     for kind, what in (("rows", "along the rows"), ("contraction", "along the contraction axis")):
         rows = of(grouped, kind)
         speed = between([row["blockscale"] for row in rows], ",.0f")
         what = f"FP8, groups {what}, even and ragged, {len(rows)} cases"
         lines.append([what, speed, "", ratios(rows, "blockscale", "bf16")])
     rows = of(grouped, "layer")
-    for recipe in ("fp8_blockwise", "nvfp4"):
+    for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
         for ahead in ("", " ahead"):
             what = f"`grouped_linear` in `{recipe}`, forward and backward"
             what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
             ratio = ratios(rows, f"{recipe}{ahead} both", "bf16 both", inverse=True)
             lines.append([what, "", "", ratio])
-    for case in ("matmul nvfp4 8192^3", *(c for c in decoded if c.startswith("linear "))):
+    for case in (c for c in decoded if c.startswith(("matmul ", "linear "))):
         row = decoded[case]
         aim = f" (goal {row['goal']:.2f})" if row.get("goal") else ""
         lines.append([f"`{case}`", "", "", f"{row['of_bf16']:.2f}{aim}"])

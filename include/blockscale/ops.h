@@ -79,8 +79,15 @@ struct Quantization {
   const Quantized* column = nullptr;
   QuantizeOptions row_options{}, column_options{};
 };
-// Two inputs, as a linear layer has: on a GPU with fewer launches than one after the other.
-void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream);
+// A word of device memory that is copied; none without `to`.
+struct WordCopy {
+  int64_t* to = nullptr;
+  const int64_t* from = nullptr;
+};
+// Two inputs, as a linear layer has, and a word: on a GPU with fewer launches than one after the
+// other.
+void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream,
+                  const WordCopy& word = {});
 
 // max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch, or per group:
 // NaN when any value is NaN, else Inf when any is infinite, 0 for an empty matrix. On a GPU offsets
@@ -124,8 +131,11 @@ struct GemmOptions {
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
-// On a GPU: FP8 with FP32 scales, on compute capability 9.0. Scales are best mn_major, and A in
-// 1x128 blocks: others are copied into that form, in the workspace (4 bytes a scale).
+// On a GPU: FP8 with FP32 scales and MXFP4, on compute capability 9.0. Scales of FP8 are best
+// mn_major, and A in 1x128 blocks: others are copied into that form, in the workspace (4 bytes a
+// scale). Both operands in MXFP4 become FP8 there (a byte a code), exactly where the scales of a
+// line of B, and of 128 codes of a line of A, are within 2^28 of each other; else a value is wrong
+// by at most 2^-31 of the largest among those.
 // Sums run within 128 of K in the tensor cores' precision, across them in FP32.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);

@@ -21,6 +21,7 @@ from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
 _forward = _ops.linear.default
+_forward_now = _forward._op  # what PyTorch's Python calls in the end, which compilers cannot trace
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
 
 
@@ -146,12 +147,13 @@ def linear_with_key(
         if forward_ad._current_level >= 0:
             _refuse_tangents(_name(offsets), x, w)
         y: torch.Tensor
+        watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        forward = _forward if watched else _forward_now
         if not (dx or dw or db):
-            y = _forward(x, w, bias, *rest)[0]
-        elif torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            y = _Linear.apply(x, w, bias, (recipe, rest, into))  # type: ignore[no-untyped-call]
+            y = forward(x, w, bias, *rest)[0]
         else:
-            y = _apply(x, w, bias, (recipe, rest, into))
+            apply: Callable[..., Any] = _Linear.apply if watched else _apply
+            y = apply(x, w, bias, (forward, recipe, rest, db, into))
         return y
     except Exception as error:
         failure = error
@@ -201,8 +203,8 @@ def _check_into(
 
 class _Linear(torch.autograd.Function):
     """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`:
-    the recipe, what the operator takes after the tensors, and the buffer of w's gradient, in one
-    tuple because each argument costs time."""
+    the operator and what it takes after the tensors, the recipe, whether the bias gets a gradient,
+    and the buffer of w's, in one tuple because each argument costs time."""
 
     @staticmethod
     def forward(
@@ -210,30 +212,30 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        call: tuple[Recipe, tuple[Any, ...], torch.Tensor | None],
+        call: tuple[Callable[..., Any], Recipe, tuple[Any, ...], bool, torch.Tensor | None],
     ) -> torch.Tensor:
-        recipe, rest, into = call
+        forward, recipe, rest, db, into = call
         y: torch.Tensor
-        # The operator returns y and what it has made; operands in high precision are the inputs.
-        y, *saved = _forward(x, w, bias, *rest)
+        # The operator returns y and, in one tensor, what it has made; operands in high precision
+        # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
+        y, *saved = forward(x, w, bias, *rest)
         text, dx, dw, seed, _, offsets, _, quantized_w = rest
-        # (No list is changed here: PyTorch 2.11's compiler does not trace it.)
+        if dx and quantized_w is not None and recipe.dgrad_w is not None:
+            saved = [*saved, quantized_w[-1]]
         if dw and recipe.wgrad_x is None:
-            saved = [x, *saved]
+            saved = [*saved, x]
         if dx and recipe.dgrad_w is None:
-            saved = [*saved[:dw], w, *saved[dw:]]
-        elif dx and quantized_w is not None:
-            saved = [*saved[:dw], quantized_w[-1], *saved[dw:]]
-        if len(saved) > dx + dw:  # the offset's copy: dy will draw
+            saved = [*saved, w]
+        if (dx and recipe.draws_dx) or (dw and recipe.draws_dw):
             saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)
         out = y.dtype  # gradients have the dtypes of what they belong to; none: that of dy
         dtypes = (
-            None if x.dtype == out else x.dtype,
-            None if w.dtype == out else w.dtype,
-            None if bias is None or bias.dtype == out else bias.dtype,
+            None if x.dtype is out else x.dtype,
+            None if w.dtype is out else w.dtype,
+            None if bias is None or bias.dtype is out else bias.dtype,
         )
-        ctx.call = (text, w.shape[-1], dx, dw, ctx.needs_input_grad[2], dtypes, into)
+        ctx.call = (text, w.shape[-1], dx, dw, db, dtypes, into)
         return y
 
     @staticmethod
@@ -320,15 +322,20 @@ def _backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
 # --- fake kernels: shape, dtype and stride of every result, without data --------------------------
 
 
-def _fake_operand(
-    x: torch.Tensor, s: Spec, groups: int, batch_dims: int, axis: int = -2
+def _fake_kept(
+    x: torch.Tensor, operands: list[tuple[torch.Tensor, Spec, int, int]], axis: int, offset: bool
 ) -> torch.Tensor:
-    """The memory of an operand of x, stored as GEMMs read it; in groups along axis -2 only."""
-    layout = "mn_major" if s.scale == "fp32" else "linear"
-    shapes = stored_shapes(s, axis, x.shape, layout, batch_dims, groups)
-    outer = math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
-    scales = math.prod(shapes.scales) * s.scale_bytes
-    return x.new_empty(math.prod(shapes.codes) + outer + scales, dtype=torch.uint8)
+    """The memory of operands of (a tensor, by a spec, in groups, as a batch), stored as GEMMs read
+    them; in groups along axis -2 only."""
+    size = 0
+    behind = torch.int64.itemsize if offset else 0
+    for tensor, s, groups, batch_dims in operands:
+        layout = "mn_major" if s.scale == "fp32" else "linear"
+        shapes = stored_shapes(s, axis, tensor.shape, layout, batch_dims, groups)
+        size = -(-size // 128) * 128 + math.prod(shapes.codes)
+        behind += math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
+        behind += math.prod(shapes.scales) * s.scale_bytes
+    return x.new_empty(size + behind, dtype=torch.uint8)
 
 
 def _fake_linear(
@@ -348,15 +355,16 @@ def _fake_linear(
     specs = _specs(recipe)
     made = [x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=dtype or x.dtype)]
     groups = 0 if offsets is None else offsets.shape[0]
-    for tensor, s, needed, parts, batch in (
-        (x, specs["wgrad_x"], dw, groups, 0),
-        (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
-    ):
-        if needed and s is not None:
-            made.append(_fake_operand(tensor, s, parts, batch))
-    if offset is not None and _backward_draws(specs, dx, dw):
-        made.append(torch.empty_like(offset))
-    return made
+    kept = [
+        (tensor, s, parts, batch)
+        for tensor, s, needed, parts, batch in (
+            (x, specs["wgrad_x"], dw, groups, 0),
+            (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
+        )
+        if needed and s is not None
+    ]
+    draws = _backward_draws(specs, dx, dw)
+    return [*made, _fake_kept(x, kept, -2, draws)] if kept or draws else made
 
 
 def _fake_quantize_weight(
@@ -368,7 +376,9 @@ def _fake_quantize_weight(
 ) -> list[torch.Tensor]:
     specs = _specs(recipe)
     wanted = ((specs["fprop_w"], -1), (specs["dgrad_w"] if dgrad else None, -2))
-    return [_fake_operand(w, s, 0, w.dim() - 2, axis) for s, axis in wanted if s is not None]
+    return [
+        _fake_kept(w, [(w, s, 0, w.dim() - 2)], axis, False) for s, axis in wanted if s is not None
+    ]
 
 
 def _fake_linear_backward(

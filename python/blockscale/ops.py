@@ -195,7 +195,11 @@ def matmul(
     values below 2^-126, which are rounded to multiples of 2^-133), PyTorch multiplies them with
     FP32 sums, and outer scales and bias are applied to those. Specs with FP32 block scales
     (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: their own block-scaled GEMM runs on GPUs of
-    compute capability 9.0 (H100, H200), and others refuse them.
+    compute capability 9.0 (H100, H200), and others refuse them. There it multiplies two operands
+    of `mxfp4` too, about twice as fast as BF16: their codes become codes of E5M2, exactly where the
+    scales of a row of b, and of 128 codes of a row of a, are within 2^28 of each other; else with
+    an error of at most 2^-31 of the largest value among those. Within 128 codes the tensor cores
+    add with 13 bits below the largest product or sum.
 
     Args:
         a, b: operands; the extents of their axes must be equal. The other extent of each (leading
@@ -238,9 +242,9 @@ def grouped_matmul(
       with `offsets`. The result holds one product a group; an empty group's is 0.
 
     Each group is multiplied as `matmul` would multiply its own operands, outer scales included: bit
-    for bit on the CPU. On a GPU, specs with FP32 block scales run in the block-scaled GEMM of H100
-    and H200; the others are decoded to BF16 and multiplied by PyTorch's grouped GEMM, which rounds
-    its sums to BF16 before outer scales and bias are applied.
+    for bit on the CPU. On a GPU, specs with FP32 block scales, and `mxfp4`, run in the block-scaled
+    GEMM of H100 and H200; the others are decoded to BF16 and multiplied by PyTorch's grouped GEMM,
+    which rounds its sums to BF16 before outer scales and bias are applied.
 
     Args:
         a, b: operands, of equal contraction lengths.

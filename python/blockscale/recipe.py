@@ -151,6 +151,9 @@ class Recipe:
     text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
     high_precision: bool = dataclasses.field(default=True, init=False, repr=False, compare=False)
     stochastic: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+    # Whether the operand of dy that x's gradient, or w's, reads draws random bits.
+    draws_dx: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+    draws_dw: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     cuda_needs: str = dataclasses.field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +163,8 @@ class Recipe:
             "text": " ".join("none" if s is None else str(s) for s in operands),
             "high_precision": not made,
             "stochastic": any(s.stochastic for s in made),
+            "draws_dx": self.dgrad_dy is not None and self.dgrad_dy.stochastic,
+            "draws_dw": self.wgrad_dy is not None and self.wgrad_dy.stochastic,
         }
         for name, value in facts.items():
             object.__setattr__(self, name, value)

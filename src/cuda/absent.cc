@@ -9,6 +9,10 @@ void gemm(const ConstQuantized&, const ConstQuantized&, const Matrix&, const Gem
   fail("gemm", "device", "cuda", "cpu", unavailable());
 }
 
+bool widens(const ConstQuantized&, const ConstQuantized&) { return false; }
+
+bool has_gemm_device() { return false; }
+
 void check_gemm_device() { fail("gemm", "device", "cuda", "cpu", unavailable()); }
 
 }  // namespace blockscale::gpu

@@ -60,28 +60,34 @@ void check_groups(const ConstQuantized& a) {
   if (a.groups.count > sm90::kMaxGroups)
     fail("gemm", "groups", a.groups.count, std::to_string(sm90::kMaxGroups) + " or fewer on a GPU");
   if (a.groups && a.axis == -1 && a.spec.square)
-    fail("gemm", "a", to_string(a.spec) + ", rows in groups", "blocks of 1x128 on a GPU",
-         "quantize it as fp8_1x128");
+    fail("gemm", "a", to_string(a.spec) + ", rows in groups", "blocks of one row on a GPU",
+         "quantize it as fp8_1x128 or mxfp4");
 }
 
-}  // namespace
+// The same operand in the linear layout, in the workspace if it is not there yet.
+ConstQuantized in_linear(const ConstQuantized& q, const Stream& stream) {
+  if (q.layout == StorageLayout{}) return q;
+  Quantized to{.spec = q.spec, .axis = q.axis, .rows = q.rows, .columns = q.columns};
+  to.batch = q.batch, to.groups = q.groups;
+  const StoredShape s = to.shape();
+  to.codes = static_cast<uint8_t*>(stream.workspace(q.batch * s.code_bytes));
+  to.scales = static_cast<uint8_t*>(stream.workspace(q.batch * s.scale_count));
+  gpu::relayout(q, to, stream);
+  return as_const(to);
+}
 
-void check_gemm_device() {
-  int device = current_device(), major = 0, minor = 0;
+// Major and minor, as one number of two digits.
+int compute_capability() {
+  const int device = current_device();
+  int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (major == 9 && minor == 0) return;
-  fail("gemm", "device", device_text(),
-       "a GPU of compute capability 9.0 (H100, H200), whose tensor cores the FP8 GEMM is written "
-       "for; this one has " +
-           std::to_string(major) + "." + std::to_string(minor),
-       "dequantize both operands and multiply them");
+  return 10 * major + minor;
 }
 
-void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
-          const GemmOptions& options, const Stream& stream) {
-  check_gemm_device();
-  check_groups(a);
+// Operands of FP8; `b_factors` of the lines of b, or null.
+void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_factors,
+              const Matrix& d, const GemmOptions& options, const Stream& stream) {
   const StoredShape sa = a.shape(), sb = b.shape();
   sm90::Fp8Gemm g;
   g.m = sa.lines;
@@ -92,7 +98,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
     g.groups = static_cast<int>(a.groups.count);
     g.group_rows = a.rows;
     g.a_scale_line = padded_rows(Layout::mn_major, sa.scale_rows);
-    g.a_scale_unit = a.layout.scales == Layout::mn_major ? 4 : 1;
+    g.a_scale_unit = a.layout.scales == Layout::mn_major && !b_factors ? 4 : 1;
     g.offsets = a.groups.offsets;
     g.wide_offsets = a.groups.wide;
   }
@@ -103,6 +109,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   g.a_scales = mn_major_scales(a, true, stream);
   g.b_scales = mn_major_scales(b, false, stream);
   g.b_square = b.spec.square;
+  g.b_factors = b_factors;
   g.d = d.data;
   g.d_stride = d.row_stride;
   g.d_f32 = d.dtype == DType::f32;
@@ -114,6 +121,37 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess)
     fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
          "see `blockscale doctor`");
+}
+
+}  // namespace
+
+bool has_gemm_device() { return compute_capability() == 90; }
+
+void check_gemm_device() {
+  const int capability = compute_capability();
+  if (capability == 90) return;
+  fail("gemm", "device", device_text(),
+       "a GPU of compute capability 9.0 (H100, H200), whose tensor cores the FP8 GEMM is written "
+       "for; this one has " +
+           std::to_string(capability / 10) + "." + std::to_string(capability % 10),
+       "dequantize both operands and multiply them");
+}
+
+bool widens(const ConstQuantized& a, const ConstQuantized& b) {
+  const bool along = b.groups.count != 0;
+  // Groups along the contraction axis lie in other places in other layouts.
+  if (along && (a.layout != StorageLayout{} || b.layout != StorageLayout{})) return false;
+  return is_mxfp4(a.spec) && is_mxfp4(b.spec) && (along || !(a.groups && a.spec.square)) &&
+         a.groups.count <= sm90::kMaxGroups && has_gemm_device();
+}
+
+void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+          const GemmOptions& options, const Stream& stream) {
+  check_gemm_device();
+  check_groups(a);
+  if (!is_mxfp4(a.spec)) return multiply(a, b, nullptr, d, options, stream);
+  const Widened wide = widen(in_linear(a, stream), in_linear(b, stream), stream);
+  multiply(wide.a, wide.b, wide.line_scales, d, options, stream);
 }
 
 }  // namespace blockscale::gpu

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "blockscale/spec.h"
+
 namespace blockscale::cuda {
 namespace {
 
@@ -20,8 +22,6 @@ constexpr double kPromotion = 0.047;  // of an element whose column has a scale:
 constexpr double kInTurn = 0.042;     // where two waves share the columns' scales
 constexpr double kF32Bytes = 20;      // of FP32 output that a multiprocessor writes in a cycle
 constexpr double kRound = 300;        // until what was staged of it has left
-
-int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 // Of these multiprocessors; of clusters of four fewer fit than the count says (30 on an H200).
 int64_t clusters_of(const TileShape& t, int multiprocessors) {
@@ -78,7 +78,7 @@ int choose_tile(const GemmSize& s) {
   int best = 0;
   double least = tile_cost(kTiles[0], s);
   for (int i = 1; i < kTileCount; ++i) {
-    if (s.e5m2 && !kTiles[i].e5m2) continue;
+    if (!kTiles[i].compiled(s.square, s.a_e5m2, s.b_e5m2)) continue;
     if (const double cost = tile_cost(kTiles[i], s); cost < least) best = i, least = cost;
   }
   return best;

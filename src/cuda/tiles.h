@@ -15,8 +15,12 @@ struct TileShape {
   int line_stages;    // the same where every column has a scale
   int cluster;        // CTAs that work together
   bool split;         // on one tile, a part of K each; else they share an operand
-  bool e5m2;          // also compiled for E5M2 operands
+  bool e5m2;          // also compiled for any operands of E5M2
 
+  // Where both are E5M2 and columns share scales, every tile is: MXFP4 becomes that.
+  constexpr bool compiled(bool square, bool a_e5m2, bool b_e5m2) const {
+    return e5m2 || !(a_e5m2 || b_e5m2) || (square && a_e5m2 && b_e5m2);
+  }
   constexpr int rows() const { return 64 * waves * (side_by_side ? 1 : groups); }
   constexpr int columns() const { return n * (side_by_side ? groups : 1); }
   // Those that share take neighbours along N, with one A, or along M, with one B.
@@ -53,8 +57,8 @@ inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 struct GemmSize {
   int64_t rows = 0, columns = 0, blocks = 0;  // of one group; blocks of 128 along K
   int64_t groups = 1;
-  bool square = true;    // scales of B: 128x128, else 1x128
-  bool e5m2 = false;     // in either operand
+  bool square = true;  // scales of B: 128x128, else 1x128
+  bool a_e5m2 = false, b_e5m2 = false;
   bool f32 = false;      // the output
   bool grouped = false;  // sizes of groups are known on the device only
   int multiprocessors = 132;

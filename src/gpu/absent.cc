@@ -13,7 +13,7 @@ std::string unavailable() {
   return "this build has no CUDA kernels: nvcc was not found; every spec runs on the CPU";
 }
 
-void quantize(std::span<const Quantization>, const Stream&) { refuse("quantize"); }
+void quantize(std::span<const Quantization>, const Stream&, const WordCopy&) { refuse("quantize"); }
 void amax(const ConstMatrix&, const QuantSpec&, int, const Groups&, float*, const Stream&) {
   refuse("amax");
 }
@@ -28,6 +28,5 @@ void group_ends(const Groups&, int64_t, int64_t, int32_t*, int32_t*, const Strea
 }
 void finish(const ConstMatrix&, const Matrix&, const Epilogue&, const Stream&) { refuse("gemm"); }
 void settle(const Matrix&, const Groups&, int64_t, bool, bool, const Stream&) { refuse("gemm"); }
-void copy(int64_t*, const int64_t*, const Stream&) { refuse("copy"); }
 
 }  // namespace blockscale::gpu

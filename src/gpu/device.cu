@@ -7,9 +7,9 @@ namespace {
 // Stands for every kernel of the build: where it loads, all do.
 __global__ void probe_kernel() {}  // never launched
 
-__global__ void copy_kernel(int64_t* to, const int64_t* from) {
+__global__ void copy_kernel(WordCopy word) {
   after_previous();
-  *to = *from;
+  *word.to = *word.from;
 }
 
 }  // namespace
@@ -33,8 +33,8 @@ int lines_of_a_thread(int64_t runs, int most) {
   return lines;
 }
 
-void copy(int64_t* to, const int64_t* from, const Stream& stream) {
-  start(copy_kernel, 1, 1, 0, native(stream), to, from);
+void copy(const WordCopy& word, const Stream& stream) {
+  start(copy_kernel, 1, 1, 0, native(stream), word);
   check_launch("copy");
 }
 

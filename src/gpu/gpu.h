@@ -12,7 +12,8 @@ namespace blockscale::gpu {
 std::string unavailable();
 
 // One input, or two: amaxes that are not given are found for both at once.
-void quantize(std::span<const Quantization> inputs, const Stream& stream);
+void quantize(std::span<const Quantization> inputs, const Stream& stream,
+              const WordCopy& word = {});
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
           const Stream& stream);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
@@ -20,7 +21,29 @@ void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 void dequantize_two(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b,
                     const Matrix& y, const Stream& stream);
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
-// Refuses a current GPU that gemm does not run on.
+
+// MXFP4: codes of E2M1 with scales of E8M0.
+inline bool is_mxfp4(const QuantSpec& spec) {
+  return spec.element == Format::e2m1 && spec.scale == Format::e8m0;
+}
+// The operands of a GEMM in MXFP4 as operands in FP8, in the workspace. Of a 128 codes of a line
+// share a scale, of b a whole line does, so that it can wait until the sums are done; blocks of
+// 128x128 with scales of 1 stand in for it meanwhile. Values stay what they are but in blocks whose
+// scale is less than 2^-28 of the largest among those that come to share one: there an error of at
+// most 2^-31 of the largest value.
+//
+// Both are linear, and codes start at multiples of 16 bytes. In groups, rows of a lie among its
+// scales as they do among its codes.
+struct Widened {
+  ConstQuantized a, b;       // E5M2, scales mn_major; codes and scales of a batch follow each other
+  const float* line_scales;  // of every line of b; along the contraction axis for each group
+};
+Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream);
+
+// Whether gemm takes these operands, in MXFP4, on the current GPU.
+bool widens(const ConstQuantized& a, const ConstQuantized& b);
+// Whether gemm runs on the current GPU; refuses it if not.
+bool has_gemm_device();
 void check_gemm_device();
 // Operands that gemm_needs has nothing to say about; d with contiguous columns.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
@@ -65,8 +88,5 @@ void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
 // other.
 void settle(const Matrix& d, const Groups& groups, int64_t rows, bool contraction, bool clear,
             const Stream& stream);
-
-// One word within the device, by a kernel: the copy engine takes longer, most of all in graphs.
-void copy(int64_t* to, const int64_t* from, const Stream& stream);
 
 }  // namespace blockscale::gpu

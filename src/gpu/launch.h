@@ -38,6 +38,9 @@ int prepare(int shared_bytes) {
   return count;
 }
 
+// By a kernel: the copy engine takes longer, most of all in graphs.
+void copy(const WordCopy& word, const Stream& stream);
+
 // Lines that a thread takes, `most` or a power of two below it, of a kernel with `runs` runs to
 // work on: few where they would leave multiprocessors without work.
 int lines_of_a_thread(int64_t runs, int most);

@@ -35,6 +35,7 @@ struct Case {
   std::vector<int64_t> groups;  // sizes along M or K, instead of m or k
   bool square = true, a_e5m2 = false, b_e5m2 = false;
   bool f32 = true, accumulate = false, alpha = false, bias = false, wide = false;
+  bool factors = false;
   DType bias_dtype = DType::f32;
   bool exact = true;
   int tile = -1;
@@ -73,6 +74,8 @@ class Product {
     a_scales_ = scales(scale_rows_ * blocks_);
     b_scales_ = scales(batch_ * round_up(b_lines_, 4) * blocks_);
     bias_ = scales(std::max(batch_, outs_) * c.n);
+    for (size_t i = 0; i < bias_.size(); ++i)
+      factors_.push_back(std::ldexp(1.0f, static_cast<int>(random_.below(3)) - 1));
     for (float& b : bias_) {  // the same value in every dtype
       b = from_bf16(to_bf16(b));
       bias_bf16_.push_back(to_bf16(b)), bias_fp16_.push_back(to_fp16(b));
@@ -82,6 +85,7 @@ class Product {
   void run() {
     const Memory a(a_), b(b_), as(a_scales_), bs(b_scales_);
     const Memory bias(bias_), bias_bf16(bias_bf16_), bias_fp16(bias_fp16_);
+    const Memory factors(factors_);
     const Memory alpha(std::vector<float>{0.5f});
     const Memory wide(ends_), narrow(std::vector<int32_t>(ends_.begin(), ends_.end()));
     const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad;
@@ -103,6 +107,7 @@ class Product {
       g.d = d.at((kGuard + c_.pad) * size);
       g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
       if (c_.alpha) g.alpha = 4, g.device_alpha = alpha.as<float>();
+      if (c_.factors) g.b_factors = factors.as<float>();
       if (c_.bias)
         g.bias = (c_.bias_dtype == DType::f32    ? bias
                   : c_.bias_dtype == DType::bf16 ? bias_bf16
@@ -211,9 +216,10 @@ class Product {
           continue;
         }
         const Sum s = sum(row, group, column, first, last);
-        const double alpha = c_.alpha ? 2 : 1;
-        const double exact = alpha * s.exact + (c_.accumulate ? kBefore : 0) +
-                             (c_.bias ? bias_[static_cast<size_t>(group * c_.n + column)] : 0);
+        const auto of_column = static_cast<size_t>(group * c_.n + column);
+        const double alpha = (c_.alpha ? 2 : 1) * (c_.factors ? factors_[of_column] : 1.0f);
+        const double exact =
+            alpha * s.exact + (c_.accumulate ? kBefore : 0) + (c_.bias ? bias_[of_column] : 0);
         double bound = c_.exact ? 0 : alpha * s.bound + 0x1p-22 * (std::fabs(exact) + 4);
         if (!c_.f32) bound += 0x1p-8 * (std::fabs(exact) + bound);
         ASSERT_LE(std::fabs(value - exact), bound)
@@ -231,7 +237,7 @@ class Product {
   std::vector<int64_t> ends_, scale_starts_;
   int64_t scale_rows_ = 0;
   std::vector<uint8_t> a_, b_;
-  std::vector<float> a_values_, b_values_, a_scales_, b_scales_, bias_;
+  std::vector<float> a_values_, b_values_, a_scales_, b_scales_, bias_, factors_;
   std::vector<uint16_t> bias_bf16_, bias_fp16_;
   int64_t batch_ = 1, outs_ = 1, padded_ = 0, blocks_ = 0, b_lines_ = 0;
 };
@@ -262,9 +268,12 @@ Case drawn(Random& random, int tile) {
   c.tile = tile;
   c.m = random.pick(kSizes), c.n = random.pick(kSizes), c.k = random.pick(kSizes);
   c.square = random.one_in(2);
-  if (tile < 0 || cuda::kTiles[tile].e5m2) c.a_e5m2 = random.one_in(3), c.b_e5m2 = random.one_in(3);
+  c.a_e5m2 = random.one_in(3), c.b_e5m2 = random.one_in(3);
+  if (tile >= 0 && !cuda::kTiles[tile].compiled(c.square, c.a_e5m2, c.b_e5m2))
+    c.b_e5m2 = c.a_e5m2 = c.square;
   c.f32 = random.one_in(2);
   c.accumulate = c.f32 && random.one_in(2);
+  c.factors = random.one_in(3);
   c.alpha = random.one_in(2), c.bias = random.one_in(2), c.wide = random.one_in(2);
   c.bias_dtype = static_cast<DType>(random.below(3));
   c.exact = !random.one_in(3);

@@ -114,8 +114,12 @@ TEST(Tiles, E5m2TakesWhatIsCompiledForIt) {
   for (const int64_t m : {1, 100, 500, 4096})
     for (const int64_t n : {70, 2304, 4096}) {
       GemmSize s = dense(m, n, 7168);
-      s.e5m2 = true;
+      s.a_e5m2 = true;
       EXPECT_TRUE(chosen(s).e5m2) << m << " " << n;
+      // As MXFP4 they are both: then every tile is there.
+      const int plain = choose_tile(dense(m, n, 7168));
+      s.b_e5m2 = true;
+      EXPECT_EQ(choose_tile(s), plain) << m << " " << n;
     }
 }
 

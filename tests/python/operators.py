@@ -104,7 +104,7 @@ def linear_samples(of: Inputs) -> list[Sample]:
         forward = (x, w, bias, recipe.text, dx, dw, *key, None, BF16)
         saved = OPS.linear(*forward)[1:]
         if recipe is mixed:
-            saved.insert(0, x)
+            saved.append(x)
         if recipe.stochastic and (dx or dw):
             saved.append(of.key[0])
         backward = (dy, saved, recipe.text, 70, dx, dw, dw, None, None, BF16, F32)

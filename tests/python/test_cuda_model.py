@@ -53,12 +53,16 @@ def largest_sums(va: torch.Tensor, vb: torch.Tensor) -> torch.Tensor:
     return total
 
 
+MXFP4 = ("mxfp4", "mxfp4")  # operands that FP8 tensor cores multiply
+
+
 def check_product(
     got: torch.Tensor,
     a: bs.QuantizedTensor,
     b: bs.QuantizedTensor,
     bias: torch.Tensor | None = None,
     what: object = "",
+    more: torch.Tensor | float = 0.0,
 ) -> None:
     """Within the bound of K additions in FP32, in any order.
 
@@ -73,8 +77,9 @@ def check_product(
     sums, magnitude = outer * (va @ vb.t()), abs(outer) * (va.abs() @ vb.abs().t())
     exact = sums if bias is None else sums + bias.detach().double().cpu()
     bound = 2 * (k + 4) * u * magnitude + 3 * u * (sums.abs() + exact.abs()) + 2.0**-126
-    if got.is_cuda and a.spec.scale == "fp32":
+    if got.is_cuda and (a.spec.scale == "fp32" or (a.spec.family, b.spec.family) == MXFP4):
         bound += 4 * 33 * 2.0**-13 * largest_sums(va.to(got.device), vb.to(got.device)).cpu()
+    bound += more
     if got.dtype == torch.bfloat16:
         bound += 2.0**-8 * (exact.abs() + bound)
     if got.dtype == torch.float16:
@@ -90,6 +95,8 @@ PAIRS = (
     ("fp8_128x128", "fp8_128x128[element=e5m2]"),
     ("mxfp8", "mxfp8[element=e5m2]"),
     ("mxfp8[block=32x32]", "mxfp4"),
+    ("mxfp4", "mxfp4"),
+    ("mxfp4[block=32x32]", "mxfp4[rounding=stochastic,scale_rule=rceil]"),
     ("mxfp6", "mxfp6[element=e3m2]"),
     ("mxfp4[hadamard=16:0x0]", "mxfp4[hadamard=16:0x0]"),
     ("nvfp4", "nvfp4[block=16x16]"),
@@ -121,13 +128,35 @@ def test_matmul(a_spec: str, b_spec: str, device: torch.device, random: torch.Ge
                 check_product(got, qa, qb, bias, (m, n, k, a_axis, b_axis, bias_type, out))
 
 
-def test_matmul_reads_any_layout(device: torch.device, random: torch.Generator) -> None:
+@pytest.mark.parametrize("spec", ["nvfp4", "mxfp4"])
+def test_matmul_reads_any_layout(spec: str, device: torch.device, random: torch.Generator) -> None:
     layouts = ("linear", "nv_128x4", "aiter_scale", "mfma_16x16", "mfma_16x16+nv_128x4")
     x, w = normal(random, 33, 70).to(device), normal(random, 20, 70).to(device)
-    want = bs.matmul(bs.quantize(x, "nvfp4"), bs.quantize(w, "nvfp4"), out_dtype=torch.float32)
+    want = bs.matmul(bs.quantize(x, spec), bs.quantize(w, spec), out_dtype=torch.float32)
     for a, b in itertools.product(layouts, layouts):
-        qa, qb = bs.quantize(x, "nvfp4", layout=a), bs.quantize(w, "nvfp4", layout=b)
+        qa, qb = bs.quantize(x, spec, layout=a), bs.quantize(w, spec, layout=b)
         assert torch.equal(bs.matmul(qa, qb, out_dtype=torch.float32), want), (a, b)
+
+
+@pytest.mark.parametrize("spread", [24, 60, 110])
+def test_mxfp4_of_any_scales(spread: int, device: torch.device, random: torch.Generator) -> None:
+    """As FP8 nothing is lost of blocks that differ by 2^28, and 2^-31 of a line's largest value of
+    those further down."""
+    a, b = (
+        normal(random, lines, 640).view(lines, -1, 32)
+        * 2.0 ** -torch.randint(spread + 1, (lines, 20, 1), generator=random)
+        * 2.0 ** (spread // 2)
+        for lines in (70, 133)
+    )
+    qa, qb = (bs.quantize(x.flatten(1).to(device), "mxfp4") for x in (a, b))
+    (va, _), (vb, _) = factors(qa), factors(qb)
+    lost: torch.Tensor | float = 0.0
+    if spread > 28:
+        lost = 2.0**-31 * (
+            va.abs().amax(1, keepdim=True) * vb.abs().sum(1)
+            + va.abs().sum(1, keepdim=True) * vb.abs().amax(1)
+        )
+    check_product(bs.matmul(qa, qb, out_dtype=torch.float32), qa, qb, more=lost)
 
 
 def test_what_follows_the_sums(cuda: torch.device, random: torch.Generator) -> None:

@@ -159,8 +159,9 @@ def bound(
     """How far a GPU's FP32 result may be from the CPU's.
 
     K + 4 additions of FP32 on either side, relative to the sum of magnitudes; then BF16 and MX
-    sums are rounded to BF16 once. The FP8 kernel's tensor cores keep 13 bits below the largest of
-    33 numbers, four times in a block of 128: 4 * 34 * 2^-13 of the sum of magnitudes at most.
+    sums are rounded to BF16 once. The tensor cores for FP8, which multiply MXFP4 too, keep 13 bits
+    below the largest of 33 numbers, four times in a block of 128: 4 * 34 * 2^-13 of the sum of
+    magnitudes at most.
     """
     x, y = (q.dequantize(torch.float32).abs() for q in (a, b))
     if along:
@@ -173,7 +174,7 @@ def bound(
         for s, w in zip(spans(ends), y, strict=True):
             all_[s] = x[s] @ w.mT
         length = K
-    if a.spec.scale == "fp32":
+    if a.spec.scale == "fp32" or a.spec.family == "mxfp4":
         return all_ * (4 * 34 * 2.0**-13 + 2 * (length + 4) * 2.0**-24)
     return want.abs() * 2.0**-8 + all_ * 2 * (length + 4) * 2.0**-24
 

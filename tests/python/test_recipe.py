@@ -208,6 +208,12 @@ def test_explain_names_the_path_of_a_product_on_a_gpu(cuda: torch.device) -> Non
         "decoded to BF16, then PyTorch's GEMM with FP32 sums, then outer scales in one pass"
     )
     assert path("mxfp8").startswith("decoded to BF16, then PyTorch's grouped GEMM")
+    if torch.cuda.get_device_capability(cuda) == (9, 0):
+        assert path("mxfp4", "matmul") == (
+            "codes of E5M2 that hold the scales' differences, then the block-scaled FP8 GEMM for "
+            "compute capability 9.0"
+        )
+        assert path("mxfp4") == path("mxfp4", "matmul") + ", one launch for all groups"
     q = bs.quantize(torch.ones(4, 128, device=cuda), "fp8_1x128[element=e4m3fnuz]")
     with pytest.raises(ValueError, match="e4m3fn or e5m2") as error:
         bs.matmul(q, q)

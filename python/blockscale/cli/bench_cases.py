@@ -52,6 +52,8 @@ ROWS_AND_COLUMNS = {
 DUAL = {
     ("fp8_1x128", "fp8_1x128"): 0.90,
     ("fp8_128x128", "fp8_128x128"): 0.90,
+    ("mxfp8", "mxfp8"): 0.90,
+    ("mxfp4", "mxfp4"): 0.75,
     ("nvfp4", "nvfp4"): 0.75,
     (f"nvfp4{STOCHASTIC}", f"nvfp4{BOTH}"): 0.55,
 }

@@ -35,7 +35,7 @@ using Table = std::array<Launch, cuda::kTileCount>;
 // Every tile's kernel for one kind of operands; null where it is not compiled.
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
 constexpr Launch entry() {
-  if constexpr (cuda::kTiles[kIndex].e5m2 || !(kAE5m2 || kBE5m2))
+  if constexpr (cuda::kTiles[kIndex].compiled(kSquare, kAE5m2, kBE5m2))
     return launch<kIndex, kSquare, kAE5m2, kBE5m2>;
   return nullptr;
 }
@@ -58,11 +58,11 @@ cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
   cuda::GemmSize s;
   s.grouped = g.grouping != Grouping::dense;
   s.groups = s.grouped ? g.groups : 1;
-  s.rows = by_rows ? ceil_of(g.m, s.groups) : g.m;
+  s.rows = by_rows ? ceil_div(g.m, s.groups) : g.m;
   s.columns = g.n;
-  s.blocks = ceil_of(ceil_of(g.k, kBlock), by_contraction ? s.groups : 1);
+  s.blocks = ceil_div(ceil_div(g.k, kBlock), by_contraction ? s.groups : 1);
   s.square = g.b_square;
-  s.e5m2 = g.a_e5m2 || g.b_e5m2;
+  s.a_e5m2 = g.a_e5m2, s.b_e5m2 = g.b_e5m2;
   s.f32 = g.d_f32;
   s.multiprocessors = multiprocessors;
   return s;

@@ -16,7 +16,7 @@ inline constexpr int kMaxGroups = 1024;  // the table of a launch's groups lies 
 // Which dimension the groups divide.
 enum class Grouping : int { dense, rows, contraction };
 
-// D = alpha * (A B^T) [+ bias] [+ D].
+// D = alpha * (A B^T) [* b_factors] [+ bias] [+ D].
 //   dense        A [m, k],    B [n, k],    D [m, n]
 //   rows         A [m, k],    B [g, n, k], D [m, n]: rows of A by group
 //   contraction  A [m, k],    B [n, k],    D [g, m, n]: group i's part of the storage starts where
@@ -42,6 +42,7 @@ struct Fp8Gemm {
   bool accumulate = false;  // FP32 only
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor, in device memory
+  const float* b_factors = nullptr;     // one more factor for each row of B, powers of two
   const void* bias = nullptr;           // n values, for each group
   DType bias_dtype = DType::f32;
   Grouping grouping = Grouping::dense;

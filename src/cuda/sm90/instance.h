@@ -7,14 +7,12 @@
 #include <atomic>
 #include <cstdint>
 
+#include "blockscale/spec.h"
 #include "cuda/sm90/gemm.h"
 #include "cuda/sm90/multiply.h"
 #include "cuda/tiles.h"
 
 namespace blockscale::sm90 {
-
-inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-inline int64_t ceil_of(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 // The sizes of an array of three dimensions, the innermost first; strides in bytes.
 struct Extents {
@@ -50,11 +48,11 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   }
 
   GemmParams p{};
-  const int64_t padded = up(g.k, kBlock), blocks = padded / kBlock;
+  const int64_t padded = round_up(g.k, kBlock), blocks = padded / kBlock;
   const bool by_rows = g.grouping == Grouping::rows;
   const bool by_contraction = g.grouping == Grouping::contraction;
   const int64_t batch = by_rows ? g.groups : 1;
-  const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, up(g.m, 8)));
+  const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, round_up(g.m, 8)));
   p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + T::kBBytes);
   if (blocks > 0) {
     const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -66,8 +64,8 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   }
   p.a_scales = g.a_scales;
   p.b_scales = g.b_scales;
-  p.a_scale_line = static_cast<int>(by_rows ? g.a_scale_line : up(g.m, 4));
-  p.b_scale_group = blocks * up(kSquare ? ceil_of(g.n, kBlock) : g.n, 4);
+  p.a_scale_line = static_cast<int>(by_rows ? g.a_scale_line : round_up(g.m, 4));
+  p.b_scale_group = blocks * round_up(kSquare ? ceil_div(g.n, kBlock) : g.n, 4);
 
   Problem& problem = p.problem;
   problem.m = static_cast<int>(g.m);
@@ -83,7 +81,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   problem.tail_rows = late ? T::kUnitRows / 2 : 0;
   problem.offsets = g.offsets;
   problem.wide_offsets = g.wide_offsets;
-  const int64_t across = ceil_of(g.n, T::kUnitColumns), down = ceil_of(g.m, T::kUnitRows);
+  const int64_t across = ceil_div(g.n, T::kUnitColumns), down = ceil_div(g.m, T::kUnitRows);
   const int64_t band = std::min<int64_t>(g.band, down);
   problem.units_across = Divisor(across);
   problem.units_down = static_cast<int>(down);
@@ -98,6 +96,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   out.group_stride = g.m * g.d_stride;
   out.alpha = g.alpha;
   out.device_alpha = g.device_alpha;
+  out.factors = g.b_factors;
   out.bias = g.bias;
   out.bias_dtype = g.bias_dtype;
   out.f32 = g.d_f32;

@@ -19,6 +19,7 @@ struct Output {
   int64_t row_stride = 0, group_stride = 0;  // in elements
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor
+  const float* factors = nullptr;       // and one for each column
   const void* bias = nullptr;
   DType bias_dtype = DType::f32;
   bool f32 = false;

@@ -16,10 +16,27 @@ BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
                                        : __half2float(__ushort_as_half(bits));
 }
 
-// alpha and bias.
+// Factors of columns, alpha and bias.
 template <class T>
 BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
                               int column, bool with_bias) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t first = int64_t{1} * group * p.problem.n;
+  if (p.out.factors) {
+#pragma unroll
+    for (int g = 0; g < T::kN / 8; ++g) {
+      const int c = column + g * 8 + lane % 4 * 2;
+      const float x = c < p.problem.n ? p.out.factors[first + c] : 0.0f;
+      const float y = c + 1 < p.problem.n ? p.out.factors[first + c + 1] : 0.0f;
+#pragma unroll
+      for (int w = 0; w < T::kWaves; ++w) {
+        sum[w][4 * g] *= x;
+        sum[w][4 * g + 1] *= y;
+        sum[w][4 * g + 2] *= x;
+        sum[w][4 * g + 3] *= y;
+      }
+    }
+  }
   const float alpha = p.out.device_alpha ? p.out.alpha * *p.out.device_alpha : p.out.alpha;
   if (alpha != 1.0f) {
 #pragma unroll
@@ -28,8 +45,6 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
       for (int i = 0; i < T::kN / 2; ++i) sum[w][i] *= alpha;
   }
   if (p.out.bias && with_bias) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int64_t first = int64_t{1} * group * p.problem.n;
 #pragma unroll
     for (int g = 0; g < T::kN / 8; ++g) {
       const int c = column + g * 8 + lane % 4 * 2;

@@ -51,24 +51,25 @@ struct GroupStart {
   // Rows that are nobody's among the scales of A.
   __device__ __forceinline__ int gaps() const { return static_cast<int>(more & 0xFFFF); }
 };
+static_assert(3 * kMaxGroups < 1 << 16);  // gaps, of up to 3 rows a group, fit in their half
 
 // The starts of all groups, and of what would come after them. False where the offsets make no
 // sense: then there are none. All threads call it; the caller synchronizes.
 template <int kUnitRows>
 __device__ __forceinline__ bool list_groups(const Problem& p, GroupStart* starts) {
-  const auto up = [](int size, int unit) { return (size + unit - 1) / unit; };
+  const auto units = [](int size, int unit) { return (size + unit - 1) / unit; };
   bool wrong = false;
   for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += static_cast<int>(blockDim.x)) {
     const int64_t begin = group_end(p, g - 1), end = group_end(p, g);
     wrong |= begin > end || end > p.group_rows;
     const int size = static_cast<int>(end - begin);
     if (p.grouping == Grouping::rows) {
-      const int whole = up(size - p.tail_rows, kUnitRows);
-      const int gap = up(size, p.scale_unit) * p.scale_unit - size;
+      const int whole = units(size - p.tail_rows, kUnitRows);
+      const int gap = units(size, p.scale_unit) * p.scale_unit - size;
       const uint32_t tail = whole * kUnitRows < size;
       starts[g + 1] = {whole * static_cast<int>(p.units_across.by()), tail << 16 | gap};
     } else {
-      starts[g + 1] = {up(size, kBlock), 0};
+      starts[g + 1] = {units(size, kBlock), 0};
     }
   }
   if (__syncthreads_or(wrong)) return false;

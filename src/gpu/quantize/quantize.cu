@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <bit>
 #include <utility>
 
 #include "gpu/quantize/instances.h"
+#include "gpu/quantize/pairs.h"
 
 namespace blockscale::gpu {
 namespace {
@@ -271,14 +273,61 @@ void quantize_one(const Quantization& q, const Stream& stream) {
   turn_scales(aside, to, stream);
 }
 
+// The compiled kernel for both inputs at once, or null: small ones, in one launch.
+const PairEntry* pair_of(std::span<const Quantization> inputs) {
+  constexpr int64_t kTilesEach = 4;  // of a multiprocessor
+  if (inputs.size() != 2) return nullptr;
+  Pass row[2], column[2];
+  int64_t tiles = 0;
+  for (int i = 0; i < 2; ++i) {
+    const auto& [x, row_out, column_out, row_options, column_options] = inputs[i];
+    const auto takes = [](const Quantized& out) { return out.spec.hadamard.dim <= kRun; };
+    if (!row_out || row_out->groups || !takes(*row_out) || (column_out && !takes(*column_out)) ||
+        x.batch != 1 || !is_bf16_rows(x) || !is_aligned(x) || x.rows * x.columns == 0 ||
+        x.row_stride < 0 || 2 * kTile * x.row_stride >= int64_t{1} << 32)
+      return nullptr;
+    row[i] = pass_of(row_out->spec);
+    if (column_out) column[i] = pass_of(column_out->spec);
+    tiles += ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
+  }
+  if (tiles > kTilesEach * multiprocessors(current_device())) return nullptr;
+  for (const PairEntry& e : pair_kernels())
+    if (std::ranges::equal(e.row, row) && std::ranges::equal(e.column, column)) return &e;
+  return nullptr;
+}
+
+void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
+                   const WordCopy& word, const Stream& stream) {
+  PairParams p{};
+  p.word = word;
+  dim3 grid(1, 1, 2);
+  for (int i = 0; i < 2; ++i) {
+    const auto& [x, row_out, column_out, row_options, column_options] = inputs[i];
+    p.of[i].x = source_of(x);
+    p.of[i].row = side_of(*row_out, row_options);
+    if (column_out) p.of[i].column = side_of(*column_out, column_options);
+    p.of[i].sideways = kSidewaysShift;
+    for (const Quantized* out : {row_out, column_out})
+      if (out) fill_padding(*out, stream);
+    const auto down = static_cast<unsigned>(ceil_div(x.rows, kTile));
+    const auto across = static_cast<unsigned>(ceil_div(x.columns, kTile * kSideways));
+    grid.x = std::max(grid.x, down * kSideways), grid.y = std::max(grid.y, across);
+  }
+  pair.launch(p, grid, native(stream));
+  check_launch("quantize");
+}
+
 }  // namespace
 
-void quantize(std::span<const Quantization> inputs, const Stream& stream) {
+void quantize(std::span<const Quantization> inputs, const Stream& stream, const WordCopy& word) {
   Quantization all[2];
   size_t count = 0;
   for (const Quantization& q : inputs)
     if (q.x.batch != 0 && (q.row || q.column)) all[count++] = q;
   find_amaxes({all, count}, stream);
+  if (const PairEntry* const pair = pair_of({all, count}))
+    return quantize_pair(*pair, {all, count}, word, stream);
+  if (word.to) copy(word, stream);
   for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
 }
 

@@ -76,6 +76,36 @@ TEST(Pairs, AmaxesOfTwoInputs) {
   }
 }
 
+// As named recipes quantize them; and with what has no kernel for both.
+TEST(Pairs, QuantizedInOneLaunch) {
+  Random random(3);
+  const struct {
+    std::string row, column, weight;
+  } recipes[] = {{"fp8_1x128", "fp8_1x128", "fp8_128x128"},
+                 {"mxfp8", "mxfp8", "mxfp8"},
+                 {"mxfp4", "mxfp4[hadamard=16:0x0]", "mxfp4[block=32x32]"},
+                 {"nvfp4", "nvfp4[hadamard=16]", "nvfp4[block=16x16]"},
+                 {"amdfp4", "amdfp4[hadamard=16]", "amdfp4[block=16x16]"}};
+  for (const auto& [row, column, weight] : recipes) {
+    for (const auto& [x_column, w_column] :
+         {std::pair(column, weight), {"", ""}, {column, ""}, {"", weight}}) {
+      for (int i = 0; i < 4; ++i) {
+        SCOPED_TRACE(row + " " + x_column + ", " + weight + " " + w_column);
+        const int64_t columns = random_extent(random);
+        Made x(random, DType::bf16, row, x_column, random_extent(random), columns);
+        Made w(random, DType::bf16, weight, w_column, random_extent(random), columns);
+        const int64_t from = static_cast<int64_t>(random.next());
+        int64_t to = 0;
+        quantize_two(x.asked(), w.asked(), HostStream(), {&to, &from});
+        x.check();
+        w.check();
+        EXPECT_EQ(to, from);
+        ASSERT_FALSE(HasFailure());
+      }
+    }
+  }
+}
+
 TEST(Pairs, DecodedTwoOperands) {
   Random random(2);
   const std::pair<std::string, std::string> kinds[] = {

@@ -1,0 +1,225 @@
+// MXFP4 operands as FP8 ones, for GPUs whose tensor cores read FP8 and no FP4.
+//
+// A code of E2M1 has two significant bits; E5M2 has three, and powers of two enough for 2^28
+// between two blocks' scales. So blocks of 32 with a scale each become a line (or 128 of it) with
+// one scale, exactly, with codes of E5M2 that hold what the blocks' scales differ by.
+#include <bit>
+
+#include "divisor.h"
+#include "gpu/launch.h"
+#include "gpu/port.h"
+
+namespace blockscale::gpu {
+namespace {
+
+constexpr int kWidenThreads = 256, kWidenLines = kWidenThreads / 32;
+constexpr int kBlock = 32;
+constexpr int kCodes = 16;            // of a lane at once: half a block
+constexpr int kStep = 32 * kCodes;    // of a warp
+constexpr int kAhead = 4;             // steps whose loads are under way together
+constexpr int kShared = 128;          // codes of A that share a scale, and of B's squares
+constexpr uint32_t kNanScale = 0xFF;  // of E8M0
+constexpr int kScaleBias = 127;
+// Codes of a block with the largest scale are multiplied by 2^13: 6 * 2^13 is in E5M2, 6 * 2^14
+// not.
+constexpr int kTop = 13;
+
+struct WideSide {
+  const uint8_t *codes, *scales;
+  uint8_t* to;
+  float* to_scales;
+  int code_columns, scale_columns;  // of a line
+  int64_t scale_matrix;             // scales of a matrix of the batch
+  int64_t to_scale_matrix;          // and of what is made
+  int pitch;                        // of a line of `to_scales`
+  int scale_shift;                  // the binary logarithm of the lines that share a row of scales
+  uint32_t lines;                   // of all matrices
+  Divisor matrix;                   // lines of one
+};
+struct WidenParams {
+  WideSide a, b;
+  float* line_scales;      // of B
+  uint32_t a_blocks;       // blocks of threads that have lines of A
+  int blocks, padded;      // of a line: blocks of 32; bytes of what is made
+  int groups;              // along the contraction axis, or 1
+  const int32_t* ends;     // where they end in the lines of codes, or null
+  const int32_t* to_ends;  // and of what is made
+};
+
+// A group's part of a line, in blocks and in bytes of what is made.
+struct Span {
+  int first, blocks, to, bytes;
+  BLOCKSCALE_DEVICE Span(const WidenParams& p, int group)
+      : first(0), blocks(p.blocks), to(0), bytes(p.padded) {
+    if (!p.ends) return;
+    if (group > 0) first = p.ends[group - 1] / kBlock, to = p.to_ends[group - 1];
+    blocks = p.ends[group] / kBlock - first, bytes = p.to_ends[group] - to;
+  }
+};
+
+// 2^e, or 0 where FP32 has none so small.
+BLOCKSCALE_DEVICE float power_of_two(int e) { return e < -149 ? 0.0f : exp2i(e); }
+// What codes are multiplied by whose blocks have scales of up to `top`.
+BLOCKSCALE_DEVICE float scale_of(uint32_t top) {
+  return power_of_two(static_cast<int>(top) - kScaleBias - kTop);
+}
+
+// The eight magnitudes of E2M1 as they are in a block, one a byte.
+struct Magnitudes {
+  uint32_t low, high;
+  BLOCKSCALE_DEVICE Magnitudes(uint32_t scale, uint32_t top) {
+    const int less = static_cast<int>(top) - static_cast<int>(scale);
+    const float f = scale == kNanScale ? bit_cast<float>(kNanBits) : power_of_two(kTop - less);
+    low = to_fp8x4<true>(0 * f, 0.5f * f, f, 1.5f * f);
+    high = to_fp8x4<true>(2 * f, 3 * f, 4 * f, 6 * f);
+  }
+  // Eight codes of four bits become two words of four bytes.
+  BLOCKSCALE_DEVICE void of_8(uint32_t codes, uint32_t* to) const {
+    const uint32_t which = codes & 0x77777777;
+    // Signs of even codes are in place four bits further up.
+    const uint32_t even = codes << 4;
+    to[0] = permute_bytes(low, high, which & 0xFFFF) |
+            (permute_bytes(even, codes, 0x5140) & 0x80808080);
+    to[1] =
+        permute_bytes(low, high, which >> 16) | (permute_bytes(even, codes, 0x7362) & 0x80808080);
+  }
+};
+
+// One warp; a lane takes half a block at a time. kWhole: all blocks share `top`, the largest of
+// their scales; else 128 codes do.
+template <bool kWhole>
+BLOCKSCALE_DEVICE void widen_codes(const uint8_t* codes, const uint8_t* scales, const Span& span,
+                                   uint32_t top, uint8_t* to, float* to_scales, int pitch) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int first = 0; first < span.bytes; first += kAhead * kStep) {
+    uint2 loaded[kAhead];
+    uint32_t scale[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int half = (first + i * kStep) / kCodes + lane;
+      const bool there = half < 2 * span.blocks;
+      loaded[i] = there ? load_once(reinterpret_cast<const uint2*>(codes) + half) : uint2{0, 0};
+      scale[i] = there ? load_once(scales + half / 2) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int c = first + i * kStep + lane * kCodes;
+      uint32_t shared = top;
+      if constexpr (!kWhole) {
+        shared = scale[i] == kNanScale ? 0 : scale[i];
+        shared = max(shared, shuffle_xor(shared, 2));
+        shared = max(shared, shuffle_xor(shared, 4));
+      }
+      if (c >= span.bytes) continue;
+      const Magnitudes magnitudes(scale[i], shared);
+      uint32_t made[4];
+      magnitudes.of_8(loaded[i].x, made);
+      magnitudes.of_8(loaded[i].y, made + 2);
+      store_vector(to + c, {made[0], made[1], made[2], made[3]});
+      if (!kWhole && c % kShared == 0)
+        to_scales[static_cast<int64_t>(c / kShared) * pitch] = scale_of(shared);
+    }
+  }
+}
+
+// A warp has a line.
+__global__ void __launch_bounds__(kWidenThreads)
+    widen_kernel(const __grid_constant__ WidenParams p) {
+  after_previous(p);
+  const bool is_b = blockIdx.x >= p.a_blocks;
+  const WideSide& side = is_b ? p.b : p.a;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t all = (blockIdx.x - (is_b ? p.a_blocks : 0)) * kWidenLines + threadIdx.x / 32;
+  if (all >= side.lines) return;
+  uint32_t line = all;
+  const uint32_t matrix = side.matrix.divide(line);
+  const uint8_t* codes = side.codes + static_cast<int64_t>(all) * side.code_columns;
+  const uint8_t* scales = side.scales + matrix * side.scale_matrix +
+                          static_cast<int64_t>(line >> side.scale_shift) * side.scale_columns;
+  uint8_t* to = side.to + static_cast<int64_t>(all) * p.padded;
+  float* to_scales = side.to_scales + matrix * side.to_scale_matrix;
+  if (is_b && line % kShared == 0)
+    for (int i = lane; i < p.padded / kShared; i += 32)
+      to_scales[static_cast<int64_t>(i) * side.pitch + line / kShared] = 1;
+  for (int group = 0; group < p.groups; ++group) {
+    const Span span(p, group);
+    const uint8_t* from = codes + static_cast<int64_t>(span.first) * (kBlock / 2);
+    if (!is_b) {
+      widen_codes<false>(from, scales + span.first, span, 0, to + span.to,
+                         to_scales + static_cast<int64_t>(span.to / kShared) * side.pitch + line,
+                         side.pitch);
+      continue;
+    }
+    uint32_t top = 0;
+    for (int block = lane; block < span.blocks; block += 32) {
+      const uint32_t scale = scales[span.first + block];
+      top = max(top, scale == kNanScale ? 0 : scale);
+    }
+    top = warp_max(top);
+    if (lane == 0) p.line_scales[static_cast<int64_t>(group) * side.lines + all] = scale_of(top);
+    widen_codes<true>(from, scales + span.first, span, top, to + span.to, nullptr, 0);
+  }
+}
+
+// An operand with room for its codes and scales, and what the kernel needs to know of it.
+struct Room {
+  Room(const ConstQuantized& from, const QuantSpec& spec, const Stream& stream) : made(from) {
+    const StoredShape s = from.shape();
+    made.spec = spec;
+    made.spec.element = Format::e5m2;
+    made.layout.scales = Layout::mn_major;
+    // The tails that a transform filled are codes like others; groups along the contraction axis
+    // have whole blocks of theirs anyway.
+    if (from.axis == -1 || !from.groups)
+      made.axis = -1, made.rows = s.lines, made.columns = s.extent;
+    const StoredShape m = made.shape();
+    padded = static_cast<int>(m.padded);
+    side.to = static_cast<uint8_t*>(stream.workspace(made.batch * s.lines * padded));
+    side.to_scales = static_cast<float*>(stream.workspace(made.batch * m.scale_count * 4));
+    made.codes = side.to, made.scales = reinterpret_cast<const uint8_t*>(side.to_scales);
+    side.codes = from.codes, side.scales = from.scales;
+    side.code_columns = static_cast<int>(s.code_columns);
+    side.scale_columns = static_cast<int>(s.scale_columns);
+    side.scale_matrix = s.scale_count, side.to_scale_matrix = m.scale_count;
+    side.pitch = static_cast<int>(padded_rows(Layout::mn_major, m.scale_rows));
+    side.scale_shift = s.scale_lines == 1 ? 0 : std::countr_zero(uint32_t{kBlock});
+    side.lines = static_cast<uint32_t>(from.batch * s.lines);
+    side.matrix = Divisor(std::max<int64_t>(s.lines, 1));
+  }
+  ConstQuantized made;
+  WideSide side{};
+  int padded;  // bytes of a line
+};
+
+// Where groups along the contraction axis end, in storage where each starts at a multiple of unit.
+const int32_t* ends_of(const ConstQuantized& q, int64_t unit, const Stream& stream) {
+  auto* ends = static_cast<int32_t*>(stream.workspace((q.groups.count + 1) * 4));
+  group_ends(q.groups, q.rows, unit, ends, ends + q.groups.count, stream);
+  return ends;
+}
+
+}  // namespace
+
+Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream) {
+  const Room left(a, kFp8_1x128, stream), right(b, kFp8_128x128, stream);
+  WidenParams p{};
+  p.a = left.side, p.b = right.side;
+  p.blocks = static_cast<int>(a.shape().blocks);
+  p.padded = left.padded;
+  p.groups = 1;
+  if (b.groups && a.groups.count > 0) {
+    p.groups = static_cast<int>(a.groups.count);
+    p.ends = ends_of(a, std::max<int64_t>(kBlock, a.spec.hadamard.dim), stream);
+    p.to_ends = ends_of(a, kShared, stream);
+  }
+  p.line_scales = static_cast<float*>(stream.workspace(int64_t{4} * p.groups * p.b.lines));
+  p.a_blocks = static_cast<uint32_t>(ceil_div(p.a.lines, kWidenLines));
+  const auto blocks = p.a_blocks + static_cast<uint32_t>(ceil_div(p.b.lines, kWidenLines));
+  if (blocks > 0) {
+    start(widen_kernel, blocks, kWidenThreads, 0, native(stream), p);
+    check_launch("gemm");
+  }
+  return {left.made, right.made, p.line_scales};
+}
+
+}  // namespace blockscale::gpu
