@@ -26,7 +26,7 @@ BLOCKSCALE_DEVICE void add_to(float* result, uint32_t found) {
 template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
-  after_previous(p);
+  after_previous();
   // The encoder plays no part; the pass says whether values are transformed.
   constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
@@ -133,7 +133,7 @@ BLOCKSCALE_DEVICE void amax_of_tile(const Source& x, const Side& side, const Til
 template <bool kTransform, bool kBoth>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     amax_floats_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
-  after_previous(p);
+  after_previous();
   const TileAt at = direct_tile(kSidewaysShift);
   if (at.column >= p.x.columns) return;
   amax_of_tile<FloatsIn, kTransform, kBoth>(p.x, p.row, at, out, before);
@@ -170,7 +170,7 @@ struct AmaxPair {
 template <class In, bool kTransform, bool kBoth>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     amax_pair_kernel(const __grid_constant__ AmaxPair p) {
-  after_previous(p);
+  after_previous();
   const AmaxTiles &a = p.first, &b = p.second;
   if (blockIdx.x < a.tiles)
     amax_of_tile<In, kTransform, kBoth>(a.x, a.side, a.at(blockIdx.x), a.out, a.before);

@@ -81,20 +81,21 @@ BLOCKSCALE_DEVICE void after_previous() {
 #endif
 }
 
-// The same for a kernel of parameters p. While it waits they come to the constant cache, of which
-// it reads a word of each line if `brings`; every warp, as each scheduler has a cache of its own.
+// The same for a kernel of parameters p. While the blocks of threads wait that a device holds at
+// once, some hundreds, they bring them to the constant cache, of which every warp reads a word of
+// each line, as each scheduler has a cache of its own.
 template <class P>
-BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p,
-                                      [[maybe_unused]] bool brings = true) {
+BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (!brings) return after_previous();
-  constexpr int kLine = 64;
-  uint32_t words = 0;
+  constexpr uint32_t kFirstBlocks = 1024, kLine = 64;
+  if (blockIdx.x < kFirstBlocks && blockIdx.y == 0 && blockIdx.z == 0) {
+    uint32_t words = 0;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(P)) / kLine; ++i)
-    words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
-  // Something has to depend on them, or nothing is read.
-  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
+    for (uint32_t i = 0; i < sizeof(P) / kLine; ++i)
+      words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
+    // Something has to depend on them, or nothing is read.
+    asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
+  }
 #endif
   after_previous();
 }
@@ -332,6 +333,22 @@ BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high) {
   auto one = [](float x) -> uint32_t {
     const uint32_t bits = bit_cast<uint32_t>(x);
     return (bits & kAbsMask) > kInfBits ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  };
+  return one(high) << 16 | one(low);
+#endif
+}
+
+// Two FP32 from 0 to FP16's largest to FP16, rounded towards zero.
+BLOCKSCALE_DEVICE uint32_t to_fp16x2_to_zero(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t d;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+#else
+  auto one = [](float x) -> uint32_t {
+    const float unit = exp2i(-24);  // below the smallest normal number, 2^-14
+    return x < exp2i(-14) ? static_cast<uint32_t>(x / unit)
+                          : (bit_cast<uint32_t>(x) - (112u << 23)) >> 13;
   };
   return one(high) << 16 | one(low);
 #endif

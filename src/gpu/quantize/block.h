@@ -39,13 +39,6 @@ BLOCKSCALE_DEVICE int table_index(const Side& s, int line, int pos) {
                              : pos / block * kTile + line;
 }
 
-// Whether elements of a block of this amax have to be saturated before stochastic rounding.
-template <Pass kPass>
-BLOCKSCALE_DEVICE bool is_far(float inv, uint32_t amax) {
-  return kPass.encoder == Encoder::fp4_stochastic &&
-         __fmul_rn(bit_cast<float>(amax), inv) > kStochasticSafe;
-}
-
 // The random bits of the runs at `pos` of a matrix, of all lines.
 struct RandomRuns : RandomLines {
   uint32_t beside;  // kBesideRandom

@@ -108,15 +108,15 @@ struct ColumnValues {
   }
   // The values of one, and `inv` for them.
   template <int kWhich>
-  BLOCKSCALE_DEVICE void unpack(const Side& s, float& inv, uint32_t block_amax, float* v) const {
-    const bool far = is_far<kPass>(inv, block_amax);
+  BLOCKSCALE_DEVICE void unpack(const Side& s, const Block& b, float& inv, float* v) const {
+    inv = b.inv;
     if (transforms<kPass>(s)) {
       inv = __fmul_rn(inv, transformed[kWhich].factor);
       transformed[kWhich].run.unpack(v);
     } else {
       plain.template unpack<kWhich>(v);
     }
-    if (far) saturate(v, inv);
+    if (kPass.encoder == Encoder::fp4_stochastic && b.far) saturate(v, inv);
   }
   template <int kWhich>
   BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
@@ -278,9 +278,9 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
     const uint32_t a =
         shared_blocks ? table[table_index<kPass>(s, line, g * kRun)] : values.amax[kWhich];
     const Block b =
-        block_of<kPass>(s, m.outer, a, [&](float factor) { values.template cut<kWhich>(factor); });
-    float v[kRun], inv = b.inv;
-    values.template unpack<kWhich>(s, inv, a, v);
+        block_of<kPass>(s, m.outer, a, [&](const Block& b) { values.template cut<kWhich>(b.inv); });
+    float v[kRun], inv;
+    values.template unpack<kWhich>(s, b, inv, v);
     const Codes codes = encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, random,
                                           m.line + at.column + line);
     stage_codes<kPass, 2>(s, stage, codes, line, g);

@@ -105,8 +105,9 @@ BLOCKSCALE_DEVICE void store_scales_aside(const Side& s, const MatrixAt& m, cons
 
 // Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
 // behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
-// `loaded` gives the matrix, after the first loads are on their way.
-template <Pass kPass, class Reader, class Loaded>
+// `loaded` gives the matrix, after the first loads are on their way. Scales may go to the workspace
+// with kAside: code that is not run costs rows alone up to 4%.
+template <Pass kPass, bool kAside, class Reader, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos, int lines,
                                       int each, const Loaded& loaded) {
   using Values = RowValues<kPass, typename Reader::Tile>;
@@ -120,8 +121,9 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       values.take(run.elements(), s);
       const uint32_t amax = row_block_amax<kPass>(s, values.amax);
       if (i < lines) {
-        const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values.cut(inv); });
-        store_row_run<kPass>(s, m, random, values, amax, b, line + i, pos, to);
+        const Block b =
+            block_of<kPass>(s, m.outer, amax, [&](const Block& b) { values.cut(b.inv); });
+        store_row_run<kPass>(s, m, random, values, b, line + i, pos, to);
       }
       to.advance(s);
     };
@@ -159,23 +161,22 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       for (int i = 0; i < kDirectLines; ++i, to.advance(s)) {
         const float inv = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(b.inv), mine ^ i));
         if (i < lines)
-          store_row_codes<kPass>(s, m, random, values[i], amax[i], inv, line + i, pos, to);
+          store_row_codes<kPass>(s, m, random, values[i], Block{inv, 0}, line + i, pos, to);
       }
-    } else if (goes_aside<kPass>(s)) {
+    } else if (kAside && goes_aside<kPass>(s)) {
       Block b[kDirectLines];
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i) b[i] = block_of<kPass>(s, m.outer, amax[i]);
       store_scales_aside(s, m, b, line, pos);
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
-        if (i < lines)
-          store_row_codes<kPass>(s, m, random, values[i], amax[i], b[i].inv, line + i, pos, to);
+        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], b[i], line + i, pos, to);
     } else {
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
         if (i < lines)
-          store_row_run<kPass>(s, m, random, values[i], amax[i],
-                               block_of<kPass>(s, m.outer, amax[i]), line + i, pos, to);
+          store_row_run<kPass>(s, m, random, values[i], block_of<kPass>(s, m.outer, amax[i]),
+                               line + i, pos, to);
     }
   }
 }
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
   const int pos = static_cast<int>(at - group * p.runs.by()) * kRun;
   const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
   const typename In::Reader reader(p.x, batch, line, pos, lines);
-  quantize_lines<Row::kPass>(reader, s, line, pos, lines, p.each, [&] {
+  quantize_lines<Row::kPass, false>(reader, s, line, pos, lines, p.each, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;

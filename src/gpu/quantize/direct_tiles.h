@@ -72,7 +72,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory&
   const int lines = pos < s.padded ? s.lines - line : 0;
   auto reader = reader_at(tile_line, lane % kRunsPerLine, lines);
   if constexpr (!kPass.square) {
-    quantize_lines<kPass>(reader, s, line, pos, lines, kDirectLines, [&] {
+    quantize_lines<kPass, true>(reader, s, line, pos, lines, kDirectLines, [&] {
       loaded();
       return out.template matrix<kPass>(at, memory.outer[0]);
     });
@@ -103,14 +103,14 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory&
         amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
     }
     const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
-    const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) {
+    const Block b = block_of<kPass>(s, m.outer, amax, [&](const Block& b) {
 #pragma unroll
-      for (auto& run : values) run.cut(inv);
+      for (auto& run : values) run.cut(b.inv);
     });
     RowTarget<kPass> to(s, m, line, pos);
 #pragma unroll
     for (int i = 0; i < kDirectLines; ++i, to.advance(s))
-      if (i < lines) store_row_run<kPass>(s, m, random, values[i], amax, b, line + i, pos, to);
+      if (i < lines) store_row_run<kPass>(s, m, random, values[i], b, line + i, pos, to);
   }
 }
 
@@ -150,13 +150,6 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
 #pragma unroll
   for (int i = 0; i < Part::kRuns; ++i)
     random[i] = random_runs<kPass>(s, m, 1, at.row + (part.run + i) * kRun);
-  auto encode = [&](const Values& values, auto which, float inv, uint32_t amax,
-                    const RandomRuns& runs, uint32_t line) {
-    constexpr int kWhich = decltype(which)::value;
-    float v[kRun];
-    values.template unpack<kWhich>(s, inv, amax, v);
-    return encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, runs, line);
-  };
   if constexpr (kBlock == kRun && !kPass.square) {
     // A run is a block. What takes much code is kept once.
     [[maybe_unused]] constexpr int kTimes =
@@ -168,11 +161,19 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
     uint8_t* scale = &in_place(stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
     auto column = [&](Values& values, auto which) {
       constexpr int kWhich = decltype(which)::value;
-      const uint32_t amax = values.amax[kWhich];
-      const Block b = block_of<kPass>(s, m.outer, amax,
-                                      [&](float factor) { values.template cut<kWhich>(factor); });
+      // Unpacked ahead, so that what is unusual of a block is looked at once.
+      float v[kRun], inv;
+      values.template unpack<kWhich>(s, {}, inv, v);
+      const Block b = block_of<kPass>(s, m.outer, values.amax[kWhich], [&](Block& unusual) {
+        values.template cut<kWhich>(unusual.inv);
+        values.template unpack<kWhich>(s, unusual, inv, v);
+        if (kPass.encoder == Encoder::fp4_stochastic && unusual.far)
+          unusual.inv = 1.0f;  // as saturate() says
+      });
+      inv = kPass.hadamard ? __fmul_rn(b.inv, values.transformed[kWhich].factor) : b.inv;
       scale[kWhich * kRunsPerLine] = static_cast<uint8_t>(b.stored);
-      const Codes codes = encode(values, which, b.inv, amax, random[0], line + kWhich);
+      const Codes codes =
+          encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, random[0], line + kWhich);
       *reinterpret_cast<uint2*>(to[kWhich]) = {codes.word[0], codes.word[1]};
     };
 #pragma unroll kTimes
@@ -204,33 +205,37 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
 #pragma unroll
       for (int i = 0; i < kWide; ++i) amax[i] = a;
     }
-    float inv[kWide];
+    Block blocks[kWide];
     if constexpr (kBlock == kTile) {
       share_blocks<kPass>(s, m, amax, part.first, memory, stage);
       const float4 four = *reinterpret_cast<const float4*>(&memory.column_inv[part.first]);
-      inv[0] = four.x, inv[1] = four.y, inv[2] = four.z, inv[3] = four.w;
+      blocks[0] = {four.x, 0}, blocks[1] = {four.y, 0};
+      blocks[2] = {four.z, 0}, blocks[3] = {four.w, 0};
     } else {
       Block b{};
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
         if (i == 0 || !kPass.square)
-          b = block_of<kPass>(s, m.outer, amax[i], [&](float factor) {
+          b = block_of<kPass>(s, m.outer, amax[i], [&](const Block& b) {
             if constexpr (kPass.square) {
-              for (Values& two : values) two.template cut<0>(factor), two.template cut<1>(factor);
+              for (Values& two : values) two.template cut<0>(b.inv), two.template cut<1>(b.inv);
             } else {
               for (Values& two : values)
-                i == 0 ? two.template cut<0>(factor) : two.template cut<1>(factor);
+                i == 0 ? two.template cut<0>(b.inv) : two.template cut<1>(b.inv);
             }
           });
         stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
-        inv[i] = b.inv;
+        blocks[i] = b;
       }
     }
     auto column = [&](auto i) {
       constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
       const int line = part.first + kColumn, run = kIndex / kWide;
-      const Codes codes = encode(values[kIndex / 2], Constant<kIndex % 2>{}, inv[kColumn],
-                                 amax[kColumn], random[run], m.line + at.column + line);
+      const Values& two = values[kIndex / 2];
+      float v[kRun], inv;
+      two.template unpack<kIndex % 2>(s, blocks[kColumn], inv, v);
+      const Codes codes = encode_run<kPass>(s, v, two.template signs<kIndex % 2>(s), inv,
+                                            random[run], m.line + at.column + line);
       stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
     };
     column(Constant<0>{});
@@ -338,11 +343,10 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
   }
 }
 
-// FP4 does without its parameters brought early: that takes as long as a fiftieth of a tile does.
 template <class Row, class Column, class In, bool kGrouped>
 __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Column::kPass, In>))
     tiles_kernel(const __grid_constant__ TilesParams p) {
-  after_previous(p, !Row::kPass.fp4() && !Column::kPass.fp4());
+  after_previous(p);
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   auto& memory = in_place(*reinterpret_cast<TileMemory<Row, Column, In>*>(bytes));
   const TileAt at = direct_tile(p.sideways);

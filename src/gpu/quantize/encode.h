@@ -57,7 +57,9 @@ BLOCKSCALE_DEVICE uint32_t nearest_limit(float inv) {
   const float six = __fmul_rn(6.0f, __frcp_rn(inv));
   return to_bf16x2(six, six);
 }
-// ... and otherwise v is replaced by what is encoded, and inv by 1.
+// ... and otherwise v is replaced by what is encoded, and inv by 1; also where inv is so small that
+// it would lose bits in FP16's units.
+inline constexpr float kStochasticLeast = exp2i(-108);
 BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
 #pragma unroll
   for (int i = 0; i < kRun; ++i) v[i] = fmaxf(fminf(__fmul_rn(v[i], inv), 6.0f), -6.0f);
@@ -89,29 +91,36 @@ BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, const Sig
   return signs.with(permute_bytes(join_nibbles(w), join_nibbles(w + 4), 0x5410));
 }
 
-// E2M1, stochastic: numerics section 6 in its integer form, moved up by 2 bits so that the byte of
-// random bits is a byte of the word: under it 0x80 (half of its last place), above it 4, which
-// takes the 252 off: `beside` is kBesideRandom, in a register. The code is the top byte.
-inline constexpr uint32_t kBesideRandom = 0x0480;
-BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float inv, uint32_t random, int byte,
-                                          uint32_t beside) {
-  const float y = __fmul_rn(fabsf(v), inv);
-  const float z = fmaxf(y, __fmaf_rn(y, 0.5f, 0.5f));
-  return bit_cast<uint32_t>(z) * 4 + permute_bytes(random, beside, 0x5046 + 256 * byte);
+// E2M1, stochastic, by numerics section 6. Times 2^-14, E2M1's magnitudes below its smallest normal
+// are FP16's below its own, so that the bits of FP16 count units of 2^-9 between neighbours,
+// whatever the binade. Cut there, FP32 gives F to ten bits, and no more of them count: the last is
+// the half that t rounds by. What FP32 rounds in y + 1 moves F up where y < 1 is within 2^-24 of
+// the next unit: half of an FP32 unit, added first and cut again, which does nothing to y >= 1.
+//
+// A random byte comes behind 0x80 of `beside` (kBesideRandom, in a register), which is the half.
+inline constexpr uint32_t kBesideRandom = 0x80;
+inline constexpr float kFp16Units = exp2i(-14);  // E2M1's in FP16's
+// Two elements in halves of a word, of which bits 9 to 11 become codes: `which` are their bytes.
+BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float w, float inv, uint32_t random,
+                                          uint32_t beside, uint32_t which) {
+  constexpr float kHalf = exp2i(-24) * kFp16Units;
+  const auto cut = [&](float x) { return add_to_zero(__fmul_rn(fabsf(x), inv), kHalf); };
+  return to_fp16x2_to_zero(cut(v), cut(w)) + (permute_bytes(random, beside, which) >> 7);
 }
 BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const Signs& signs,
                                                const uint32_t* random, uint32_t beside) {
-  uint32_t even[2], odd[2];  // two of each
+  const float units = __fmul_rn(inv, kFp16Units);
+  uint32_t two[2][2];  // elements 0 and 2, 1 and 3; 4 and 6, 5 and 7
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t t[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) t[j] = fp4_stochastic(v[4 * i + j], inv, random[i], j, beside);
-    even[i] = permute_bytes(t[0], t[2], 0x0073);
-    odd[i] = permute_bytes(t[1], t[3], 0x0073);
+    for (int j = 0; j < 2; ++j)
+      two[i][j] = fp4_stochastic(v[4 * i + j], v[4 * i + j + 2], units, random[i], beside,
+                                 0x2404 + 0x1010 * j);
   }
-  return signs.with(permute_bytes(odd[0], odd[1], 0x5410) * 16 +
-                    permute_bytes(even[0], even[1], 0x5410));
+  const uint32_t even = permute_bytes(two[0][0], two[1][0], 0x7531);
+  const uint32_t odd = permute_bytes(two[0][1], two[1][1], 0x7531);
+  return signs.with(((even >> 1) + odd * 8) & 0x77777777);
 }
 
 // What is known of an element format before the kernel starts: constants that instructions take

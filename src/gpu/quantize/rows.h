@@ -39,15 +39,15 @@ struct RowValues {
     }
   }
   // The values, and `inv` for them.
-  BLOCKSCALE_DEVICE void unpack(const Side& s, float& inv, uint32_t block_amax, float* v) const {
-    const bool far = is_far<kPass>(inv, block_amax);
+  BLOCKSCALE_DEVICE void unpack(const Side& s, const Block& b, float& inv, float* v) const {
+    inv = b.inv;
     if (transforms<kPass>(s)) {
       inv = __fmul_rn(inv, transformed.factor);
       transformed.run.unpack(v);
     } else {
       plain.unpack(v);
     }
-    if (far) saturate(v, inv);
+    if (kPass.encoder == Encoder::fp4_stochastic && b.far) saturate(v, inv);
   }
   BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
     return transforms<kPass>(s) ? transformed.run.signs() : plain.signs();
@@ -94,33 +94,32 @@ BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& code
 }
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                       Values& values, uint32_t amax, float inv, int line) {
-  float v[kRun];
-  values.unpack(s, inv, amax, v);
+                                       Values& values, const Block& b, int line) {
+  float v[kRun], inv;
+  values.unpack(s, b, inv, v);
   return encode_run<kPass>(s, v, values.signs(s), inv, random, m.line + line);
 }
 // Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                     Values& values, uint32_t amax, const Block& b, int line,
-                                     int pos) {
+                                     Values& values, const Block& b, int line, int pos) {
   const int block = block_length<kPass>(s);
   if (pos % block == 0) store_scale<kPass>(s, m, line, pos / block, b.stored);
   store_codes<kPass>(codes_at<kPass>(s, m, line, pos), s,
-                     encode_row_run<kPass>(s, m, random, values, amax, b.inv, line));
+                     encode_row_run<kPass>(s, m, random, values, b, line));
 }
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                       Values& values, uint32_t amax, float inv, int line, int pos,
+                                       Values& values, const Block& b, int line, int pos,
                                        const RowTarget<kPass>& to) {
   store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
-                     encode_row_run<kPass>(s, m, random, values, amax, inv, line));
+                     encode_row_run<kPass>(s, m, random, values, b, line));
 }
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                     Values& values, uint32_t amax, const Block& b, int line,
-                                     int pos, const RowTarget<kPass>& to) {
-  const Codes codes = encode_row_run<kPass>(s, m, random, values, amax, b.inv, line);
+                                     Values& values, const Block& b, int line, int pos,
+                                     const RowTarget<kPass>& to) {
+  const Codes codes = encode_row_run<kPass>(s, m, random, values, b, line);
   const bool first = pos % kPass.block() == 0;
   if (s.plain && !kPass.square) {
     if (first && kPass.scale == Format::fp32)
@@ -174,8 +173,9 @@ BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile
     const uint32_t amax =
         square ? table[table_index<kPass>(s, line, pos)] : row_block_amax<kPass>(s, values[i].amax);
     if (r < s.lines && c < s.padded) {
-      const Block b = block_of<kPass>(s, m.outer, amax, [&](float inv) { values[i].cut(inv); });
-      store_row_run<kPass>(s, m, random, values[i], amax, b, r, c);
+      const Block b =
+          block_of<kPass>(s, m.outer, amax, [&](const Block& b) { values[i].cut(b.inv); });
+      store_row_run<kPass>(s, m, random, values[i], b, r, c);
     }
   }
 }

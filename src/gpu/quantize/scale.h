@@ -40,18 +40,19 @@ struct Side {
 struct Outer {
   float sixth;  // fl(S_enc * fl(1/6))
   float dec;
-  uint32_t limit;     // amaxes from here on make blocks of NaN; 0 when `dec` is NaN
-  uint32_t ordinary;  // 1 / (scale * dec) is a normal number, or scale is 0
+  uint32_t limit;  // amaxes from here on make blocks of NaN; 0 when `dec` is NaN
+  float unusual;   // 0, or NaN where 1 / (scale * dec) may be no normal number
 };
-BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / 6.0f, 1, kInfBits, true}; }
+BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / 6.0f, 1, kInfBits, 0}; }
 BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
   if (!s.out.spec.outer) return no_outer();
   const float a = s.amax[batch];
-  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, false};
+  if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, bit_cast<float>(kNanBits)};
   const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
                                                             : outer_scale(Format::ue5m3, a);
   const bool ordinary = outer.dec > exp2i(-90) && outer.dec < exp2i(90);
-  return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, kInfBits, ordinary};
+  return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, kInfBits,
+          ordinary ? 0.0f : bit_cast<float>(kNanBits)};
 }
 
 // The matrix at hand: what changes with the batch.
@@ -117,6 +118,7 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const GroupTile&
 struct Block {
   float inv;
   uint32_t stored;  // of a scale of one byte, the low eight bits
+  int far = false;  // elements have to be saturated before stochastic rounding
 };
 
 // As two_level_scale(). Rounds to the scale format by an addition: with P the power of two at or
@@ -148,8 +150,8 @@ BLOCKSCALE_DEVICE Block e8m0_block(ScaleRule rule, const ElementFacts& e, float 
   return {bit_cast<float>((254 - byte) << 23), byte};
 }
 
-// The block of this amax; `cut` takes 1 / scale where elements are beyond `safe`, or not finite:
-// then it is 0. No finite block has that.
+// The block of this amax; `cut` takes it where elements are beyond `safe`, or not finite: then
+// 1 / scale is 0. No finite block has that.
 template <Format kScale, class Cut>
 BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t amax_bits,
                                    float safe, const Cut& cut) {
@@ -168,10 +170,11 @@ BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t a
       b = e8m0_block(spec.rule, s.element, amax);
     else
       b = two_level_block<kScale>(s.scales_up, amax, outer, decoded);
-    if (!(outer.ordinary && __fmul_rn(amax, b.inv) <= safe)) {
+    if (!(__fmaf_rn(amax, b.inv, outer.unusual) <= safe)) {
       if (kScale != Format::e8m0) b.inv = inverse_scale(decoded);
       if (amax_bits >= outer.limit) b = {0.0f, traits(kScale).nan_code()};
-      cut(b.inv);
+      b.far = !(b.inv >= kStochasticLeast && __fmul_rn(amax, b.inv) <= kStochasticSafe);
+      cut(b);
     }
     return b;
   }
@@ -197,7 +200,7 @@ BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t ama
 }
 template <Pass kPass>
 BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t amax_bits) {
-  return block_of<kPass>(s, outer, amax_bits, [](float) {});
+  return block_of<kPass>(s, outer, amax_bits, [](Block&) {});
 }
 
 template <Pass kPass>

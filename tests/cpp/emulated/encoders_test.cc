@@ -37,6 +37,16 @@ TEST(Emulated, Fp4NearestIsTheDefinitionForEveryMagnitudeItIsUsedFor) {
   EXPECT_EQ(wrong, 0u) << "e.g. " << float_of(example);
 }
 
+// A block of that amax, as block_with() has it. Of small 1 / scale, powers of two lose no bits.
+template <Encoder kEncoder>
+Block block_of_inv(uint32_t amax, float inv) {
+  constexpr bool kStochastic = kEncoder == Encoder::fp4_stochastic;
+  const bool power = (bits_of(inv) & 0x7FFFFF) == 0;
+  const bool far = float_of(amax) * inv > (kStochastic ? kStochasticSafe : kNearestSafe) ||
+                   (kStochastic && inv < kStochasticLeast && !power);
+  return {inv, 0, far};
+}
+
 // Codes of 16 BF16 values by what kernels do with a run along a row and with two columns, and by
 // the definition.
 template <Encoder kEncoder>
@@ -60,24 +70,24 @@ void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
   ColumnValues<kPass, Bf16Tile> both;
   both.take(columns, side);
   const uint32_t amax = row.amax;
-  constexpr float kSafe = kStochastic ? kStochasticSafe : kNearestSafe;
-  if (float_of(amax) * inv > kSafe) {
+  const Block block = block_of_inv<kEncoder>(amax, inv);
+  if (block.far) {
     row.cut(inv);
     both.template cut<0>(inv);
     both.template cut<1>(inv);
   }
   const RandomRuns random_of = random_runs<kPass>(side, at, 1, 16 * position);
   auto encode = [&](const auto& unpack, const RunSigns& signs) {
-    float values[kRun], multiplier = inv;
+    float values[kRun], multiplier;
     unpack(multiplier, values);
     return encode_run<kPass>(side, values, signs, multiplier, random_of, 7);
   };
   const Codes along =
-      encode([&](float& m, float* to) { row.unpack(side, m, amax, to); }, row.signs(side));
+      encode([&](float& m, float* to) { row.unpack(side, block, m, to); }, row.signs(side));
   const Codes down =
-      encode([&](float& m, float* to) { both.template unpack<0>(side, m, amax, to); },
+      encode([&](float& m, float* to) { both.template unpack<0>(side, block, m, to); },
              both.template signs<0>(side));
-  const Codes up = encode([&](float& m, float* to) { both.template unpack<1>(side, m, amax, to); },
+  const Codes up = encode([&](float& m, float* to) { both.template unpack<1>(side, block, m, to); },
                           both.template signs<1>(side));
   const PhiloxBlock random = random_block(rng, 1, 7, position);
   for (int i = 0; i < kRun; ++i) {
@@ -128,20 +138,32 @@ TEST(Emulated, EveryBf16MagnitudeToE2m1Stochastically) {
 }
 
 // Every byte of random bits, at every place of a run.
-TEST(Emulated, Fp4StochasticIsTheDefinitionForEveryRandomByte) {
+void expect_every_random_byte(float y) {
   constexpr FormatTraits t = traits(Format::e2m1);
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    const float v[8] = {y, y, y, y, y, y, y, y};
+    const uint32_t random[2] = {byte * 0x01010101, (byte ^ 0x55) * 0x01010101};
+    const uint32_t got =
+        fp4_stochastic_of_8(v, 1.0f, {0x7F7F7F7F, 0x7F7F7F7F}, random, kBesideRandom);
+    const uint32_t low = encode_magnitude_stochastic(t, 6.0f, y, byte),
+                   high = encode_magnitude_stochastic(t, 6.0f, y, byte ^ 0x55);
+    ASSERT_EQ(got, low * 0x1111 | high * 0x11110000) << y << " random " << byte;
+  }
+}
+TEST(Emulated, Fp4StochasticIsTheDefinitionForEveryRandomByte) {
   const uint32_t end = bits_of(kStochasticSafe) + 1;
   const uint32_t step = kSweepStep > 1 ? 65537 * 31 : 1021;  // odd: all low bits come up
   for (uint32_t b = 0; b < end; b += b < bits_of(0x1p-12f) ? 64 * step : step) {
-    const float y = float_of(b);
-    for (uint32_t byte = 0; byte < 256; ++byte) {
-      const float v[8] = {y, y, y, y, y, y, y, y};
-      const uint32_t random[2] = {byte * 0x01010101, (byte ^ 0x55) * 0x01010101};
-      const uint32_t got =
-          fp4_stochastic_of_8(v, 1.0f, {0x7F7F7F7F, 0x7F7F7F7F}, random, kBesideRandom);
-      const uint32_t low = encode_magnitude_stochastic(t, 6.0f, y, byte),
-                     high = encode_magnitude_stochastic(t, 6.0f, y, byte ^ 0x55);
-      ASSERT_EQ(got, low * 0x1111 | high * 0x11110000) << y << " random " << byte;
+    expect_every_random_byte(float_of(b));
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+  // Around what the random bits add up to, and where y + 1 rounds up to that.
+  for (int unit = 1; unit<6 * 1024; unit += kSweepStep> 1 ? 31 : 1) {
+    const float edge = static_cast<float>(unit) / 1024;
+    for (uint32_t more = 0; more < 7; ++more) {
+      expect_every_random_byte(float_of(bits_of(edge) - 3 + more));
+      expect_every_random_byte(float_of(bits_of(edge - 0x1p-24f) - 3 + more));
+      if (::testing::Test::HasFatalFailure()) return;
     }
   }
 }
@@ -188,10 +210,10 @@ void expect_transform(const float* x, const Hadamard& h, float inv) {
     return;
   }
   ASSERT_EQ(row.amax, bits_of(largest));
-  if (largest * inv > (kEncoder == Encoder::fp4_nearest ? kNearestSafe : kStochasticSafe))
-    row.cut(inv);
-  float values[kRun], multiplier = inv;
-  row.unpack(side, multiplier, row.amax, values);
+  const Block block = block_of_inv<kEncoder>(row.amax, inv);
+  if (block.far) row.cut(inv);
+  float values[kRun], multiplier;
+  row.unpack(side, block, multiplier, values);
   const RandomRuns runs{{{1, 2}, 0, 3}, kBesideRandom};
   const Codes got = encode_run<kPass>(side, values, row.signs(side), multiplier, runs, 4);
   const PhiloxBlock random = random_block({1, 2}, 0, 4, 3);
@@ -253,7 +275,7 @@ void expect_two_level() {
       s.scales_up = up;
       for (uint32_t b = 0; b < kBf16End; ++b) {
         const float a = from_bf16(static_cast<uint16_t>(b));
-        const Block got = block_with<kScale>(s, outer, bits_of(a), kNearestSafe, [](float) {});
+        const Block got = block_with<kScale>(s, outer, bits_of(a), kNearestSafe, [](Block&) {});
         const BlockScale want =
             two_level_scale(kScale, up ? ScaleRounding::up : ScaleRounding::nearest, a, want_outer);
         ASSERT_EQ(got.stored & 0xFF, want.code) << a << " up " << up << " tensor " << amax;
