@@ -198,8 +198,8 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   const ScalarType out = dtype.value_or(x.scalar_type());
   const int64_t rows = rows_of(x);
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
-  const int64_t *const seed_at = key_or_none(at, "seed", seed), *const offset_at = key_or_none(
-                                                                    at, "offset", offset);
+  const int64_t* const seed_at = key_or_none(at, "seed", seed);
+  const int64_t* const offset_at = key_or_none(at, "offset", offset);
   Making xs(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
             outside_if(dw && recipe.wgrad_x), {Role::x, seed_at, offset_at});
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
