@@ -14,12 +14,14 @@ namespace {
 
 constexpr int kWidenThreads = 256, kWidenLines = kWidenThreads / 32;
 constexpr int kBlock = 32;
-constexpr int kCodes = 16;            // of a lane at once: half a block
-constexpr int kStep = 32 * kCodes;    // of a warp
-constexpr int kAhead = 4;             // steps whose loads are under way together
-constexpr int kShared = 128;          // codes of A that share a scale, and of B's squares
-constexpr uint32_t kNanScale = 0xFF;  // of E8M0
-constexpr int kScaleBias = 127;
+constexpr int kCodes = 16;          // of a lane at once: half a block
+constexpr int kStep = 32 * kCodes;  // of a warp
+constexpr int kAhead = 4;           // steps whose loads are under way together
+constexpr int kShared = 128;        // codes of A that share a scale, and of B's squares
+constexpr uint32_t kNanScale = traits(Format::e8m0).magnitude_mask();
+constexpr int kScaleBias = traits(Format::e8m0).bias;
+template <uint32_t kCode>
+constexpr float kMagnitude = decode(Format::e2m1, kCode);
 // Codes of a block with the largest scale are multiplied by 2^13: 6 * 2^13 is in E5M2, 6 * 2^14
 // not.
 constexpr int kTop = 13;
@@ -70,8 +72,10 @@ struct Magnitudes {
   BLOCKSCALE_DEVICE Magnitudes(uint32_t scale, uint32_t top) {
     const int less = static_cast<int>(top) - static_cast<int>(scale);
     const float f = scale == kNanScale ? bit_cast<float>(kNanBits) : power_of_two(kTop - less);
-    low = to_fp8x4<true>(0 * f, 0.5f * f, f, 1.5f * f);
-    high = to_fp8x4<true>(2 * f, 3 * f, 4 * f, 6 * f);
+    low =
+        to_fp8x4<true>(kMagnitude<0> * f, kMagnitude<1> * f, kMagnitude<2> * f, kMagnitude<3> * f);
+    high =
+        to_fp8x4<true>(kMagnitude<4> * f, kMagnitude<5> * f, kMagnitude<6> * f, kMagnitude<7> * f);
   }
   // Eight codes of four bits become two words of four bytes.
   BLOCKSCALE_DEVICE void of_8(uint32_t codes, uint32_t* to) const {

@@ -1,7 +1,6 @@
 // What one launch does for two operands, on the host, against the definitions.
 #include <gtest/gtest.h>
 
-#include <list>
 #include <string>
 #include <vector>
 
@@ -9,18 +8,10 @@
 #include "../cases.h"
 #include "gpu/gpu.h"
 #include "gpu/port/host.h"
+#include "host_stream.h"
 
 namespace blockscale::testing {
 namespace {
-
-class HostStream final : public Stream {
- public:
-  void* handle() const override { return nullptr; }
-  void* workspace(int64_t bytes) const override { return pieces_.emplace_back(bytes).data(); }
-
- private:
-  mutable std::list<Guarded> pieces_;
-};
 
 Strides random_strides(Random& random) {
   constexpr Strides kOthers[] = {Strides::padded_rows, Strides::negative_rows};

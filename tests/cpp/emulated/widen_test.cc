@@ -3,23 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <list>
 #include <vector>
 
 #include "../buffers.h"
 #include "gpu/gpu.h"
+#include "host_stream.h"
 
 namespace blockscale::testing {
 namespace {
-
-class HostStream final : public Stream {
- public:
-  void* handle() const override { return nullptr; }
-  void* workspace(int64_t bytes) const override { return pieces_.emplace_back(bytes).data(); }
-
- private:
-  mutable std::list<Guarded> pieces_;
-};
 
 // An operand of any codes whose scales lie in [least, least + spread], and now and then are NaN.
 struct Operand {
