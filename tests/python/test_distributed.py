@@ -27,8 +27,10 @@ def trained(wrapper: str = "") -> Weights:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7))
-    bs.convert(model, "nvfp4", skip=["2"])
     whole: nn.Module = model
+    if wrapper == "ddp, converted last":
+        whole = DistributedDataParallel(model)
+    bs.convert(whole, "nvfp4", skip=["2"])
     if wrapper == "ddp":
         whole = DistributedDataParallel(model)
     elif wrapper == "fsdp":
@@ -56,7 +58,25 @@ def run(rank: int, meeting: str, wrapper: str, want: Weights) -> None:
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        layer = nn.Linear(32, 32)
+        fully_shard(layer)
+        report = bs.convert(nn.Sequential(nn.Linear(32, 32), layer), "mxfp8")
+        said = "FSDPLinear is sharded by itself: convert before fully_shard"
+        assert report.skipped == [("1", said)]
+        model = nn.Sequential(nn.Linear(32, 32))
+        bs.convert(model, "mxfp8")
+        fully_shard(model[0])
+        with pytest.raises(ValueError, match=r"revert: model = Sequential with '0' in fully_shard"):
+            bs.revert(model)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp, converted last", "fsdp"])
 def test_two_ranks_with_one_batch_are_one_process(wrapper: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks
