@@ -9,7 +9,7 @@
 
 namespace blockscale::sm90 {
 
-BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
+BLOCKSCALE_DEVICE float bias_at(const Output& out, int64_t at) {
   if (out.bias_dtype == DType::f32) return static_cast<const float*>(out.bias)[at];
   const uint16_t bits = static_cast<const uint16_t*>(out.bias)[at];
   return out.bias_dtype == DType::bf16 ? __uint_as_float(uint32_t{bits} << 16)
@@ -18,7 +18,7 @@ BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
 
 // Factors of columns, alpha and bias.
 template <class T>
-BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
+BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
                               int column, bool with_bias) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t first = int64_t{1} * group * p.problem.n;
@@ -64,7 +64,7 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
 // Through shared memory, from where the copy engine stores while the next tile is computed; it cuts
 // off what lies outside of D.
 template <class T, bool kSquare, bool kF32>
-BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+BLOCKSCALE_DEVICE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                    const Shared<T, kSquare>& shared, int group, const Work& w,
                                    int row, int column) {
   constexpr int kColumns = kF32 ? 32 : 64, kEights = kColumns / 8;
@@ -109,7 +109,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
         }
       }
     }
-    fence_for_copies();
+    gpu::fence_copies();
     named_sync(1 + group, 128);
     if (stores) {
 #pragma unroll
@@ -125,7 +125,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
   }
 }
 
-BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, float x, float y) {
+BLOCKSCALE_DEVICE void store_pair(const GemmParams& p, int64_t at, int column, float x, float y) {
   const Output& out = p.out;
   const bool second = column + 1 < p.problem.n;
   if (out.f32) {
@@ -146,7 +146,7 @@ BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, f
 
 // Rows [first, last) of D, counted through its matrices; by kWarps warps of every CTA.
 template <int kWarps>
-BLOCKSCALE_INLINE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
+BLOCKSCALE_DEVICE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
                                  int warp) {
   const int step = static_cast<int>(gridDim.x) * kWarps;
   for (int64_t row = first + static_cast<int>(blockIdx.x) * kWarps + warp; row < last; row += step)
@@ -157,7 +157,7 @@ BLOCKSCALE_INLINE void fill_rows(const GemmParams& p, int64_t first, int64_t las
 // Straight from registers: the tail of a group of rows, and outputs that the copy engine cannot
 // describe.
 template <class T>
-BLOCKSCALE_INLINE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+BLOCKSCALE_DEVICE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                       const Work& w, int row, int column) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int64_t base =
@@ -182,7 +182,7 @@ BLOCKSCALE_INLINE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], 
 // Each CTA of the cluster has summed a part of K in its registers. The parts meet in shared memory,
 // where each CTA adds some of the rows up, always in the same order.
 template <class T>
-BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+BLOCKSCALE_DEVICE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                  uint32_t memory, const Work& w, int group_column, int rank) {
   constexpr int kPitch = T::kColumns + 8, kThreads = 128 * T::kGroups, kAcross = T::kColumns / 4;
   static_assert(!T::kSplit || T::kRows == 64);
@@ -217,7 +217,7 @@ BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const
 
 // Starts the products of a wave with one block; `part` may be used after the wait for them.
 template <int kN, bool kAE5m2, bool kBE5m2>
-BLOCKSCALE_INLINE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
+BLOCKSCALE_DEVICE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
   pin(part);
   wgmma_begin();
 #pragma unroll
@@ -227,8 +227,8 @@ BLOCKSCALE_INLINE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64
 }
 
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
-BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const GroupStart* starts, int rank) {
+BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                      const WorkBefore* starts, int rank) {
   constexpr int kN = T::kN;
   constexpr bool kBrings = kBringsScales<T, kSquare>;
   // So that the end of a block and the start of the next overlap; a scale for each column leaves no
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   extern __shared__ uint8_t memory[];
   const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
-  auto* starts = reinterpret_cast<GroupStart*>(memory + (base - start) + kStartsAt<T, kSquare>);
+  auto* starts = reinterpret_cast<WorkBefore*>(memory + (base - start) + kStartsAt<T, kSquare>);
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
