@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import DEVICES, on_two_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,14 +26,17 @@ def trained(device: str, wrapper: str = "") -> Weights:
     """The weights of a small converted model after a few steps of two micro-batches."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7)).to(device)
+    model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7))
     bs.convert(model, "nvfp4", skip=["2"])
     whole: nn.Module = model
+    if wrapper == "fsdp":  # it moves the parameters itself
+        mesh = init_device_mesh(device, (2,))
+        fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model.to(device)
     if wrapper == "ddp":
         whole = DistributedDataParallel(model)
-    elif wrapper == "fsdp":
-        fully_shard(block)
-        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     bs.attach(model, optimizer)
     for _ in range(STEPS):
