@@ -75,7 +75,11 @@ class Linear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
         recipe = self.recipe
-        key = (self._seed, self._rng_state.offset) if recipe.stochastic else None
+        key = None
+        if recipe.stochastic:
+            if self._seed.device != self.weight.device:  # FSDP2 moves parameters past _apply()
+                self._move_rng()
+            key = (self._seed, self._rng_state.offset)
         return linear_with_key(input, self.weight, self.bias, recipe, key)
 
     def extra_repr(self) -> str:

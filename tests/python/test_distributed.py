@@ -27,7 +27,9 @@ def trained(device: str, wrapper: str = "") -> Weights:
     """The weights of a small converted model after a few steps of two micro-batches."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7)).to(device)
+    model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7))
+    if wrapper != "fsdp":  # which moves the parameters itself
+        model.to(device)
     whole: nn.Module = model
     if wrapper == "ddp, converted last":
         whole = DistributedDataParallel(model)
@@ -35,8 +37,9 @@ def trained(device: str, wrapper: str = "") -> Weights:
     if wrapper == "ddp":
         whole = DistributedDataParallel(model)
     elif wrapper == "fsdp":
-        fully_shard(block)
-        fully_shard(model)
+        mesh = init_device_mesh(device, (2,))
+        fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     bs.attach(model, optimizer)
     for _ in range(STEPS):
