@@ -314,7 +314,8 @@ def _check(
         if tensor is None and name in ("bias", "offsets"):
             continue
         if not isinstance(tensor, torch.Tensor):
-            fail_type(op, name, tensor, "a tensor")
+            remedy = "pass the recipe as recipe=" if isinstance(tensor, str | Recipe) else ""
+            fail_type(op, name, tensor, "a tensor", remedy)
         if tensor.dtype not in FLOATS and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
         if tensor.layout is not torch.strided:
@@ -331,7 +332,9 @@ def _check(
         fail(op, "bias.shape", list(bias.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
     if offsets is not None and tuple(offsets.shape) != (w.shape[0],):
         need = f"[{w.shape[0]}], the end of a group for each matrix of w {list(w.shape)}"
-        fail(op, "offsets.shape", list(offsets.shape), need)
+        led = offsets.shape == (w.shape[0] + 1,)
+        remedy = "leave the leading zero out: offsets are the ends of groups" if led else ""
+        fail(op, "offsets.shape", list(offsets.shape), need, remedy)
     specs = _specs(recipe)
     draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or _backward_draws(specs, dx, dw)
     if draws and (seed is None or offset is None):

@@ -11,6 +11,7 @@ from pathlib import Path
 import blockscale as bs
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import DEVICES, on_two_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,16 +28,18 @@ def trained(device: str, wrapper: str = "") -> Weights:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7))
-    bs.convert(model, "nvfp4", skip=["2"])
+    if wrapper != "fsdp":  # which moves the parameters itself
+        model.to(device)
     whole: nn.Module = model
-    if wrapper == "fsdp":  # it moves the parameters itself
+    if wrapper == "ddp, converted last":
+        whole = DistributedDataParallel(model)
+    bs.convert(whole, "nvfp4", skip=["2"])
+    if wrapper == "ddp":
+        whole = DistributedDataParallel(model)
+    elif wrapper == "fsdp":
         mesh = init_device_mesh(device, (2,))
         fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    else:
-        model.to(device)
-    if wrapper == "ddp":
-        whole = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     bs.attach(model, optimizer)
     for _ in range(STEPS):
@@ -56,8 +59,27 @@ def train_and_compare(wrapper: str, device: str, want: Weights) -> None:
         assert torch.equal(got[name].cpu(), value), name
 
 
+def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        layer = nn.Linear(32, 32)
+        fully_shard(layer, mesh=mesh)
+        report = bs.convert(nn.Sequential(nn.Linear(32, 32), layer), "mxfp8")
+        said = "FSDPLinear is sharded by itself: convert before fully_shard"
+        assert report.skipped == [("1", said)]
+        model = nn.Sequential(nn.Linear(32, 32))
+        bs.convert(model, "mxfp8")
+        fully_shard(model[0], mesh=mesh)
+        with pytest.raises(ValueError, match=r"revert: model = Sequential with '0' in fully_shard"):
+            bs.revert(model)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp, converted last", "fsdp"])
 def test_two_ranks_with_one_batch_are_one_process(
     wrapper: str, device: str, tmp_path: Path
 ) -> None:
