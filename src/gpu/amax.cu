@@ -13,6 +13,26 @@ struct AmaxShared {
   typename Loader::Shared loader;
 };
 
+// Of a run, and of two columns, after the transform or as they are.
+template <bool kTransform, class Run>
+BLOCKSCALE_DEVICE uint32_t amax_of_run(const Run& run, const Side& side) {
+  if constexpr (kTransform)
+    return transformed_amax(side.transform, [&](float* v) { run.unpack(v); });
+  else
+    return run.amax_bits();
+}
+template <bool kTransform, class Columns>
+BLOCKSCALE_DEVICE uint32_t amax_of_columns(const Columns& columns, const Side& side) {
+  uint32_t two[2];
+  if constexpr (kTransform) {
+    two[0] = transformed_amax(side.transform, [&](float* v) { columns.template unpack<0>(v); });
+    two[1] = transformed_amax(side.transform, [&](float* v) { columns.template unpack<1>(v); });
+  } else {
+    columns.amax_bits(two);
+  }
+  return max(two[0], two[1]);
+}
+
 // What a warp has found, in all.
 BLOCKSCALE_DEVICE void add_to(float* result, uint32_t found) {
   found = warp_max(found > kInfBits ? kNanBits : found);
@@ -27,8 +47,6 @@ template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
   after_previous();
-  // The encoder plays no part; the pass says whether values are transformed.
-  constexpr Pass kPass{Encoder::e4m3fn, Format::fp32, false, kTransform};
   const Side& side = p.row;
   BLOCKSCALE_DYNAMIC_SHARED(memory);
   auto& shared = *reinterpret_cast<AmaxShared<Loader>*>(memory);
@@ -69,24 +87,16 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       loader.release(turn.stage);
 #pragma unroll
       for (const auto& run : runs) {
-        RowValues<kPass, typename Loader::Tile> values;
-        values.take(run, side);
-        largest = max(largest, values.amax);
-        if constexpr (kBoth) plain = max(plain, values.plain.amax_bits());
+        largest = max(largest, amax_of_run<kTransform>(run, side));
+        if constexpr (kBoth) plain = max(plain, run.amax_bits());
       }
     } else {
       const int warp = thread / 32;
       const auto columns = tile[turn.stage].columns(
           warp % kRunsPerLine * kRun, warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2);
       loader.release(turn.stage);
-      ColumnValues<kPass, typename Loader::Tile> values;
-      values.take(columns, side);
-      largest = max(largest, max(values.amax[0], values.amax[1]));
-      if constexpr (kBoth) {
-        uint32_t two[2];
-        values.plain.amax_bits(two);
-        plain = max(plain, max(two[0], two[1]));
-      }
+      largest = max(largest, amax_of_columns<kTransform>(columns, side));
+      if constexpr (kBoth) plain = max(plain, amax_of_columns<false>(columns, side));
     }
     if (left == 1 || walk.at().batch != matrix) {
       add_to(out + matrix, largest);
@@ -109,21 +119,14 @@ void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
 template <class In, bool kTransform, bool kBoth>
 BLOCKSCALE_DEVICE void amax_of_tile(const Source& x, const Side& side, const TileAt& at, float* out,
                                     float* before) {
-  constexpr Pass kPass{Encoder::fp4_nearest, Format::e4m3, false, kTransform};
-  const ColumnPart<kPass> part;
+  const ColumnPart<Pass{Encoder::fp4_nearest, Format::e4m3}> part;
   typename In::Tile::Columns in[2];
   part.load(In{}, x, at, in);
   uint32_t largest = 0, plain = 0;
 #pragma unroll
   for (const auto& columns : in) {
-    ColumnValues<kPass, typename In::Tile> values;
-    values.take(columns, side);
-    largest = max(largest, max(values.amax[0], values.amax[1]));
-    if constexpr (kBoth) {
-      uint32_t two[2];
-      columns.amax_bits(two);
-      plain = max(plain, max(two[0], two[1]));
-    }
+    largest = max(largest, amax_of_columns<kTransform>(columns, side));
+    if constexpr (kBoth) plain = max(plain, amax_of_columns<false>(columns, side));
   }
   add_to(out + at.batch, largest);
   if constexpr (kBoth) add_to(before + at.batch, plain);

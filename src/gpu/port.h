@@ -268,6 +268,18 @@ BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
 #endif
 }
 
+// The bits of a where `mask` has them, those of b elsewhere: one instruction, which the compiler
+// would rather take apart where it knows some of the bits.
+BLOCKSCALE_DEVICE uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE2;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
+  return d;
+#else
+  return (mask & a) | (~mask & b);
+#endif
+}
+
 // a * b + c >= 0, rounded up.
 BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
 #if !defined(__CUDACC__)
@@ -290,6 +302,17 @@ BLOCKSCALE_DEVICE float add_to_zero(float a, float b) {
   return sum - high > low ? bit_cast<float>(bit_cast<uint32_t>(sum) - 1) : sum;
 #else
   return __fadd_rz(a, b);
+#endif
+}
+
+// The bits of max(|a|, |b|); NaN wins.
+BLOCKSCALE_DEVICE uint32_t max_magnitude(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return bit_cast<uint32_t>(d);
+#else
+  return max(bit_cast<uint32_t>(a) & kAbsMask, bit_cast<uint32_t>(b) & kAbsMask);
 #endif
 }
 

@@ -58,6 +58,29 @@ BLOCKSCALE_DEVICE RandomRuns random_runs(const Side& s, const MatrixAt& m, int p
   return {};
 }
 
+// The values of a run of block `b`, by unpack(v); returns what they are multiplied by.
+template <Pass kPass, class Unpack>
+BLOCKSCALE_DEVICE float unpack_for(const Block& b, const Unpack& unpack, float* v) {
+  unpack(v);
+  float inv = b.inv;
+  if (kPass.encoder == Encoder::fp4_stochastic && b.far) saturate(v, inv);
+  return inv;
+}
+// The block of a run of FP4 by itself, with what its values v are multiplied by for `inv`. What is
+// unusual of it is looked at once if values are unpacked ahead, where that may saturate them.
+template <Pass kPass, bool kAhead = kPass.encoder == Encoder::fp4_stochastic, class Cut,
+          class Unpack>
+BLOCKSCALE_DEVICE Block block_of_run(const Side& s, const Outer& outer, uint32_t amax,
+                                     const Cut& cut, const Unpack& unpack, float* v) {
+  if (kAhead) unpack(v);
+  Block b = block_of<kPass>(s, outer, amax, [&](Block& unusual) {
+    cut(unusual);
+    if (kAhead) unusual.inv = unpack_for<kPass>(unusual, unpack, v);
+  });
+  if (!kAhead) b.inv = unpack_for<kPass>(b, unpack, v);
+  return b;
+}
+
 // The codes of one run of `line`, counted globally; v times inv is below the limit of the encoder.
 // `signs` are those of v; only FP4 looks at them.
 template <Pass kPass>

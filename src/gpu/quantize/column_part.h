@@ -76,8 +76,7 @@ struct ColumnPart {
   }
   // The same of a tile that is there.
   BLOCKSCALE_DEVICE void read(const Bf16Tile& tile, PairColumns* in) const {
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(tile.chunk) + (run * kRun * kTile + first) / 2;
+    const uint32_t* words = words_of(tile);
 #pragma unroll
     for (int i = 0; i < kRuns * kRun; ++i, words += kTile / 2) {
       if constexpr (kWide == 4) {
@@ -88,6 +87,10 @@ struct ColumnPart {
         in[i / kRun].pair[i % kRun] = *words;
       }
     }
+  }
+  // Its first columns in the first of its rows.
+  BLOCKSCALE_DEVICE const uint32_t* words_of(const Bf16Tile& tile) const {
+    return reinterpret_cast<const uint32_t*>(tile.chunk) + (run * kRun * kTile + first) / 2;
   }
   // The same of one whose rows start anywhere: zeros outside of the matrix.
   BLOCKSCALE_DEVICE void read(const TileAround& tile, const Source& x, const TileAt& at,

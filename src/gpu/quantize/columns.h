@@ -70,57 +70,58 @@ BLOCKSCALE_DEVICE bool shares_blocks(const Side& s) {
   return is_square<kPass>(s) || block_length<kPass>(s) != kRun;
 }
 
-// Columns c and c + 1 of the tile down one run of rows, and their amaxes.
-template <Pass kPass, class Tile>
+// Columns c and c + 1 of the tile down one run of rows, and their amaxes. kLater, as Transformed
+// has it, is for those who have registers to keep both as they were.
+template <Pass kPass, class Tile, bool kMayKeep = false>
 struct ColumnValues {
+  static constexpr bool kLater = kMayKeep && kPass.two_level();
   typename Tile::Columns plain;
-  Transformed transformed[2];
+  Transformed<Tile::kBf16, kLater> transformed[2];
   uint32_t amax[2];
 
   BLOCKSCALE_DEVICE void take(const typename Tile::Columns& columns, const Side& s) {
     plain = columns;
-    if (!transforms<kPass>(s)) {
+    if (transforms<kPass>(s)) {
+      amax[0] = transformed[0].take(s.transform, unpack_plain<0>());
+      amax[1] = transformed[1].take(s.transform, unpack_plain<1>());
+    } else {
       plain.amax_bits(amax);
-      return;
     }
-    float v[kRun];
-    plain.template unpack<0>(v);
-    butterflies(s.transform_signs, v);
-    amax[0] = transformed[0].template take<Tile::kExactQuarter>(v);
-    plain.template unpack<1>(v);
-    butterflies(s.transform_signs, v);
-    amax[1] = transformed[1].template take<Tile::kExactQuarter>(v);
+  }
+  template <int kWhich>
+  BLOCKSCALE_DEVICE auto unpack_plain() const {
+    return [this](float* v) { plain.template unpack<kWhich>(v); };
   }
   // What block_of() asks for of one of them, as for a run of a row.
   template <int kWhich>
-  BLOCKSCALE_DEVICE void cut(float inv) {
+  BLOCKSCALE_DEVICE void cut(const Side& s, Block& b) {
     if constexpr (kPass.fp4()) {
       constexpr bool kLimits = kPass.encoder == Encoder::fp4_nearest;
       if constexpr (kPass.hadamard) {
-        transformed[kWhich].settle();
-        if (kLimits) transformed[kWhich].run.limit(nearest_limit(inv));
-        transformed[kWhich].run.keep_if(inv != 0.0f);
+        auto& run = transformed[kWhich];
+        if constexpr (kLater) {
+          if (run.settled(s.transform, unpack_plain<kWhich>(), amax[kWhich]) >= kInfBits)
+            b = nan_block<kPass.scale>();
+        }
+        if (kLimits) run.limit(nearest_limit(b.inv));
+        run.keep_if(b.inv != 0.0f);
       } else {
-        if (kLimits) plain.template limit<kWhich>(nearest_limit(inv));
-        plain.template keep_if<kWhich>(inv != 0.0f);
+        if (kLimits) plain.template limit<kWhich>(nearest_limit(b.inv));
+        plain.template keep_if<kWhich>(b.inv != 0.0f);
       }
     }
   }
-  // The values of one, and `inv` for them.
+  // The values of one.
   template <int kWhich>
-  BLOCKSCALE_DEVICE void unpack(const Side& s, const Block& b, float& inv, float* v) const {
-    inv = b.inv;
-    if (transforms<kPass>(s)) {
-      inv = __fmul_rn(inv, transformed[kWhich].factor);
-      transformed[kWhich].run.unpack(v);
-    } else {
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float* v) const {
+    if (transforms<kPass>(s))
+      transformed[kWhich].unpack(v);
+    else
       plain.template unpack<kWhich>(v);
-    }
-    if (kPass.encoder == Encoder::fp4_stochastic && b.far) saturate(v, inv);
   }
   template <int kWhich>
   BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
-    return transforms<kPass>(s) ? transformed[kWhich].run.signs() : plain.template signs<kWhich>();
+    return transforms<kPass>(s) ? transformed[kWhich].signs() : plain.template signs<kWhich>();
   }
 };
 
@@ -278,9 +279,10 @@ BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::T
     const uint32_t a =
         shared_blocks ? table[table_index<kPass>(s, line, g * kRun)] : values.amax[kWhich];
     const Block b =
-        block_of<kPass>(s, m.outer, a, [&](const Block& b) { values.template cut<kWhich>(b.inv); });
-    float v[kRun], inv;
-    values.template unpack<kWhich>(s, b, inv, v);
+        block_of<kPass>(s, m.outer, a, [&](Block& b) { values.template cut<kWhich>(s, b); });
+    float v[kRun];
+    const float inv = unpack_for<kPass>(
+        b, [&](float* to) { values.template unpack<kWhich>(s, to); }, v);
     const Codes codes = encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, random,
                                           m.line + at.column + line);
     stage_codes<kPass, 2>(s, stage, codes, line, g);

@@ -80,6 +80,34 @@ struct TileReader {
   }
 };
 
+// What LoadedColumns is: they are read as they are wanted, and asked for are those of the next tile
+// once all threads have read the last of these.
+template <class Part, class Ask>
+struct TileColumns {
+  static constexpr bool kInRegisters = false;
+  const Bf16Tile& tile;
+  const Part& part;
+  const Ask& ask;
+  const uint32_t* words = &in_place(*part.words_of(tile));
+
+  // Of four columns, those from `column` on. Behind the first of them, all have done with the stage
+  // of the tile before.
+  BLOCKSCALE_DEVICE PairColumns next(int column) {
+    PairColumns columns;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) columns.pair[i] = words[i * kTile / 2];
+    ++words;
+    RowOfThreads::sync();
+    if (column != 0) ask();
+    return columns;
+  }
+  BLOCKSCALE_DEVICE void both(PairColumns* to) const {
+    part.read(tile, to);
+    RowOfThreads::sync();
+    ask();
+  }
+};
+
 template <class Row, class Column>
 __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::kRows), 1)
     copied_kernel(const __grid_constant__ CopiedParams p) {
@@ -126,12 +154,11 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
       rows_of_tile<kRow>(OutputHere{p.row, here.row}, at, here, reader_at, [] {});
     }
     const OutputHere column{p.column, here.column};
-    columns_of_tile<kColumn, Bf16Tile>(
-        column, at, here, memory.stage, [&](const auto& part, auto* in) {
-          part.read(memory.tile, in);
-          here.sync();  // all have read the tile, and the stage of the one before
-          ask(turn ^ 1);
-        });
+    const auto ask_next = [&] { ask(turn ^ 1); };
+    columns_of_tile<kColumn, Bf16Tile>(column, at, here, memory.stage, [&](const auto& part) {
+      return TileColumns<std::decay_t<decltype(part)>, decltype(ask_next)>{memory.tile, part,
+                                                                           ask_next};
+    });
     here.sync();
     const TileAt same = here.at[turn];  // not kept in registers until now
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(

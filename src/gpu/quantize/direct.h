@@ -120,11 +120,15 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       Values values;
       values.take(run.elements(), s);
       const uint32_t amax = row_block_amax<kPass>(s, values.amax);
-      if (i < lines) {
-        const Block b =
-            block_of<kPass>(s, m.outer, amax, [&](const Block& b) { values.cut(b.inv); });
-        store_row_run<kPass>(s, m, random, values, b, line + i, pos, to);
-      }
+      float v[kRun];
+      // With a transform registers would go to memory.
+      constexpr bool kAhead = kPass.encoder == Encoder::fp4_stochastic && !kPass.hadamard;
+      const Block b = block_of_run<kPass, kAhead>(
+          s, m.outer, amax, [&](Block& unusual) { values.cut(s, unusual); },
+          [&](float* to) { values.unpack(s, to); }, v);
+      const Codes codes =
+          encode_run<kPass>(s, v, values.signs(s), b.inv, random, m.line + line + i);
+      store_row<kPass>(s, m, codes, b, i < lines, line + i, pos, to);
       to.advance(s);
     };
 #pragma unroll 1

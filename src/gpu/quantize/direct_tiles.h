@@ -103,9 +103,9 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory&
         amax = max(amax, memory.row_amax[(warp / kWarps * kWarps + i) * kRunsPerLine + run]);
     }
     const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
-    const Block b = block_of<kPass>(s, m.outer, amax, [&](const Block& b) {
+    const Block b = block_of<kPass>(s, m.outer, amax, [&](Block& b) {
 #pragma unroll
-      for (auto& run : values) run.cut(b.inv);
+      for (auto& run : values) run.cut(s, b);
     });
     RowTarget<kPass> to(s, m, line, pos);
 #pragma unroll
@@ -134,17 +134,31 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
   memory.sync();
 }
 
-// The columns of a tile, into the stage; load(part, where to) brings them.
+// What a thread has loaded of a tile: two pairs of columns, or two runs of one.
+template <class Columns>
+struct LoadedColumns {
+  static constexpr bool kInRegisters = true;
+  Columns in[2];
+
+  // One after another, or both at once.
+  BLOCKSCALE_DEVICE Columns next(int) {
+    const Columns first = in[0];
+    in[0] = in[1];
+    return first;
+  }
+  BLOCKSCALE_DEVICE void both(Columns* to) const { to[0] = in[0], to[1] = in[1]; }
+};
+
+// The columns of a tile, into the stage; load(part) is what gives them, as LoadedColumns.
 template <Pass kPass, class Tile, class Output, class Memory, class Load>
 BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memory& memory,
                                        Stage<kPass>& stage, const Load& load) {
   const Side& s = out.side;
   using Part = ColumnPart<kPass>;
-  using Values = ColumnValues<kPass, Tile>;
   constexpr int kBlock = kPass.block(), kWide = Part::kWide;
   const Part part;
-  typename Tile::Columns in[2];
-  load(part, in);
+  auto columns = load(part);
+  using Values = ColumnValues<kPass, Tile, !decltype(columns)::kInRegisters>;
   const MatrixAt m = out.template matrix<kPass>(at, memory.outer[1]);
   RandomRuns random[Part::kRuns];
 #pragma unroll
@@ -161,26 +175,20 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
     uint8_t* scale = &in_place(stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
     auto column = [&](Values& values, auto which) {
       constexpr int kWhich = decltype(which)::value;
-      // Unpacked ahead, so that what is unusual of a block is looked at once.
-      float v[kRun], inv;
-      values.template unpack<kWhich>(s, {}, inv, v);
-      const Block b = block_of<kPass>(s, m.outer, values.amax[kWhich], [&](Block& unusual) {
-        values.template cut<kWhich>(unusual.inv);
-        values.template unpack<kWhich>(s, unusual, inv, v);
-        if (kPass.encoder == Encoder::fp4_stochastic && unusual.far)
-          unusual.inv = 1.0f;  // as saturate() says
-      });
-      inv = kPass.hadamard ? __fmul_rn(b.inv, values.transformed[kWhich].factor) : b.inv;
+      float v[kRun];
+      const Block b = block_of_run<kPass>(
+          s, m.outer, values.amax[kWhich],
+          [&](Block& unusual) { values.template cut<kWhich>(s, unusual); },
+          [&](float* to) { values.template unpack<kWhich>(s, to); }, v);
       scale[kWhich * kRunsPerLine] = static_cast<uint8_t>(b.stored);
-      const Codes codes =
-          encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, random[0], line + kWhich);
+      const Codes codes = encode_run<kPass>(s, v, values.template signs<kWhich>(s), b.inv,
+                                            random[0], line + kWhich);
       *reinterpret_cast<uint2*>(to[kWhich]) = {codes.word[0], codes.word[1]};
     };
 #pragma unroll kTimes
     for (int i = 0; i < kWide; i += 2) {
       Values values;
-      values.take(in[0], s);
-      in[0] = in[1];
+      values.take(columns.next(i), s);
       column(values, Constant<0>{});
       column(values, Constant<1>{});
       line += 2;
@@ -188,6 +196,8 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
       for (auto& p : to) p += 2 * kTile / 2;
     }
   } else {
+    typename Tile::Columns in[2];
+    columns.both(in);
     Values values[2];
     values[0].take(in[0], s);
     values[1].take(in[1], s);
@@ -216,12 +226,12 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
         if (i == 0 || !kPass.square)
-          b = block_of<kPass>(s, m.outer, amax[i], [&](const Block& b) {
+          b = block_of<kPass>(s, m.outer, amax[i], [&](Block& b) {
             if constexpr (kPass.square) {
-              for (Values& two : values) two.template cut<0>(b.inv), two.template cut<1>(b.inv);
+              for (Values& two : values) two.template cut<0>(s, b), two.template cut<1>(s, b);
             } else {
               for (Values& two : values)
-                i == 0 ? two.template cut<0>(b.inv) : two.template cut<1>(b.inv);
+                i == 0 ? two.template cut<0>(s, b) : two.template cut<1>(s, b);
             }
           });
         stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
@@ -232,8 +242,9 @@ BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memo
       constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
       const int line = part.first + kColumn, run = kIndex / kWide;
       const Values& two = values[kIndex / 2];
-      float v[kRun], inv;
-      two.template unpack<kIndex % 2>(s, blocks[kColumn], inv, v);
+      float v[kRun];
+      const float inv = unpack_for<kPass>(
+          blocks[kColumn], [&](float* to) { two.template unpack<kIndex % 2>(s, to); }, v);
       const Codes codes = encode_run<kPass>(s, v, two.template signs<kIndex % 2>(s), inv,
                                             random[run], m.line + at.column + line);
       stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
@@ -314,19 +325,21 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
   } else {
     const OutputAt<kGrouped> column(p.column, memory.group, Constant<1>{});
     auto& results = memory.results;
-    const auto load = [&](const auto& part, auto* in) {
+    const auto load = [&](const auto& part) {
+      LoadedColumns<typename In::Tile::Columns> columns;
       if constexpr (In::kAround) {
         memory.around.begin(x, at);
         loaded();
         wait_for_chunks();
         __syncthreads();
-        part.read(memory.around, x, at, in);
+        part.read(memory.around, x, at, columns.in);
         __syncthreads();  // results lie where it was
       } else {
-        part.load(In{}, x, at, in);
+        part.load(In{}, x, at, columns.in);
         loaded();
       }
-      if constexpr (Memory::kKeeps) part.keep(in, results.kept);
+      if constexpr (Memory::kKeeps) part.keep(columns.in, results.kept);
+      return columns;
     };
     columns_of_tile<kColumn, typename In::Tile>(column, at, direct, results.stage, load);
     __syncthreads();

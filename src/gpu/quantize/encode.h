@@ -120,7 +120,7 @@ BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const 
   }
   const uint32_t even = permute_bytes(two[0][0], two[1][0], 0x7531);
   const uint32_t odd = permute_bytes(two[0][1], two[1][1], 0x7531);
-  return signs.with(((even >> 1) + odd * 8) & 0x77777777);
+  return signs.with((even >> 1) + odd * 8);
 }
 
 // What is known of an element format before the kernel starts: constants that instructions take
@@ -201,8 +201,13 @@ BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const
 
 // ---- the Hadamard transform of a run (numerics section 8) ----
 
-// H_16 diag(+-1) x. The signs and + 0.0 cost eight operations: where no first element of a pair is
-// -0, no result is, as a sum is -0 only if its first operand is.
+// The signs as factors, and with the quarter that follows the sums.
+struct TransformSigns {
+  float whole[kRun], quarter[kRun];
+};
+
+// H_16 diag(signs) x. The signs and + 0.0 cost eight operations: where no first element of a pair
+// is -0, no result is, as a sum is -0 only if its first operand is.
 BLOCKSCALE_DEVICE void butterflies(const float* signs, float* v) {
 #pragma unroll
   for (int i = 0; i < kRun; i += 2) {
@@ -222,45 +227,40 @@ BLOCKSCALE_DEVICE void butterflies(const float* signs, float* v) {
   }
 }
 
-// A run after the transform: `pair` times `factor`, a power of two. BF16 sums are kept, and not
-// quarters of them, where that is the same: rounding to BF16 commutes with the quarter while the
-// sums do not overflow, subnormal results included (what the first rounding takes off is beyond
-// the second's halves).
-struct Transformed {
-  PairRun run;
-  float factor;
-
-  // v after the butterflies; returns the amax. `kExact`: sums of BF16 values, whose quarters are
-  // exact and no -0 from underflow.
-  template <bool kExact>
-  BLOCKSCALE_DEVICE uint32_t take(const float* v) {
-    constexpr uint32_t kLow = (127 - 60) << 23, kHigh = (127 + 100) << 23;
-    if (kExact) {
-#pragma unroll
-      for (int i = 0; i < kRun / 2; ++i) run.pair[i] = to_bf16x2(v[2 * i], v[2 * i + 1]);
-      const uint32_t amax = run.amax_bits();
-      factor = 0.25f;
-      if (amax - kLow < kHigh - kLow) return amax - (2 << 23);
-    }
-#pragma unroll
-    for (int i = 0; i < kRun / 2; ++i) {
-      float y[2];
-      for (int j = 0; j < 2; ++j)
-        y[j] = kExact ? __fmaf_rn(v[2 * i + j], 0.25f, 0.0f)
-                      : __fadd_rn(__fmul_rn(v[2 * i + j], 0.25f), 0.0f);
-      run.pair[i] = to_bf16x2(y[0], y[1]);
-    }
-    factor = 1.0f;
-    return run.amax_bits();
-  }
-  // Takes the factor into the values: they may be so small against 1 / scale that this matters.
-  BLOCKSCALE_DEVICE void settle() {
+// The amax, after the transform, of the run that unpack(v) gives.
+template <class Unpack>
+BLOCKSCALE_DEVICE uint32_t transformed_amax(const TransformSigns& signs, const Unpack& unpack) {
+  FloatRun sums;
+  unpack(sums.value);
+  butterflies(signs.whole, sums.value);
+  return to_bf16x2(0.0f, __fmul_rn(bit_cast<float>(sums.amax_bits()), 0.25f));
+}
+// A run after the transform.
+//
+// Quarters of BF16 are exact before the sums, too, but where a sum is beyond FP32's range. What
+// follows such a sum is as large, so that the amax tells where to look for one: at once, or with
+// kLater when the block is found to be unusual. With two levels it is: no scale is that large.
+template <bool kBf16, bool kLater>
+struct Transformed : SplitRun {
+  // Returns the amax.
+  template <class Unpack>
+  BLOCKSCALE_DEVICE uint32_t take(const TransformSigns& signs, const Unpack& unpack) {
     float v[kRun];
-    run.unpack(v);
+    unpack(v);
+    butterflies(kBf16 ? signs.quarter : signs.whole, v);
+    if (!kBf16) {
 #pragma unroll
-    for (int i = 0; i < kRun / 2; ++i)
-      run.pair[i] = to_bf16x2(__fmul_rn(v[2 * i], factor), __fmul_rn(v[2 * i + 1], factor));
-    factor = 1.0f;
+      for (int i = 0; i < kRun; ++i) v[i] = __fadd_rn(__fmul_rn(v[i], 0.25f), 0.0f);
+    }
+    pack(v);
+    const uint32_t amax = amax_bits();
+    return kLater ? amax : settled(signs, unpack, amax);
+  }
+  template <class Unpack>
+  BLOCKSCALE_DEVICE static uint32_t settled(const TransformSigns& signs, const Unpack& unpack,
+                                            uint32_t amax) {
+    constexpr uint32_t kHuge = (127 + 126) << 23;
+    return kBf16 && amax >= kHuge ? transformed_amax(signs, unpack) : amax;
   }
 };
 

@@ -108,8 +108,8 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
 // Whether they go faster so: where a tile takes many instructions, a few percent.
 template <Pass kRow, Pass kColumn>
 inline constexpr bool kCopied = kCopyEngine&& kColumn.fp4() &&
-                                ((kColumn.hadamard &&
-                                  (kRow.present() || kColumn.encoder == Encoder::fp4_nearest)) ||
+                                ((kColumn.hadamard && (kRow.present() || kColumn.two_level() ||
+                                                       kColumn.encoder == Encoder::fp4_nearest)) ||
                                  (kRow.square && kColumn.square));
 // Whether a tile's columns have a word of scales each, which takes long beside their codes.
 template <Pass kRow, Pass kColumn>

@@ -52,9 +52,11 @@ __global__ void __launch_bounds__(kDirectThreads* kJoined, kJoinedBlocks<Column>
   if (at.column >= p.x.columns) return;
   at.row = at.row * kJoined + static_cast<int>(threadIdx.y) * kTile;
   const OutputAt<false> out(p.column, {}, Constant<1>{});
-  columns_of_tile<kPass, Bf16Tile>(
-      out, at, part.direct, part.stage,
-      [&](const auto& columns, auto* in) { columns.load(Bf16In<true>{}, p.x, at, in); });
+  columns_of_tile<kPass, Bf16Tile>(out, at, part.direct, part.stage, [&](const auto& columns) {
+    LoadedColumns<PairColumns> loaded;
+    columns.load(Bf16In<true>{}, p.x, at, loaded.in);
+    return loaded;
+  });
   __syncthreads();
   const Side& s = p.column;
   const MatrixAt m = out.template matrix<kPass>(at, {});

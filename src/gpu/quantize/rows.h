@@ -9,48 +9,42 @@ namespace blockscale::gpu {
 template <Pass kPass, class Tile>
 struct RowValues {
   typename Tile::Run plain;
-  Transformed transformed;
+  Transformed<Tile::kBf16, kPass.two_level()> transformed;
   uint32_t amax;
 
   BLOCKSCALE_DEVICE void take(const typename Tile::Run& run, const Side& s) {
     plain = run;
-    if (!transforms<kPass>(s)) {
-      amax = plain.amax_bits();
-      return;
-    }
-    float v[kRun];
-    plain.unpack(v);
-    butterflies(s.transform_signs, v);
-    amax = transformed.template take<Tile::kExactQuarter>(v);
+    amax = transforms<kPass>(s) ? transformed.take(s.transform, unpack_plain()) : plain.amax_bits();
+  }
+  BLOCKSCALE_DEVICE auto unpack_plain() const {
+    return [this](float* v) { plain.unpack(v); };
   }
   // What block_of() asks for. Rounding to nearest takes pairs, the other way floats: unpack().
-  BLOCKSCALE_DEVICE void cut(float inv) {
+  BLOCKSCALE_DEVICE void cut(const Side& s, Block& b) {
     if constexpr (kPass.fp4()) {
       const auto cut_run = [&](auto& run) {
-        if (kPass.encoder == Encoder::fp4_nearest) run.limit(nearest_limit(inv));
-        run.keep_if(inv != 0.0f);
+        if (kPass.encoder == Encoder::fp4_nearest) run.limit(nearest_limit(b.inv));
+        run.keep_if(b.inv != 0.0f);
       };
       if constexpr (kPass.hadamard) {
-        transformed.settle();
-        cut_run(transformed.run);
+        if constexpr (kPass.two_level()) {
+          if (transformed.settled(s.transform, unpack_plain(), amax) >= kInfBits)
+            b = nan_block<kPass.scale>();
+        }
+        cut_run(transformed);
       } else {
         cut_run(plain);
       }
     }
   }
-  // The values, and `inv` for them.
-  BLOCKSCALE_DEVICE void unpack(const Side& s, const Block& b, float& inv, float* v) const {
-    inv = b.inv;
-    if (transforms<kPass>(s)) {
-      inv = __fmul_rn(inv, transformed.factor);
-      transformed.run.unpack(v);
-    } else {
+  BLOCKSCALE_DEVICE void unpack(const Side& s, float* v) const {
+    if (transforms<kPass>(s))
+      transformed.unpack(v);
+    else
       plain.unpack(v);
-    }
-    if (kPass.encoder == Encoder::fp4_stochastic && b.far) saturate(v, inv);
   }
   BLOCKSCALE_DEVICE RunSigns signs(const Side& s) const {
-    return transforms<kPass>(s) ? transformed.run.signs() : plain.signs();
+    return transforms<kPass>(s) ? transformed.signs() : plain.signs();
   }
 };
 
@@ -95,8 +89,9 @@ BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& code
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
                                        Values& values, const Block& b, int line) {
-  float v[kRun], inv;
-  values.unpack(s, b, inv, v);
+  float v[kRun];
+  const float inv = unpack_for<kPass>(
+      b, [&](float* to) { values.unpack(s, to); }, v);
   return encode_run<kPass>(s, v, values.signs(s), inv, random, m.line + line);
 }
 // Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
@@ -115,23 +110,30 @@ BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const R
   store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
                      encode_row_run<kPass>(s, m, random, values, b, line));
 }
-template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                     Values& values, const Block& b, int line, int pos,
-                                     const RowTarget<kPass>& to) {
-  const Codes codes = encode_row_run<kPass>(s, m, random, values, b, line);
+// Those of the run at (line, pos), if it is there.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void store_row(const Side& s, const MatrixAt& m, const Codes& codes,
+                                 const Block& b, bool there, int line, int pos,
+                                 const RowTarget<kPass>& to) {
   const bool first = pos % kPass.block() == 0;
   if (s.plain && !kPass.square) {
-    if (first && kPass.scale == Format::fp32)
+    if (there && first && kPass.scale == Format::fp32)
       *reinterpret_cast<uint32_t*>(to.scale) = b.stored;
-    else if (first)
+    else if (there && first)
       *to.scale = static_cast<uint8_t>(b.stored);
-    store_codes<kPass>(to.codes, s, codes);
-  } else {
+    if (there) store_codes<kPass>(to.codes, s, codes);
+  } else if (there) {
     keep_here(pos);
     if (first) store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
     store_codes<kPass>(s.plain ? to.codes : codes_at<kPass>(s, m, line, pos), s, codes);
   }
+}
+template <Pass kPass, class Values>
+BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
+                                     Values& values, const Block& b, int line, int pos,
+                                     const RowTarget<kPass>& to) {
+  store_row<kPass>(s, m, encode_row_run<kPass>(s, m, random, values, b, line), b, true, line, pos,
+                   to);
 }
 
 // Runs of a thread: two of a tile, kRowStep rows apart.
@@ -173,8 +175,7 @@ BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile
     const uint32_t amax =
         square ? table[table_index<kPass>(s, line, pos)] : row_block_amax<kPass>(s, values[i].amax);
     if (r < s.lines && c < s.padded) {
-      const Block b =
-          block_of<kPass>(s, m.outer, amax, [&](const Block& b) { values[i].cut(b.inv); });
+      const Block b = block_of<kPass>(s, m.outer, amax, [&](Block& b) { values[i].cut(s, b); });
       store_row_run<kPass>(s, m, random, values[i], b, r, c);
     }
   }

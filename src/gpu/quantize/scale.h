@@ -28,11 +28,14 @@ struct Side {
   // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
   int code_pairs, scale_words;
   int rows_behind;  // of padding, behind the scales of mn_major without groups
-  float transform_signs[kRun];
+  TransformSigns transform;
 
   void set_transform(const Hadamard& h) {
     out.spec.hadamard = h;
-    for (int i = 0; i < kRun; ++i) transform_signs[i] = h.negates(i) ? -1.0f : 1.0f;
+    for (int i = 0; i < kRun; ++i) {
+      transform.whole[i] = h.negates(i) ? -1.0f : 1.0f;
+      transform.quarter[i] = 0.25f * transform.whole[i];
+    }
   }
 };
 
@@ -121,6 +124,11 @@ struct Block {
   int far = false;  // elements have to be saturated before stochastic rounding
 };
 
+template <Format kScale>
+BLOCKSCALE_DEVICE Block nan_block() {
+  return {0.0f, kScale == Format::fp32 ? kNanBits : traits(kScale).nan_code()};
+}
+
 // As two_level_scale(). Rounds to the scale format by an addition: with P the power of two at or
 // below the value, or the smallest normal, v + P 2^(23-m) has the format's spacing as its last
 // place. 1 / scale is that of the usual scale, and not always right.
@@ -128,15 +136,15 @@ template <Format kScale>
 BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer, float& decoded) {
   constexpr FormatTraits t = traits(kScale);
   constexpr float kLargest = max_value(kScale), kNormal = exp2i(t.min_exponent());
-  constexpr float kUnit = exp2i(23 - t.mantissa_bits);
+  // The codes below the smallest normal's binade come off here, but for whole multiples of 256.
+  constexpr int kBelow = (127 + t.min_exponent()) % (256 >> t.mantissa_bits) << t.mantissa_bits;
+  constexpr float kUnit = exp2i(23 - t.mantissa_bits) + (256 - kBelow) / exp2i(t.mantissa_bits);
   const float v = fminf(__fmul_rn(amax, outer.sixth), kLargest);
   const float p = bit_cast<float>(bit_cast<uint32_t>(fmaxf(v, kNormal)) & 0x7F800000);
   const float w = up ? fma_up(p, kUnit, v) : __fmaf_rn(p, kUnit, v);
   const float value = __fmaf_rn(p, -kUnit, w);
   // The low bits of w count units; each binade has 2^m of them.
-  const uint32_t stored = bit_cast<uint32_t>(w) +
-                          (bit_cast<uint32_t>(p) >> (23 - t.mantissa_bits)) -
-                          ((127 + t.min_exponent()) << t.mantissa_bits);
+  const uint32_t stored = bit_cast<uint32_t>(w) + (bit_cast<uint32_t>(p) >> (23 - t.mantissa_bits));
   decoded = __fmul_rn(value, outer.dec);
   return {fminf(reciprocal_of_normal(decoded), kFloatMax), stored};
 }
@@ -162,7 +170,7 @@ BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t a
     const FloatScale f = spec.rule == ScaleRule::pow2 ? pow2_scale(amax, s.element.largest)
                                                       : amax_scale(amax, s.element.largest);
     b = {f.inv, bit_cast<uint32_t>(f.scale)};
-    return amax_bits < outer.limit ? b : Block{0.0f, kNanBits};
+    return amax_bits < outer.limit ? b : nan_block<kScale>();
   } else {
     // The usual block is told by one comparison, which a NaN does not pass.
     float decoded = 0;
@@ -172,7 +180,7 @@ BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t a
       b = two_level_block<kScale>(s.scales_up, amax, outer, decoded);
     if (!(__fmaf_rn(amax, b.inv, outer.unusual) <= safe)) {
       if (kScale != Format::e8m0) b.inv = inverse_scale(decoded);
-      if (amax_bits >= outer.limit) b = {0.0f, traits(kScale).nan_code()};
+      if (amax_bits >= outer.limit) b = nan_block<kScale>();
       b.far = !(b.inv >= kStochasticLeast && __fmul_rn(amax, b.inv) <= kStochasticSafe);
       cut(b);
     }

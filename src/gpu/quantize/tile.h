@@ -34,25 +34,41 @@ struct TileAt {
 struct Signs {
   uint32_t even, odd;
 
-  // Packed codes of FP4 with them.
+  // Packed codes of FP4 with them, whose own sign bits mean nothing.
   BLOCKSCALE_DEVICE uint32_t with(uint32_t codes) const {
-    return codes | (even >> 4 & 0x08080808) | (odd & 0x80808080);
+    return select_bits(0x88888888, select_bits(0x0F0F0F0F, even >> 4, odd), codes);
   }
 };
 struct RunSigns {
   Signs of_8[2];
 };
 
-// A run as BF16 pairs, element 2i in the low half of pair[i].
-struct PairRun {
+// The two of a BF16 pair.
+BLOCKSCALE_DEVICE float low_of(uint32_t pair) { return bit_cast<float>(pair << 16); }
+BLOCKSCALE_DEVICE float high_of(uint32_t pair) { return bit_cast<float>(pair & 0xFFFF0000); }
+
+// A run as BF16 pairs, in some order.
+struct Pairs {
   uint32_t pair[kRun / 2];
 
   BLOCKSCALE_DEVICE uint32_t amax_bits() const {
     uint32_t m = max_magnitude_bf16x2(pair[0], pair[1]);
 #pragma unroll
     for (int i = 2; i < kRun / 2; ++i) m = max_magnitude_bf16x2(m, pair[i]);
-    return max(m << 16 & 0x7FFF0000, m & 0x7FFF0000);
+    return max_magnitude(low_of(m), high_of(m));
   }
+  // Cuts magnitudes to those of the pair `largest`.
+  BLOCKSCALE_DEVICE void limit(uint32_t largest) {
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) pair[i] = min_magnitude_bf16x2(pair[i], largest);
+  }
+  BLOCKSCALE_DEVICE void keep_if(bool condition) {
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) pair[i] &= condition ? ~0u : 0;
+  }
+};
+// Element 2i in the low half of pair[i], as in memory.
+struct PairRun : Pairs {
   BLOCKSCALE_DEVICE RunSigns signs() const {
     RunSigns signs;
 #pragma unroll
@@ -65,20 +81,37 @@ struct PairRun {
     }
     return signs;
   }
-  // Cuts magnitudes to those of the pair `largest`.
-  BLOCKSCALE_DEVICE void limit(uint32_t largest) {
+  BLOCKSCALE_DEVICE void unpack(float* v) const {
 #pragma unroll
-    for (int i = 0; i < kRun / 2; ++i) pair[i] = min_magnitude_bf16x2(pair[i], largest);
+    for (int i = 0; i < kRun / 2; ++i) {
+      v[2 * i] = low_of(pair[i]);
+      v[2 * i + 1] = high_of(pair[i]);
+    }
   }
-  BLOCKSCALE_DEVICE void keep_if(bool condition) {
+};
+// Elements 0 2, 1 3, 4 6, 5 7 and so on: signs of even and of odd ones lie beside each other.
+struct SplitRun : Pairs {
+  // The first element of a pair; the second is two further.
+  BLOCKSCALE_DEVICE static constexpr int first(int i) { return i / 2 * 4 + i % 2; }
+
+  BLOCKSCALE_DEVICE void pack(const float* v) {
 #pragma unroll
-    for (int i = 0; i < kRun / 2; ++i) pair[i] &= condition ? ~0u : 0;
+    for (int i = 0; i < kRun / 2; ++i) pair[i] = to_bf16x2(v[first(i)], v[first(i) + 2]);
+  }
+  BLOCKSCALE_DEVICE RunSigns signs() const {
+    RunSigns signs;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t* p = pair + 4 * i;
+      signs.of_8[i] = {permute_bytes(p[0], p[2], 0x7531), permute_bytes(p[1], p[3], 0x7531)};
+    }
+    return signs;
   }
   BLOCKSCALE_DEVICE void unpack(float* v) const {
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) {
-      v[2 * i] = bit_cast<float>(pair[i] << 16);
-      v[2 * i + 1] = bit_cast<float>(pair[i] & 0xFFFF0000);
+      v[first(i)] = low_of(pair[i]);
+      v[first(i) + 2] = high_of(pair[i]);
     }
   }
 };
@@ -126,8 +159,7 @@ struct PairColumns {
   template <int kWhich>
   BLOCKSCALE_DEVICE void unpack(float* v) const {
 #pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      v[i] = bit_cast<float>(kWhich == 0 ? pair[i] << 16 : pair[i] & 0xFFFF0000);
+    for (int i = 0; i < kRun; ++i) v[i] = kWhich == 0 ? low_of(pair[i]) : high_of(pair[i]);
   }
 };
 
@@ -135,7 +167,7 @@ struct PairColumns {
 struct Bf16Tile {
   using Run = PairRun;
   using Columns = PairColumns;
-  static constexpr bool kExactQuarter = true;
+  static constexpr bool kBf16 = true;
   static constexpr int kChunk = 8, kChunks = kTile / kChunk;
   uint4 chunk[kTile * kChunks];
 
@@ -258,7 +290,7 @@ struct FloatRun {
   BLOCKSCALE_DEVICE uint32_t amax_bits() const {
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) largest = max(largest, bit_cast<uint32_t>(value[i]) & kAbsMask);
+    for (int i = 0; i < kRun; ++i) largest = max_magnitude(bit_cast<float>(largest), value[i]);
     return largest;
   }
   BLOCKSCALE_DEVICE RunSigns signs() const {
@@ -317,7 +349,7 @@ struct FloatColumns {
 struct FloatTile {
   using Run = FloatRun;
   using Columns = FloatColumns;
-  static constexpr bool kExactQuarter = false;
+  static constexpr bool kBf16 = false;
   static constexpr int kPitch = kTile + 1;
   float value[kTile * kPitch];
 

@@ -70,25 +70,23 @@ void expect_run(const float* v, float inv, const Rng& rng, uint32_t position) {
   ColumnValues<kPass, Bf16Tile> both;
   both.take(columns, side);
   const uint32_t amax = row.amax;
-  const Block block = block_of_inv<kEncoder>(amax, inv);
+  Block block = block_of_inv<kEncoder>(amax, inv);
   if (block.far) {
-    row.cut(inv);
-    both.template cut<0>(inv);
-    both.template cut<1>(inv);
+    row.cut(side, block);
+    both.template cut<0>(side, block);
+    both.template cut<1>(side, block);
   }
   const RandomRuns random_of = random_runs<kPass>(side, at, 1, 16 * position);
   auto encode = [&](const auto& unpack, const RunSigns& signs) {
-    float values[kRun], multiplier;
-    unpack(multiplier, values);
+    float values[kRun];
+    const float multiplier = unpack_for<kPass>(block, unpack, values);
     return encode_run<kPass>(side, values, signs, multiplier, random_of, 7);
   };
-  const Codes along =
-      encode([&](float& m, float* to) { row.unpack(side, block, m, to); }, row.signs(side));
+  const Codes along = encode([&](float* to) { row.unpack(side, to); }, row.signs(side));
   const Codes down =
-      encode([&](float& m, float* to) { both.template unpack<0>(side, block, m, to); },
-             both.template signs<0>(side));
-  const Codes up = encode([&](float& m, float* to) { both.template unpack<1>(side, block, m, to); },
-                          both.template signs<1>(side));
+      encode([&](float* to) { both.template unpack<0>(side, to); }, both.template signs<0>(side));
+  const Codes up =
+      encode([&](float* to) { both.template unpack<1>(side, to); }, both.template signs<1>(side));
   const PhiloxBlock random = random_block(rng, 1, 7, position);
   for (int i = 0; i < kRun; ++i) {
     const auto want = [&](float x) {
@@ -183,8 +181,7 @@ TEST(Emulated, RandomBitsOfManyLinesAreThoseOfEach) {
 
 // ---- the transform ----
 
-// Runs of every kind of magnitude: what is kept of the sums, times its factor, is the definition's,
-// and so are the codes where the factor is not 1.
+// Runs of every kind of magnitude: amaxes and codes are the definition's.
 template <Encoder kEncoder>
 void expect_transform(const float* x, const Hadamard& h, float inv) {
   constexpr Pass kPass{kEncoder, Format::e4m3, false, true};
@@ -205,15 +202,17 @@ void expect_transform(const float* x, const Hadamard& h, float inv) {
   }
   RowValues<kPass, Bf16Tile> row;
   row.take(run, side);
+  const uint32_t amax = row.transformed.settled(side.transform, row.unpack_plain(), row.amax);
   if (!finite) {
-    EXPECT_GE(row.amax, kInfBits);
+    EXPECT_GE(amax, kInfBits);
     return;
   }
-  ASSERT_EQ(row.amax, bits_of(largest));
-  const Block block = block_of_inv<kEncoder>(row.amax, inv);
-  if (block.far) row.cut(inv);
-  float values[kRun], multiplier;
-  row.unpack(side, block, multiplier, values);
+  ASSERT_EQ(amax, bits_of(largest));
+  Block block = block_of_inv<kEncoder>(row.amax, inv);
+  if (block.far) row.cut(side, block);
+  float values[kRun];
+  const float multiplier = unpack_for<kPass>(
+      block, [&](float* to) { row.unpack(side, to); }, values);
   const RandomRuns runs{{{1, 2}, 0, 3}, kBesideRandom};
   const Codes got = encode_run<kPass>(side, values, row.signs(side), multiplier, runs, 4);
   const PhiloxBlock random = random_block({1, 2}, 0, 4, 3);
@@ -333,11 +332,18 @@ TEST(Emulated, SignsOfARunAreGatheredInOrder) {
   Random random(9);
   for (int n = 0; n < 2000; ++n) {
     PairRun run;
+    SplitRun split;
     PairColumns columns;
     for (uint32_t& pair : run.pair) pair = static_cast<uint32_t>(random.next());
     for (uint32_t& pair : columns.pair) pair = static_cast<uint32_t>(random.next());
     FloatRun floats;
     for (float& value : floats.value) value = float_of(static_cast<uint32_t>(random.next()));
+    float values[kRun];
+    run.unpack(values);
+    for (int j = 0; j < kRun / 2; ++j) {
+      const float* two = values + SplitRun::first(j);
+      split.pair[j] = bits_of(two[0]) >> 16 | (bits_of(two[2]) & 0xFFFF0000);
+    }
     uint32_t want[4][2] = {};
     for (int i = 0; i < kRun; ++i) {
       const int at = 4 * (i % 8) + 3;
@@ -347,8 +353,10 @@ TEST(Emulated, SignsOfARunAreGatheredInOrder) {
       want[3][i / 8] |= bits_of(floats.value[i]) >> 31 << at;
     }
     const RunSigns got[] = {run.signs(), columns.signs<0>(), columns.signs<1>(), floats.signs()};
-    for (int which = 0; which < 4; ++which)
-      for (int i = 0; i < 2; ++i) ASSERT_EQ(got[which].of_8[i].with(0), want[which][i]);
+    for (int i = 0; i < 2; ++i) {
+      for (int which = 0; which < 4; ++which) ASSERT_EQ(got[which].of_8[i].with(0), want[which][i]);
+      ASSERT_EQ(split.signs().of_8[i].with(~0u), want[0][i] | 0x77777777);
+    }
   }
 }
 
