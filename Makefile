@@ -30,7 +30,7 @@ $(venv)/.requirements: $(requirements) tools/develop.py | $(BUILD)/.system-packa
 	@touch $@
 
 $(BUILD)/build.ninja: $(venv)/.requirements
-	cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(python) \
+	cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$(CURDIR)/$(python)" \
 	    -DBLOCKSCALE_TESTS=ON -DBLOCKSCALE_BENCH=ON -DBLOCKSCALE_TORCH=ON
 	@touch $@
 

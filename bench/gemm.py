@@ -9,19 +9,13 @@ writes one JSON with where it was measured.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import functools
-import json
-import statistics
-import subprocess
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import blockscale as bs
 import torch
+from common import options, seconds, with_backward, write
 
 # M, N, K. A 1x128 by B 128x128: what the forward pass and the input's gradient multiply.
 FPROP = (
@@ -37,28 +31,7 @@ WGRAD = (
 FEW_ROWS = tuple((m, n, k) for n, k in ((7168, 2048), (2048, 7168)) for m in (1, 16, 64, 128))
 # Rows, N, K of a linear layer.
 LAYERS = ((8192, 14336, 4096), (16384, 4096, 4096), (8192, 8192, 8192))
-CALLS = 20
-
-
-def seconds(call: Callable[[], Any], runs: int = 7, calls: int = CALLS) -> float:
-    """Median time of a call among `calls` of them in a replayed graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times: list[float] = []
-    for _ in range(runs):
-        time.sleep(0.02)  # the same start for everyone: clocks follow the load
-        graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / calls)
-    return statistics.median(times)
+RUNS, CALLS = 7, 20
 
 
 def peer_scales(q: bs.QuantizedTensor) -> torch.Tensor:
@@ -98,17 +71,10 @@ def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
     }
     for name, call in calls.items():
         try:
-            row[name] = round(2e-12 * m * n * k / seconds(call), 1)
+            row[name] = round(2e-12 * m * n * k / seconds(call, RUNS, CALLS), 1)
         except RuntimeError as refusal:  # cuBLASLt asks for multiples of 16
             row[name] = str(refusal).splitlines()[0]
     return row
-
-
-def with_backward(
-    forward: Callable[[], torch.Tensor], leaves: tuple[torch.Tensor, ...], dy: torch.Tensor
-) -> Callable[[], Any]:
-    """A forward and the gradients of its leaves."""
-    return lambda: torch.autograd.grad(forward(), leaves, dy)
 
 
 def layer(m: int, n: int, k: int) -> dict[str, Any]:
@@ -129,30 +95,13 @@ def layer(m: int, n: int, k: int) -> dict[str, Any]:
         )
     row: dict[str, Any] = {"kind": "layer", "m": m, "n": n, "k": k}
     for name, forward in forwards.items():
-        took = seconds(with_backward(forward, (x, w), dy), calls=5)
+        took = seconds(with_backward(forward, (x, w), dy), RUNS, 5)
         row[name] = round(6e-12 * m * n * k / took, 1)
     return row
 
 
-def write(rows: list[dict[str, Any]], unit: str, out: Path | None) -> None:
-    """One JSON of the rows with where they were measured."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "unit": unit,
-        "rows": rows,
-    }
-    if out:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    given = options(__doc__.splitlines()[0])
     rows = []
     for kind, shapes in (("fprop", FPROP), ("wgrad", WGRAD), ("few rows", FEW_ROWS)):
         for shape in shapes:
@@ -161,7 +110,7 @@ def main() -> None:
     for shape in LAYERS:
         rows.append(layer(*shape))
         print(rows[-1], flush=True)
-    write(rows, "TFLOP/s", arguments.out)
+    write(rows, "TFLOP/s", given)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ draws it.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import blockscale as bs
@@ -19,6 +17,7 @@ import torch
 from blockscale.cli.bench import measure, print_tables, write
 from blockscale.cli.bench_cases import Row
 from blockscale.cli.bench_clock import between_events, captured
+from common import options
 from rich.console import Console
 
 
@@ -141,17 +140,15 @@ def host_rows() -> list[Row]:
 
 def main() -> None:
     """Run every case and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="", help="what was built, where git cannot say")
-    options = parser.parse_args()
+    given = options(__doc__)
     console = Console(width=120)
     found = measure("cuda", None, console)
     found["rows"] += gemm_rows() + host_rows()
-    if options.commit:
-        found["provenance"]["commit"] = options.commit
+    if given.commit:
+        found["provenance"]["commit"] = given.commit
     print_tables(found, console)
-    write(options.out, found)
+    if given.out:
+        write(given.out, found)
 
 
 if __name__ == "__main__":

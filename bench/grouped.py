@@ -9,14 +9,12 @@ bench/grouped.py --out FILE` writes one JSON.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import blockscale as bs
 import torch
-from gemm import seconds, with_backward, write
+from common import options, seconds, with_backward, write
 
 # Groups, rows of all, N, K: groups of rows, and groups along the contraction axis.
 BY_ROWS = (
@@ -108,9 +106,7 @@ def layer(groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    given = options(__doc__.splitlines()[0])
     rows: list[dict[str, Any]] = []
 
     def add(kind: str, shape: tuple[int, ...], measured: dict[str, Any]) -> None:
@@ -127,7 +123,7 @@ def main() -> None:
             add(f"contraction, {text}", shape, by_contraction(*shape, ragged))
     for shape in LAYERS:
         add("layer", shape, layer(*shape))
-    write(rows, "products: TFLOP/s; layers: µs", arguments.out)
+    write(rows, "products: TFLOP/s; layers: µs", given)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,14 @@ std::string dtype_text(ScalarType type) {
       return "int64";
     case ScalarType::Int:
       return "int32";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
     default:
       break;
   }

@@ -9,7 +9,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-COMMAND = """#!{python}
+# A call of Python with this same file to the shell, a string to Python: a first line that names the
+# interpreter itself can have no space in it.
+COMMAND = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
 import sys
 
 from blockscale.cli.main import main

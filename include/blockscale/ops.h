@@ -114,9 +114,9 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 // blocks of one length and the same Hadamard transform. D is FP32 or BF16.
 //
 // Groups make it one product a group:
-//   along the rows         a.groups, axis -1: A [M, K], its rows by group; b a batch of one [N, K]
-//   a
-//                          group; D [M, N]. Rows of D that belong to no group become 0.
+//   along the rows         a.groups, axis -1: A [M, K], its rows by group; b a batch of matrices
+//                          [N, K], one a group; D [M, N]. Rows of D that belong to no group become
+//                          0.
 //   along the contraction  a.groups and b.groups, the same, axis -2: A [K, M] and B [K, N] as they
 //                          were quantized, K by group; D a batch of one [M, N] a group. Where a
 //                          group is empty its sum is 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -15,9 +16,10 @@ from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState
 from blockscale.tensor import FLOATS, FLOATS_TEXT
 
-# Wrappers that put themselves into the names of what they wrap. A layer's random bits must not
-# depend on whether it is compiled, checkpointed or sharded.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
+# What wrappers put into the names of what they wrap. A layer's random bits must not depend on
+# whether it is compiled, checkpointed, replicated or sharded.
+_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_REPLICATORS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
 # layers: whose attribute allows it, and the value that does not.
 _FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
@@ -59,7 +61,8 @@ def convert(
     changes what is different and keeps the count of steps; `revert` undoes it. Call `attach` next.
 
     Args:
-        model: its outermost module: its forward is what counts as a forward (docs/rng.md).
+        model: its outermost module: its forward is what counts as a forward (docs/rng.md). Of a
+            model in DistributedDataParallel, what it wraps is converted.
         recipe: for layers that no rule matches.
         rules: {regular expression: recipe or None}, searched in the qualified names of linear
             layers; the first that matches decides, None leaves the layer alone.
@@ -75,6 +78,7 @@ def convert(
             with nothing to convert. Nothing is changed then.
     """
     _check_types(model, rules, skip, seed)
+    model = _unwrapped(model)
     default = recipe_named(recipe)
     plan = list(_plan(model, default, dict(rules or {}), list(skip)))
     report = Report(
@@ -112,8 +116,17 @@ def revert(model: torch.nn.Module) -> list[str]:
 
     Returns:
         The qualified names of the layers that were converted.
+
+    Raises:
+        ValueError: a converted layer was sharded by itself: its class is fully_shard's.
     """
-    names = [_clean(name) for name, module in model.named_modules() if _restore(module)]
+    model = _unwrapped(model)
+    named = _named(model)
+    for name, module in named.items():
+        if isinstance(module, Linear) and _is_sharded(module):
+            got = f"{type(model).__name__} with {name or 'layer'!r} in fully_shard"
+            fail("revert", "model", got, "layers that are not sharded by themselves")
+    names = [name for name, module in named.items() if _restore(module)]
     for module in model.modules():
         drop_root(module)
     _settle_fast_paths(model)
@@ -145,8 +158,36 @@ def _check_types(model: object, rules: object, skip: object, seed: object) -> No
         fail_type("convert", "seed", seed, "an int")
 
 
-def _clean(name: str) -> str:
-    return _WRAPPERS.sub("", name).rstrip(".")
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside what replicates it."""
+    while isinstance(model, _REPLICATORS):
+        model = model.module
+    return model
+
+
+def _named(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Every module by its qualified name, without what wrappers add; of a wrapper and what it
+    wraps, which share a name, the latter."""
+    named: dict[str, torch.nn.Module] = {}
+    seen: set[torch.nn.Module] = set()
+
+    def visit(name: str, module: torch.nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        named[name] = module
+        for part, child in module.named_children():
+            wrapped = part in _WRAPPED or isinstance(module, _REPLICATORS)
+            visit(name if wrapped else f"{name}.{part}".lstrip("."), child)
+
+    visit("", model)
+    return named
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    """Whether fully_shard was called for this module, which changes its class."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has called it if nobody imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _plan(
@@ -156,7 +197,7 @@ def _plan(
     skip: list[str],
 ) -> Iterator[_Step]:
     """What to do with each module that has parameters of its own."""
-    named = {_clean(name): module for name, module in model.named_modules()}
+    named = _named(model)
     parsed = {
         rule: (_pattern(rule), None if to is None else recipe_named(to))
         for rule, to in rules.items()
@@ -216,6 +257,8 @@ def _unfit(module: torch.nn.Module) -> str:
     """Why a module cannot be converted; "" when it can."""
     if type(module) not in (torch.nn.Linear, Linear):
         kind = type(module).__name__
+        if isinstance(module, torch.nn.Linear) and _is_sharded(module):
+            return f"{kind} is sharded by itself: convert before fully_shard"
         if isinstance(module, torch.nn.Linear):
             return f"{kind} is a subclass of nn.Linear: its forward may be its own"
         return f"{kind} is not nn.Linear"

@@ -16,13 +16,15 @@ from blockscale._fakes import register_fake
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
-from blockscale.tensor import FLOATS, FLOATS_TEXT, stored_shapes
+from blockscale.tensor import FLOATS, FLOATS_TEXT, gemm_layout, stored_shapes
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
 _forward = _ops.linear.default
 _forward_now = _forward._op  # what PyTorch's Python calls in the end, which compilers cannot trace
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
+# Other types may be DTensors, which are looked for only then: importing them takes half a second.
+_USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def linear(
@@ -130,6 +132,8 @@ def linear_with_key(
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
         return torch.nn.functional.linear(x, w, bias)
+    if not _USUAL.issuperset((type(x), type(w))) and _over_mesh(x, w):
+        return _linear_over_mesh(x, w, bias, recipe, key, offsets, into, quantized)
     dx = dw = db = False
     seed, offset = key or (None, None)
     # In a small layer looking at the arguments costs as much as a kernel: the operator refuses what
@@ -159,6 +163,37 @@ def linear_with_key(
         failure = error
     _check(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
     raise failure
+
+
+def _over_mesh(*tensors: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def _linear_over_mesh(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    key: Key | None,
+    *others: object,
+) -> torch.Tensor:
+    """`linear` of DTensors, which takes none of `others`."""
+    from blockscale.distributed import linear_over_mesh
+
+    offsets, into, quantized = others
+    if offsets is not None:
+        need = "plain tensors: experts are not cut over ranks"
+        fail("grouped_linear", "x, w", "DTensors", need, "give each rank experts of its own")
+    for name, value in (("accumulate_into", into), ("quantized_weight", quantized)):
+        if value is not None:
+            fail("linear", name, "given", "none where w is a DTensor", "leave it out")
+    seed, offset = key or (None, None)
+    dx, dw = x.requires_grad, w.requires_grad
+    _check(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
+    y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, _autocast_dtype(x) or x.dtype)
+    return y
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -279,7 +314,8 @@ def _check(
         if tensor is None and name in ("bias", "offsets"):
             continue
         if not isinstance(tensor, torch.Tensor):
-            fail_type(op, name, tensor, "a tensor")
+            remedy = "pass the recipe as recipe=" if isinstance(tensor, str | Recipe) else ""
+            fail_type(op, name, tensor, "a tensor", remedy)
         if tensor.dtype not in FLOATS and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
         if tensor.layout is not torch.strided:
@@ -296,7 +332,9 @@ def _check(
         fail(op, "bias.shape", list(bias.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
     if offsets is not None and tuple(offsets.shape) != (w.shape[0],):
         need = f"[{w.shape[0]}], the end of a group for each matrix of w {list(w.shape)}"
-        fail(op, "offsets.shape", list(offsets.shape), need)
+        led = offsets.shape == (w.shape[0] + 1,)
+        remedy = "leave the leading zero out: offsets are the ends of groups" if led else ""
+        fail(op, "offsets.shape", list(offsets.shape), need, remedy)
     specs = _specs(recipe)
     draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or _backward_draws(specs, dx, dw)
     if draws and (seed is None or offset is None):
@@ -330,8 +368,7 @@ def _fake_kept(
     size = 0
     behind = torch.int64.itemsize if offset else 0
     for tensor, s, groups, batch_dims in operands:
-        layout = "mn_major" if s.scale == "fp32" else "linear"
-        shapes = stored_shapes(s, axis, tensor.shape, layout, batch_dims, groups)
+        shapes = stored_shapes(s, axis, tensor.shape, gemm_layout(s), batch_dims, groups)
         size = -(-size // 128) * 128 + math.prod(shapes.codes)
         behind += math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
         behind += math.prod(shapes.scales) * s.scale_bytes

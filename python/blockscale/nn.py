@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from blockscale._errors import fail_type
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
@@ -25,7 +26,7 @@ class Linear(torch.nn.Linear):
         seed: of the random bits (docs/rng.md).
 
     Raises:
-        ValueError: an unknown recipe.
+        TypeError, ValueError: an unknown recipe, or one in the place of bias.
     """
 
     recipe: Recipe
@@ -44,6 +45,9 @@ class Linear(torch.nn.Linear):
         recipe: str | Recipe = "nvfp4",
         seed: int = 0,
     ) -> None:
+        named: object = bias
+        if isinstance(named, str | Recipe):  # which would count as true
+            fail_type("Linear", "bias", bias, "a bool", "pass the recipe as recipe=")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.configure(recipe_named(recipe), RngState(seed), "")
         make_root(self, self._rng_state)
@@ -71,7 +75,11 @@ class Linear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
         recipe = self.recipe
-        key = (self._seed, self._rng_state.offset) if recipe.stochastic else None
+        key = None
+        if recipe.stochastic:
+            if self._seed.device != self.weight.device:  # FSDP2 moves parameters past _apply()
+                self._move_rng()
+            key = (self._seed, self._rng_state.offset)
         return linear_with_key(input, self.weight, self.bias, recipe, key)
 
     def extra_repr(self) -> str:

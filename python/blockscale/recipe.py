@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import Any, Final
@@ -72,9 +73,10 @@ def _spec_from_text(text: str, changes: str = "") -> Spec:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _parsed(text: str, changes: str) -> Spec:
-    """torch.compile cannot trace a call into C, and need not: a text has one meaning."""
-    return _spec_from_text(text, changes)
+def _constant(text: str, changes: str) -> Spec:
+    """torch.compile cannot trace a call into C, and need not: a text has one meaning. A copy, since
+    the compiler knows objects by identity: what is reached through a recipe too is no constant."""
+    return copy.copy(_spec_from_text(text, changes))
 
 
 def _change_text(key: str, value: object) -> str:
@@ -109,7 +111,8 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
     if not isinstance(name, str | Spec):
         fail_type("spec", "name", name, "a name such as 'nvfp4', or a Spec")
     text = ",".join(_change_text(key, value) for key, value in changes.items())
-    parsed: Spec = _parsed(str(name), text)
+    parse = _constant if torch.compiler.is_compiling() else _spec_from_text
+    parsed: Spec = parse(str(name), text)
     return parsed
 
 

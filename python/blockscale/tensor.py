@@ -41,6 +41,11 @@ def matrix_extents(shape: Sequence[int], batch_dims: int) -> tuple[int, int]:
     return math.prod(shape[batch_dims:-1]), shape[-1]
 
 
+def gemm_layout(s: Spec) -> str:
+    """How `linear` stores its operands: as GEMMs read them (binding/operands.cc does the same)."""
+    return "mn_major" if s.scale == "fp32" else "linear"
+
+
 def stored_shapes(
     s: Spec, axis: int, shape: Sequence[int], layout: str, batch_dims: int, groups: int = 0
 ) -> StoredShapes:

@@ -248,6 +248,7 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
   if (matrices == 0) return;
   clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
   add_amax({x, spec, axis, groups, out, nullptr}, stream);
+  check_launch("amax");
 }
 
 void add_amax(const Amax& amax, const Stream& stream) {
@@ -282,7 +283,6 @@ void add_amax(const Amax& amax, const Stream& stream) {
     launch_on_axis<AlignedLoader>(p, axis, out, before, native(stream));
   else
     launch_on_axis<UnalignedLoader>(p, axis, out, before, native(stream));
-  check_launch("amax");
 }
 
 void add_amaxes(const Amax& a, const Amax& b, const Stream& stream) {
@@ -296,7 +296,6 @@ void add_amaxes(const Amax& a, const Amax& b, const Stream& stream) {
     launch_pair<Bf16In<true>>(pair, native(stream));
   else
     launch_pair<FloatsIn>(pair, native(stream));
-  check_launch("amax");
 }
 
 }  // namespace blockscale::gpu

@@ -54,7 +54,7 @@ BLOCKSCALE_DEVICE void load(const FinishParams& p, int64_t at, int count, float*
 }
 
 // What the elements of the rows of a group have in common.
-struct Rows {
+struct GroupRows {
   int64_t until = 0;  // the first row behind them
   int64_t group = 0;
   bool outside = false;  // of all groups
@@ -65,10 +65,10 @@ BLOCKSCALE_DEVICE double factor_of(const Epilogue& e, int64_t group) {
   return static_cast<double>(e.alpha) * (e.a_outer ? e.a_outer[group] : 1.0f) *
          (e.b_outer ? e.b_outer[group] : 1.0f);
 }
-BLOCKSCALE_DEVICE Rows rows_at(const FinishParams& p, int64_t row) {
+BLOCKSCALE_DEVICE GroupRows rows_at(const FinishParams& p, int64_t row) {
   const GroupEnds& groups = p.e.groups;
   const auto begin = [&](int64_t g) { return g == 0 ? 0 : groups.ends[g - 1]; };
-  Rows r;
+  GroupRows r;
   if (groups.contraction) {
     r.group = row / p.group_rows;
     r.until = (r.group + 1) * p.group_rows;
@@ -96,8 +96,8 @@ BLOCKSCALE_DEVICE float bias_at(const Epilogue& e, int64_t at) {
 }
 
 // The element at `at` of D, in that column of one of these rows.
-BLOCKSCALE_DEVICE float finished(const FinishParams& p, const Rows& row, int64_t at, int64_t column,
-                                 float sum) {
+BLOCKSCALE_DEVICE float finished(const FinishParams& p, const GroupRows& row, int64_t at,
+                                 int64_t column, float sum) {
   const float before = p.e.accumulate ? static_cast<const float*>(p.d)[at] : 0.0f;
   if (row.outside) return before;
   double value = row.empty ? 0.0 : row.factor * static_cast<double>(sum);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const bool by_row = kGrouped || e.bias;
   const bool wrong = kGrouped && *e.groups.wrong;
   const bool plain = !wrong && !e.bias && !e.accumulate;
-  Rows rows;
+  GroupRows rows;
   if (!kGrouped) rows.factor = factor_of(e, 0);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {

@@ -14,6 +14,11 @@ inline NativeStream native(const Stream& stream) {
   return static_cast<NativeStream>(stream.handle());
 }
 
+// Starts a kernel for these parameters, of which it may fill in what only it knows.
+template <class Params>
+using Launcher = void (*)(Params&, NativeStream);
+
+// What every operator ends with: none of its launches has failed.
 inline void check_launch(const char* op) {
   const Error_t e = last_error();
   if (e != kSuccess)

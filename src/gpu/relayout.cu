@@ -412,12 +412,12 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
   const dim3 grid(static_cast<unsigned>(ceil_div(std::max<int64_t>(parts, 1), groups)),
                   static_cast<unsigned>(groups));
   start(relayout_kernel<true>, grid, kBlock, 0, native(stream), p);
-  check_launch("relayout");
   Side side{};
   side.out = to;
   side.shape = p.t;
   p.plan.side[0] = nullptr;  // what was read
   fill_groups({}, side, p.plan, stream);
+  check_launch("relayout");
 }
 
 }  // namespace blockscale::gpu

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "blockscale/ops.h"
+#include "buffers.h"
 
 namespace blockscale::testing {
 
@@ -102,6 +102,49 @@ class TestStream final : public Stream {
  private:
   void* stream_ = new_stream();
   mutable std::vector<Memory> pieces_;
+};
+
+inline int64_t bytes_of(const Groups& groups) { return groups.count * (groups.wide ? 8 : 4); }
+
+// An Output's buffers on the device, guards and poison included; copied back when it goes.
+class DeviceOutput {
+ public:
+  explicit DeviceOutput(const Output& out)
+      : codes_(out.codes.all(), out.codes.all_size()),
+        scales_(out.scales.all(), out.scales.all_size()),
+        outer_(out.outer.all(), out.outer.all_size()),
+        offsets_(out.view.groups.offsets, bytes_of(out.view.groups)),
+        view(out.view) {
+    if (view.groups) view.groups.offsets = offsets_.at();
+    view.codes = codes_.at(Guarded::kGuard);
+    view.scales = scales_.at(Guarded::kGuard);
+    if (view.outer) view.outer = reinterpret_cast<float*>(outer_.at(Guarded::kGuard));
+  }
+  void read(Output& out) const {
+    codes_.read(out.codes.all(), out.codes.all_size());
+    scales_.read(out.scales.all(), out.scales.all_size());
+    outer_.read(out.outer.all(), out.outer.all_size());
+  }
+
+ private:
+  Memory codes_, scales_, outer_, offsets_;
+
+ public:
+  Quantized view;
+};
+
+class DeviceInput {
+ public:
+  DeviceInput(const Input& frame, const ConstMatrix& x)
+      : storage_(frame.storage().data(), static_cast<int64_t>(frame.storage().size())), view(x) {
+    view.data = storage_.at(static_cast<const uint8_t*>(x.data) - frame.storage().data());
+  }
+
+ private:
+  Memory storage_;
+
+ public:
+  ConstMatrix view;
 };
 #endif
 

@@ -222,6 +222,16 @@ def test_inductor() -> None:
     assert not torch.equal(*grads)
 
 
+def test_a_spec_that_a_recipe_has_too() -> None:
+    x, w = normal(8, 64), normal(8, 64, seed=1).requires_grad_()
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return bs.quantize(x, "mxfp8").dequantize() + bs.linear(x, w, recipe="mxfp8").sum()
+
+    run = compiled(both, backend="aot_eager")
+    assert torch.equal(run(x, w), both(x, w))
+
+
 def test_conversion_after_compilation_is_seen() -> None:
     model = Net()
     run = compiled(model, backend="aot_eager")

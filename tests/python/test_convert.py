@@ -143,6 +143,18 @@ def test_revert_restores_the_plain_model() -> None:
     assert bs.revert(m) == []
 
 
+def test_of_a_replicated_model_what_it_wraps_is_converted() -> None:
+    plain, wrapped = model(), nn.DataParallel(model())
+    assert bs.convert(wrapped, "nvfp4", skip=["lm_head"]) == bs.convert(
+        plain, "nvfp4", skip=["lm_head"]
+    )
+    assert_equal(gradients(plain), gradients(wrapped.module))
+    assert bs.rng_state(wrapped) == bs.rng_state(plain)
+    inside = nn.Sequential(nn.DataParallel(nn.Linear(32, 32)))
+    assert [name for name, _ in bs.convert(inside, "nvfp4").converted] == ["0"]
+    assert bs.revert(wrapped) == LINEARS[:-1]
+
+
 def test_bf16_is_a_recipe() -> None:
     m, plain = model(), model()
     report = bs.convert(m, "bf16")

@@ -452,6 +452,21 @@ def test_products_wait_for_their_operands(cuda: torch.device, random: torch.Gene
         assert torch.equal(one, other)
 
 
+def test_random_bits_follow_parameters_that_were_moved_alone(cuda: torch.device) -> None:
+    """As FSDP2 moves those of a model that was converted on the CPU."""
+    layers = [bs.nn.Linear(64, 32, recipe="nvfp4", seed=3) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(16, 64, device=cuda)
+    layers[0].to(cuda)
+    for parameter in layers[1].parameters():
+        parameter.data = parameter.data.to(cuda)
+    for layer in layers:
+        layer(x).sum().backward()
+    assert layers[0].weight.grad is not None
+    assert layers[1].weight.grad is not None
+    assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
+
+
 def test_linear_waits_for_nothing(cuda: torch.device) -> None:
     layer = bs.nn.Linear(130, 40, recipe="nvfp4", device=cuda)
     x = torch.randn(65, 130, device=cuda, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Converted models under DistributedDataParallel and FSDP2, two processes on the CPU.
+"""Converted models under DistributedDataParallel and FSDP2 in two processes.
 
 Both ranks see the same batch and draw by the same seed, and the mean of two equal gradients is that
 gradient: so the weights after some steps are those of one process alone, bit for bit.
@@ -12,33 +12,39 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import DEVICES, on_two_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 2
 Weights = dict[str, torch.Tensor]
 
 
-def trained(wrapper: str = "") -> Weights:
+def trained(device: str, wrapper: str = "") -> Weights:
     """The weights of a small converted model after a few steps of two micro-batches."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7))
-    bs.convert(model, "nvfp4", skip=["2"])
+    if wrapper != "fsdp":  # which moves the parameters itself
+        model.to(device)
     whole: nn.Module = model
+    if wrapper == "ddp, converted last":
+        whole = DistributedDataParallel(model)
+    bs.convert(whole, "nvfp4", skip=["2"])
     if wrapper == "ddp":
         whole = DistributedDataParallel(model)
     elif wrapper == "fsdp":
-        fully_shard(block)
-        fully_shard(model)
+        mesh = init_device_mesh(device, (2,))
+        fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     bs.attach(model, optimizer)
     for _ in range(STEPS):
         for _ in range(2):
-            whole(torch.randn(16, 32)).square().mean().backward()
+            whole(torch.randn(16, 32).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert bs.rng_state(whole) == {"step": STEPS, "forward": 0, "seed": 0}
@@ -46,20 +52,39 @@ def trained(wrapper: str = "") -> Weights:
     return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters.items()}
 
 
-def run(rank: int, meeting: str, wrapper: str, want: Weights) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    got = trained(wrapper)
-    dist.destroy_process_group()
+def train_and_compare(wrapper: str, device: str, want: Weights) -> None:
+    got = trained(device, wrapper)
     assert got.keys() == want.keys()
     for name, value in want.items():
-        assert torch.equal(got[name], value), name
+        assert torch.equal(got[name].cpu(), value), name
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_two_ranks_with_one_batch_are_one_process(wrapper: str, tmp_path: Path) -> None:
+def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        layer = nn.Linear(32, 32)
+        fully_shard(layer, mesh=mesh)
+        report = bs.convert(nn.Sequential(nn.Linear(32, 32), layer), "mxfp8")
+        said = "FSDPLinear is sharded by itself: convert before fully_shard"
+        assert report.skipped == [("1", said)]
+        model = nn.Sequential(nn.Linear(32, 32))
+        bs.convert(model, "mxfp8")
+        fully_shard(model[0], mesh=mesh)
+        with pytest.raises(ValueError, match=r"revert: model = Sequential with '0' in fully_shard"):
+            bs.revert(model)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp, converted last", "fsdp"])
+def test_two_ranks_with_one_batch_are_one_process(
+    wrapper: str, device: str, tmp_path: Path
+) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks
-    want = trained()
+    want = {name: value.cpu() for name, value in trained(device).items()}
     torch.set_num_threads(threads)
-    spawn(run, args=(str(tmp_path / "meeting"), wrapper, want), nprocs=2)  # type: ignore[no-untyped-call]
+    on_two_ranks(train_and_compare, tmp_path, wrapper, device, want, device=device)

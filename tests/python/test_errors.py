@@ -61,6 +61,8 @@ def test_wrong_types() -> None:
     )
     type_error(lambda: bs.Rng(1.5), "rng: seed = a float; need an int")  # type: ignore[arg-type]
     type_error(lambda: bs.linear([1.0], X), "linear: x = a list; need a tensor")  # type: ignore[arg-type]
+    type_error(lambda: bs.linear(X, X, "mxfp8"), "linear: bias = a str", "pass the recipe as")  # type: ignore[arg-type]
+    type_error(lambda: bs.nn.Linear(4, 4, "mxfp8"), "Linear: bias = a str", "pass the recipe as")  # type: ignore[arg-type]
     type_error(lambda: bs.grouped_linear(X, X[None], None), "grouped_linear: offsets = None")  # type: ignore[arg-type]
     value_error(lambda: bs.quantize_weight(X.double()), "quantize_weight: w.dtype = torch.float64")
     value_error(lambda: bs.Rng(torch.ones(1)), "rng: seed = torch.float32[1]; need an int64")
@@ -73,6 +75,11 @@ def test_a_spec_is_no_recipe() -> None:
     value_error(lambda: bs.linear(X, X, recipe="mxfp6"), "recipe: name = 'mxfp6'", said)
     spec = bs.spec("mxfp6")
     type_error(lambda: bs.linear(X, X, recipe=spec), "recipe: name = a Spec", "(not a Spec)")  # type: ignore[arg-type]
+
+
+def test_dtypes_have_the_names_of_torch() -> None:
+    for dtype in (torch.complex64, torch.int16, torch.int8, torch.bool, torch.float64):
+        value_error(lambda t=dtype: bs.quantize(X.to(t), "mxfp8"), f"x.dtype = {str(dtype)[6:]};")  # type: ignore[misc]
 
 
 def test_sparse_tensors() -> None:

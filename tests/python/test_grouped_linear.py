@@ -411,6 +411,8 @@ def test_refusals_say_what_is_wrong() -> None:
 
     refuses(r"offsets = .*a tensor", x, w, [5, 140, 150])
     refuses(r"offsets\.shape = \[2\]; need \[3\]", x, w, o[:2])
+    led = torch.cat([o.new_zeros(1), o])
+    refuses(r"offsets\.shape = \[4\]; need \[3\].*leave the leading zero out", x, w, led)
     refuses(r"offsets\.dtype = float32; need int32 or int64", x, w, o.float())
     refuses(r"offsets\[1\] = 4 is smaller than offsets\[0\] = 5", x, w, torch.tensor([5, 4, 150]))
     refuses(r"offsets\[2\] = 151; need at most 150", x, w, torch.tensor([5, 40, 151]))

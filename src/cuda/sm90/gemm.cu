@@ -4,28 +4,8 @@
 
 #include "cuda/sm90/gemm.h"
 #include "cuda/sm90/instance.h"
-#include "cuda/tensor_map.h"
 
 namespace blockscale::sm90 {
-
-bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
-              int box_across, int box_down, bool swizzled) {
-  const auto encode = cuda::tensor_map_encoder();
-  if (!encode) return false;
-  const auto& [size, stride] = extents;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(size[0]), static_cast<cuuint64_t>(size[1]),
-                              static_cast<cuuint64_t>(size[2])};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride[0]),
-                                static_cast<cuuint64_t>(stride[1])};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(box_across), static_cast<cuuint32_t>(box_down),
-                            1};
-  const cuuint32_t steps[] = {1, 1, 1};
-  return encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
 
 namespace {
 

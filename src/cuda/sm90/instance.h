@@ -1,6 +1,7 @@
 // One compiled kernel: its launch, and the tensor maps it reads.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -10,17 +11,20 @@
 #include "blockscale/spec.h"
 #include "cuda/sm90/gemm.h"
 #include "cuda/sm90/multiply.h"
+#include "cuda/tensor_map.h"
 #include "cuda/tiles.h"
 
 namespace blockscale::sm90 {
 
-// The sizes of an array of three dimensions, the innermost first; strides in bytes.
-struct Extents {
-  int64_t size[3];
-  int64_t stride[2];
-};
-bool describe(CUtensorMap& map, CUtensorMapDataType type, const void* data, const Extents& extents,
-              int box_across, int box_down, bool swizzled);
+// Shared memory that a block of threads may ask for.
+inline constexpr int kMostSharedBytes = 227 * 1024;
+
+// Boxes lie in shared memory as wgmma reads them and store_boxes() writes them.
+inline bool make_map(CUtensorMap& map, CUtensorMapDataType type, const void* data,
+                     const cuda::Extents& extents, int across, int down) {
+  return cuda::make_tensor_map(map, type, data, extents, across, down, CU_TENSOR_MAP_SWIZZLE_128B,
+                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
 
 // Two waves of a warpgroup become four of half the columns where every column has a scale: two of
 // them fit in registers beside the sums, and all four share their scales.
@@ -33,64 +37,54 @@ struct TileOf {
            kSquare ? s.stages : s.line_stages, s.cluster, s.split, s.chunks(kSquare)>;
 };
 
-template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
-cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream_t stream) {
-  using T = typename TileOf<kIndex, kSquare>::type;
-  static_assert(shared_bytes<T, kSquare>(kMaxGroups) <= 227 * 1024);
-  const auto kernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
-  constexpr int kDevices = 64;
-  static std::atomic<bool> prepared[kDevices];
-  if (device >= kDevices || !prepared[device]) {
-    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               shared_bytes<T, kSquare>(kMaxGroups));
-    if (e != cudaSuccess) return e;
-    if (device < kDevices) prepared[device] = true;
-  }
-
-  GemmParams p{};
-  const int64_t padded = round_up(g.k, kBlock), blocks = padded / kBlock;
+// False where the copy engine cannot read them.
+template <class T, bool kSquare>
+bool set_operands(GemmParams& p, const Fp8Gemm& g) {
   const bool by_rows = g.grouping == Grouping::rows;
-  const bool by_contraction = g.grouping == Grouping::contraction;
+  const int64_t padded = round_up(g.k, kBlock), blocks = padded / kBlock;
   const int64_t batch = by_rows ? g.groups : 1;
   const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, round_up(g.m, 8)));
   p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + T::kBBytes);
-  if (blocks > 0) {
-    const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    const bool ok = describe(p.a, bytes, g.a, {{padded, g.m, 1}, {padded, padded * g.m}}, kBlock,
-                             a_rows, true) &&
-                    describe(p.b, bytes, g.b, {{padded, g.n, batch}, {padded, padded * g.n}},
-                             kBlock, T::kColumns, true);
-    if (!ok) return cudaErrorInvalidValue;
-  }
   p.a_scales = g.a_scales;
   p.b_scales = g.b_scales;
   p.a_scale_line = static_cast<int>(by_rows ? g.a_scale_line : round_up(g.m, 4));
   p.b_scale_group = blocks * round_up(kSquare ? ceil_div(g.n, kBlock) : g.n, 4);
+  if (blocks == 0) return true;
+  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  return make_map(p.a, bytes, g.a, {{padded, g.m, 1}, {padded, padded * g.m}}, kBlock, a_rows) &&
+         make_map(p.b, bytes, g.b, {{padded, g.n, batch}, {padded, padded * g.n}}, kBlock,
+                  T::kColumns);
+}
 
-  Problem& problem = p.problem;
-  problem.m = static_cast<int>(g.m);
-  problem.n = static_cast<int>(g.n);
-  problem.k_blocks = static_cast<int>(blocks);
-  problem.grouping = g.grouping;
-  problem.groups = g.grouping == Grouping::dense ? 1 : g.groups;
-  problem.group_rows = static_cast<int>(g.group_rows);
-  problem.scale_unit = g.a_scale_unit;
+template <class T>
+Problem problem_of(const Fp8Gemm& g) {
+  Problem p;
+  p.m = static_cast<int>(g.m);
+  p.n = static_cast<int>(g.n);
+  p.k_blocks = static_cast<int>(ceil_div(g.k, kBlock));
+  p.grouping = g.grouping;
+  p.groups = g.grouping == Grouping::dense ? 1 : g.groups;
+  p.group_rows = static_cast<int>(g.group_rows);
+  p.scale_unit = g.a_scale_unit;
   // Far from the other tiles of its group a tail reads its part of B again: that pays where groups
   // are many, and not short.
   const bool late = g.groups >= 16 && g.group_rows >= int64_t{2} * T::kUnitRows * g.groups;
-  problem.tail_rows = late ? T::kUnitRows / 2 : 0;
-  problem.offsets = g.offsets;
-  problem.wide_offsets = g.wide_offsets;
+  p.tail_rows = late ? T::kUnitRows / 2 : 0;
+  p.offsets = g.offsets;
+  p.wide_offsets = g.wide_offsets;
   const int64_t across = ceil_div(g.n, T::kUnitColumns), down = ceil_div(g.m, T::kUnitRows);
   const int64_t band = std::min<int64_t>(g.band, down);
-  problem.units_across = Divisor(across);
-  problem.units_down = static_cast<int>(down);
-  problem.band = Divisor(band);
-  problem.band_units = Divisor(band * across);
-  problem.group_units = Divisor(down * across);
+  p.units_across = Divisor(across);
+  p.units_down = static_cast<int>(down);
+  p.band = Divisor(band);
+  p.band_units = Divisor(band * across);
+  p.group_units = Divisor(down * across);
+  return p;
+}
 
+template <class T>
+void set_output(GemmParams& p, const Fp8Gemm& g) {
   Output& out = p.out;
-  const int64_t size = g.d_f32 ? 4 : 2;
   out.d = g.d;
   out.row_stride = g.d_stride;
   out.group_stride = g.m * g.d_stride;
@@ -101,21 +95,53 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   out.bias_dtype = g.bias_dtype;
   out.f32 = g.d_f32;
   out.add = g.accumulate;
+  const int64_t size = g.d_f32 ? 4 : 2, row = g.d_stride * size;
+  const int64_t matrices = g.grouping == Grouping::contraction ? g.groups : 1;
+  const auto type = g.d_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto address = reinterpret_cast<uintptr_t>(g.d);
   out.pairs = address % (2 * size) == 0 && g.d_stride % 2 == 0;
-  out.boxes =
-      T::kStaged && address % 16 == 0 && g.d_stride * size % 16 == 0 &&
-      describe(
-          p.d, g.d_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, g.d,
-          {{g.n, g.m, by_contraction ? g.groups : 1}, {g.d_stride * size, g.m * g.d_stride * size}},
-          static_cast<int>(128 / size), 64, true);
+  out.boxes = T::kStaged && address % 16 == 0 && row % 16 == 0 &&
+              make_map(p.d, type, g.d, {{g.n, g.m, matrices}, {row, g.m * row}},
+                       static_cast<int>(128 / size), 64);
+}
 
-  int clusters = multiprocessors / T::kCluster;
-  if (!by_rows) {
-    const int64_t units = down * across * problem.groups;
-    if (units < clusters || T::kSplit) clusters = static_cast<int>(units);
-  }
+// Clusters of one launch: those that the device holds at once, or where the host knows of fewer
+// units, one each.
+template <class T>
+int cluster_count(const Problem& p, int multiprocessors) {
+  const int most = multiprocessors / T::kCluster;
+  if (p.grouping == Grouping::rows) return most;
+  const int64_t units = static_cast<int64_t>(p.group_units.by()) * p.groups;
+  return units < most || T::kSplit ? static_cast<int>(units) : most;
+}
+
+// Allows a kernel its shared memory, once a device.
+template <auto kKernel, int kBytes>
+cudaError_t prepare(int device) {
+  constexpr int kDevices = 64;
+  static std::atomic<bool> prepared[kDevices];
+  if (device < kDevices && prepared[device]) return cudaSuccess;
+  const cudaError_t e =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (e == cudaSuccess && device < kDevices) prepared[device] = true;
+  return e;
+}
+
+template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
+cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream_t stream) {
+  using T = typename TileOf<kIndex, kSquare>::type;
+  constexpr auto kKernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
+  constexpr int kMostBytes = shared_bytes<T, kSquare>(kMaxGroups);
+  static_assert(kMostBytes <= kMostSharedBytes);
+  if (const cudaError_t e = prepare<kKernel, kMostBytes>(device); e != cudaSuccess) return e;
+
+  GemmParams p{};
+  if (!set_operands<T, kSquare>(p, g)) return cudaErrorInvalidValue;
+  p.problem = problem_of<T>(g);
+  set_output<T>(p, g);
+
   cudaLaunchConfig_t config{};
+  const int clusters = cluster_count<T>(p.problem, multiprocessors);
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));
   config.blockDim = dim3(T::kThreads);
   config.dynamicSmemBytes = shared_bytes<T, kSquare>(g.grouping == Grouping::dense ? 0 : g.groups);
@@ -127,7 +153,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return cudaLaunchKernelEx(&config, kKernel, p);
 }
 
 }  // namespace blockscale::sm90

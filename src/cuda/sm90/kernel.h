@@ -92,7 +92,7 @@ inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierB
 template <class T, bool kSquare>
 constexpr int shared_bytes(int groups) {
   return kStartsAt<T, kSquare> +
-         (groups ? (groups + 1) * static_cast<int>(sizeof(GroupStart)) : 0) + 1024;
+         (groups ? (groups + 1) * static_cast<int>(sizeof(WorkBefore)) : 0) + 1024;
 }
 
 // A position in the ring of stages.
@@ -100,7 +100,7 @@ template <int kStages>
 struct Ring {
   int stage = 0;
   uint32_t phase = 0;
-  BLOCKSCALE_INLINE void next() {
+  BLOCKSCALE_DEVICE void next() {
     if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
@@ -111,24 +111,24 @@ struct Ring {
 template <class T, bool kSquare>
 struct Shared {
   uint32_t base;
-  BLOCKSCALE_INLINE uint32_t a(int stage) const { return base + stage * T::kABytes; }
-  BLOCKSCALE_INLINE uint32_t b(int stage) const {
+  BLOCKSCALE_DEVICE uint32_t a(int stage) const { return base + stage * T::kABytes; }
+  BLOCKSCALE_DEVICE uint32_t b(int stage) const {
     return base + T::kStages * T::kABytes + stage * T::kBBytes;
   }
-  BLOCKSCALE_INLINE uint32_t chunk(int group, int chunk) const {
+  BLOCKSCALE_DEVICE uint32_t chunk(int group, int chunk) const {
     return base + T::kChunksAt + (group * T::kChunks + chunk) * T::kChunkBytes;
   }
-  BLOCKSCALE_INLINE uint32_t a_scales(int stage) const {
+  BLOCKSCALE_DEVICE uint32_t a_scales(int stage) const {
     return base + T::kScalesAt + stage * T::kAScaleBytes;
   }
-  BLOCKSCALE_INLINE uint32_t b_scales(int stage) const {
+  BLOCKSCALE_DEVICE uint32_t b_scales(int stage) const {
     return base + T::kScalesAt + T::kStages * T::kAScaleBytes +
            stage * (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
   }
-  BLOCKSCALE_INLINE uint32_t full(int stage) const {
+  BLOCKSCALE_DEVICE uint32_t full(int stage) const {
     return base + kBarriersAt<T, kSquare> + stage * kBarrierBytes;
   }
-  BLOCKSCALE_INLINE uint32_t empty(int stage) const { return full(stage) + 8; }
+  BLOCKSCALE_DEVICE uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
 // A part of a line of scales, at most kCount values, which one warp copies. Rows of a group may
@@ -139,13 +139,13 @@ struct ScaleCopy {
   const float* from;
   int64_t line;  // values between blocks of K
   int values;    // 0 where the tile lies outside of the matrix
-  BLOCKSCALE_INLINE ScaleCopy(const float* scales, int in_line, int first, int lane) {
+  BLOCKSCALE_DEVICE ScaleCopy(const float* scales, int in_line, int first, int lane) {
     line = in_line;
     const int start = first / 4 * 4;
     from = scales + start + lane * 4;
     values = min(kCount, in_line - start) - lane * 4;  // of this lane on
   }
-  BLOCKSCALE_INLINE void issue(int block, uint32_t to) const {
+  BLOCKSCALE_DEVICE void issue(int block, uint32_t to) const {
 #pragma unroll
     for (int i = 0; i < kCount; i += 128)
       if (i < values) copy_16_bytes(to + i * 4, from + block * line + i);
@@ -155,8 +155,8 @@ struct ScaleCopy {
 // The blocks of all units of this CTA in order: `start` sees each unit's work once, `bring` each
 // block when its stage is free.
 template <class T, bool kSquare, class Start>
-BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const GroupStart* starts, int rank, Start start) {
+BLOCKSCALE_DEVICE void for_each_block(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                      const WorkBefore* starts, int rank, Start start) {
   const int units = unit_count(p.problem, starts);
   const int step = static_cast<int>(gridDim.x) / T::kCluster;
   int group = 0;
@@ -179,8 +179,8 @@ BLOCKSCALE_INLINE void for_each_block(const GemmParams& p, const Shared<T, kSqua
 // One thread keeps the ring full of codes, and of A's scales with them. An operand that two CTAs
 // share is brought by the first.
 template <class T, bool kSquare>
-BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                   const GroupStart* starts, int rank) {
+BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                   const WorkBefore* starts, int rank) {
   constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
   constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
   constexpr bool kBrings = kBringsScales<T, kSquare>;
@@ -206,8 +206,8 @@ BLOCKSCALE_INLINE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
 
 // And one warp of scales: small copies hold the copy engine up.
 template <class T, bool kSquare>
-BLOCKSCALE_INLINE void bring_scales(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                    const GroupStart* starts, int rank) {
+BLOCKSCALE_DEVICE void bring_scales(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                    const WorkBefore* starts, int rank) {
   const int lane = lane_index(), n = p.problem.n;
   const int b_scale_line = ((kSquare ? (n + kBlock - 1) / kBlock : n) + 3) / 4 * 4;
   for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {

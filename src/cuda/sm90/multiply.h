@@ -9,7 +9,7 @@
 
 namespace blockscale::sm90 {
 
-BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
+BLOCKSCALE_DEVICE float bias_at(const Output& out, int64_t at) {
   if (out.bias_dtype == DType::f32) return static_cast<const float*>(out.bias)[at];
   const uint16_t bits = static_cast<const uint16_t*>(out.bias)[at];
   return out.bias_dtype == DType::bf16 ? __uint_as_float(uint32_t{bits} << 16)
@@ -18,7 +18,7 @@ BLOCKSCALE_INLINE float bias_at(const Output& out, int64_t at) {
 
 // Factors of columns, alpha and bias.
 template <class T>
-BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
+BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
                               int column, bool with_bias) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t first = int64_t{1} * group * p.problem.n;
@@ -64,7 +64,7 @@ BLOCKSCALE_INLINE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
 // Through shared memory, from where the copy engine stores while the next tile is computed; it cuts
 // off what lies outside of D.
 template <class T, bool kSquare, bool kF32>
-BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+BLOCKSCALE_DEVICE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                    const Shared<T, kSquare>& shared, int group, const Work& w,
                                    int row, int column) {
   constexpr int kColumns = kF32 ? 32 : 64, kEights = kColumns / 8;
@@ -109,7 +109,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
         }
       }
     }
-    fence_for_copies();
+    gpu::fence_copies();
     named_sync(1 + group, 128);
     if (stores) {
 #pragma unroll
@@ -125,7 +125,7 @@ BLOCKSCALE_INLINE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
   }
 }
 
-BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, float x, float y) {
+BLOCKSCALE_DEVICE void store_pair(const GemmParams& p, int64_t at, int column, float x, float y) {
   const Output& out = p.out;
   const bool second = column + 1 < p.problem.n;
   if (out.f32) {
@@ -146,7 +146,7 @@ BLOCKSCALE_INLINE void store_pair(const GemmParams& p, int64_t at, int column, f
 
 // Rows [first, last) of D, counted through its matrices; by kWarps warps of every CTA.
 template <int kWarps>
-BLOCKSCALE_INLINE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
+BLOCKSCALE_DEVICE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
                                  int warp) {
   const int step = static_cast<int>(gridDim.x) * kWarps;
   for (int64_t row = first + static_cast<int>(blockIdx.x) * kWarps + warp; row < last; row += step)
@@ -157,7 +157,7 @@ BLOCKSCALE_INLINE void fill_rows(const GemmParams& p, int64_t first, int64_t las
 // Straight from registers: the tail of a group of rows, and outputs that the copy engine cannot
 // describe.
 template <class T>
-BLOCKSCALE_INLINE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+BLOCKSCALE_DEVICE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                       const Work& w, int row, int column) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int64_t base =
@@ -182,7 +182,7 @@ BLOCKSCALE_INLINE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], 
 // Each CTA of the cluster has summed a part of K in its registers. The parts meet in shared memory,
 // where each CTA adds some of the rows up, always in the same order.
 template <class T>
-BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+BLOCKSCALE_DEVICE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                  uint32_t memory, const Work& w, int group_column, int rank) {
   constexpr int kPitch = T::kColumns + 8, kThreads = 128 * T::kGroups, kAcross = T::kColumns / 4;
   static_assert(!T::kSplit || T::kRows == 64);
@@ -217,7 +217,7 @@ BLOCKSCALE_INLINE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const
 
 // Starts the products of a wave with one block; `part` may be used after the wait for them.
 template <int kN, bool kAE5m2, bool kBE5m2>
-BLOCKSCALE_INLINE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
+BLOCKSCALE_DEVICE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
   pin(part);
   wgmma_begin();
 #pragma unroll
@@ -226,155 +226,180 @@ BLOCKSCALE_INLINE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64
   wgmma_commit();
 }
 
+// What a thread of a math warpgroup keeps while it goes over the tiles, and the sums of one.
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
-BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const GroupStart* starts, int rank) {
-  constexpr int kN = T::kN;
-  constexpr bool kBrings = kBringsScales<T, kSquare>;
-  // So that the end of a block and the start of the next overlap; a scale for each column leaves no
-  // registers for it.
-  constexpr int kUnroll = kSquare ? 4 : 1;
-  constexpr int kAhead = kN < 32 ? kN / 8 : 4;           // pairs of column scales
-  constexpr int kWaveStep = T::kWaveRows * kBlock / 16;  // in descriptors
+struct Multiplier {
+  static constexpr int kN = T::kN;
+  static constexpr int kWaveStep = T::kWaveRows * kBlock / 16;  // in descriptors
+  using Sums = float[T::kWaves][kN / 2];
+
+  const Shared<T, kSquare>& shared;
+  int lane, group_column;
+  uint32_t a_tiles, b_tiles;  // descriptors of this warpgroup's part of the first stage
+  bool tells;                 // lane l tells CTA l of those that share
+  uint32_t empty_there;       // that one's first barrier
+  Ring<T::kStages> ring;
+
+  BLOCKSCALE_DEVICE void release(int stage) const {
+    if (tells) barrier_arrive(empty_there + stage * kBarrierBytes);
+  }
+  BLOCKSCALE_DEVICE uint64_t a_tile(int stage) const {
+    return tile_descriptor(a_tiles + stage * (T::kABytes / 16));
+  }
+  BLOCKSCALE_DEVICE uint64_t b_tile(int stage) const {
+    return tile_descriptor(b_tiles + stage * (T::kBBytes / 16));
+  }
+  // Of this thread's rows, the first of which is `first` in the stage's copy.
+  template <int kRows>
+  BLOCKSCALE_DEVICE void load_row_scales(float (&scale)[kRows], int stage, int first) const {
+    const uint32_t a_scales = shared.a_scales(stage) + first * 4;
+#pragma unroll
+    for (int j = 0; j < kRows; ++j)
+      scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
+  }
+
+  // No row of the group is this warpgroup's.
+  BLOCKSCALE_DEVICE void pass_over(int blocks) {
+    for (int i = 0; i < blocks; ++i, ring.next()) {
+      barrier_wait(shared.full(ring.stage), ring.phase);
+      release(ring.stage);
+    }
+  }
+
+  // One wave after another. `square`: of the 128x128 blocks of B that these columns lie in, the
+  // first in its copy.
+  template <int kWaves>
+  BLOCKSCALE_DEVICE void multiply(Sums& sum, int blocks, int first_scale, int square,
+                                  BlockScales<kBringsScales<T, kSquare>>& block_scales) {
+    constexpr bool kBrings = kBringsScales<T, kSquare>;
+    // So that the end of a block and the start of the next overlap; a scale for each column leaves
+    // no registers for it.
+    constexpr int kUnroll = kSquare ? 4 : 1;
+    constexpr int kAhead = kN < 32 ? kN / 8 : 4;  // pairs of column scales
+    float part[kN / 2];
+    bool full = false;
+    if (!kSquare && blocks > 0) barrier_wait(shared.full(ring.stage), ring.phase);
+#pragma unroll kUnroll
+    for (int i = 0; i < blocks; ++i) {
+      const int stage = ring.stage;
+      if (kSquare && !full) barrier_wait(shared.full(stage), ring.phase);
+      const uint64_t a = a_tile(stage), b = b_tile(stage);
+      const uint32_t b_scales =
+          shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
+      float scale[2 * kWaves], of_columns = 1;  // of this thread's rows; of all of its columns
+      load_row_scales(scale, stage, first_scale);
+      if constexpr (kSquare && !kBrings) of_columns = load_shared(b_scales);
+      bool next_full = false;  // asked before the promotion, needed after it
+      ring.next();
+#pragma unroll
+      for (int wave = 0; wave < kWaves; ++wave) {
+        const bool last = wave == kWaves - 1;
+        start_wave<kN, kAE5m2, kBE5m2>(part, a + wave * kWaveStep, b);
+        if (kSquare && wave == 0) {
+          if constexpr (kBrings) of_columns = block_scales.of(i);
+#pragma unroll
+          for (float& row_scale : scale) row_scale *= of_columns;
+          __syncwarp();  // all lanes have their scales, before one tells so
+        }
+        const float upper = scale[2 * wave], lower = scale[2 * wave + 1];
+        if constexpr (kSquare) {
+          pin(part);
+          wgmma_wait();
+          if (last) release(stage);
+          if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
+          promote<kN>(sum[wave], part, upper, lower);
+        } else {
+          ColumnScales<kN, kAhead> columns(b_scales);
+          pin(part);
+          wgmma_wait();
+          if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
+          columns.promote(sum[wave], part, upper, lower);
+          if (last) __syncwarp();  // as above
+          if (last) release(stage);
+        }
+      }
+      // Where the loop is unrolled, nothing but the answer may stand before the next block.
+      if (kSquare)
+        full = next_full;
+      else if (!next_full && i + 1 < blocks)
+        barrier_wait(shared.full(ring.stage), ring.phase);
+    }
+  }
+
+  // Waves that share the scales of their columns, in two accumulators by turns: the tensor cores
+  // fill one while the other is promoted. All scales are loaded before: in between, loads from
+  // shared memory would wait for what the tensor cores read there.
+  template <int kWaves>
+  BLOCKSCALE_DEVICE void multiply_in_turn(Sums& sum, int blocks, int first_scale) {
+    float part[kN / 2], other[kN / 2];
+    bool full = false;
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      const int stage = ring.stage;
+      if (!full) barrier_wait(shared.full(stage), ring.phase);
+      const uint64_t a = a_tile(stage), b = b_tile(stage);
+      float scale[2 * kWaves];
+      load_row_scales(scale, stage, first_scale);
+      ColumnScales<kN, kN / 8> columns(shared.b_scales(stage) + (group_column + lane % 4 * 2) * 4);
+      ring.next();
+      start_wave<kN, kAE5m2, kBE5m2>(part, a, b);
+#pragma unroll
+      for (int wave = 0; wave < kWaves; ++wave) {
+        float(&now)[kN / 2] = wave % 2 ? other : part;
+        float(&then)[kN / 2] = wave % 2 ? part : other;
+        const bool last = wave == kWaves - 1;
+        if (!last) start_wave<kN, kAE5m2, kBE5m2>(then, a + (wave + 1) * kWaveStep, b);
+        pin(now);
+        if (last)
+          wgmma_wait();
+        else
+          wgmma_wait<1>();
+        pin(now);
+        if (last) {
+          __syncwarp();  // as above
+          release(stage);
+          full = barrier_test(shared.full(ring.stage), ring.phase);
+        }
+        columns.promote(sum[wave], now, scale[2 * wave], scale[2 * wave + 1]);
+      }
+    }
+  }
+};
+
+template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
+BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
+                                      const WorkBefore* starts, int rank) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int group_index = warp / 4, lane = lane_index();
   // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
   const int group_row = T::kSideBySide ? 0 : group_index * 64;
-  const int group_column = T::kSideBySide ? group_index * kN : 0;
+  const int group_column = T::kSideBySide ? group_index * T::kN : 0;
   const int thread_row = warp % 4 * 16 + lane / 4;
   const int units = unit_count(p.problem, starts);
   const int step = static_cast<int>(gridDim.x) / T::kCluster;
   const uint32_t a_tiles = tile_low_word(shared.a(0) + group_row * kBlock);
   const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
   int group = 0;
-  Ring<T::kStages> ring;
-  // Lane l tells CTA l of those that share.
   const bool tells = lane < T::kSharing;
   const uint32_t empty_there = barrier_of(shared.empty(0), T::kSplit ? rank : tells ? lane : 0);
-  const auto release = [&](int stage) {
-    if (tells) barrier_arrive(empty_there + stage * kBarrierBytes);
-  };
+  Multiplier<T, kSquare, kAE5m2, kBE5m2> multiplier{shared,  lane,  group_column, a_tiles,
+                                                    b_tiles, tells, empty_there,  {}};
   for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
     const Work w = work_of<T>(p.problem, starts, unit, rank, group);
     if (unit < step) after_previous();  // the first tile was found meanwhile
     const int row = w.row + group_row, column = w.column + group_column;
     const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
     const bool whole = last_wave + 64 <= w.row_end || w.row_end == p.problem.m;
-    float sum[T::kWaves][kN / 2] = {};
-    float part[kN / 2];
-    // Of the 128x128 blocks of B that these columns lie in, the first in its copy.
+    float sum[T::kWaves][T::kN / 2] = {};
     const int square = column / kBlock - w.column / kBlock / 4 * 4;
     const int first_scale = w.scale_row % 4 + group_row + thread_row;
-    BlockScales<kBrings> block_scales(p, w, column);
-    // No row of the group is this warpgroup's.
-    const auto pass_over = [&] {
-      for (int i = 0; i < w.blocks; ++i, ring.next()) {
-        barrier_wait(shared.full(ring.stage), ring.phase);
-        release(ring.stage);
-      }
-    };
-    const auto multiply = [&](auto waves) {
-      constexpr int kWaves = decltype(waves)::value, kRows = 2 * kWaves;
-      bool full = false;
-      if (!kSquare && w.blocks > 0) barrier_wait(shared.full(ring.stage), ring.phase);
-#pragma unroll kUnroll
-      for (int i = 0; i < w.blocks; ++i) {
-        const int stage = ring.stage;
-        if (kSquare && !full) barrier_wait(shared.full(stage), ring.phase);
-        const uint64_t a_tile = tile_descriptor(a_tiles + stage * (T::kABytes / 16));
-        const uint64_t b_tile = tile_descriptor(b_tiles + stage * (T::kBBytes / 16));
-        const uint32_t b_scales =
-            shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
-        float scale[kRows], b = 1;  // of this thread's rows; of all of its columns
-        const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
-#pragma unroll
-        for (int j = 0; j < kRows; ++j)
-          scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
-        if constexpr (kSquare && !kBrings) b = load_shared(b_scales);
-        bool next_full = false;  // asked before the promotion, needed after it
-        ring.next();
-#pragma unroll
-        for (int wave = 0; wave < kWaves; ++wave) {
-          const bool last = wave == kWaves - 1;
-          start_wave<kN, kAE5m2, kBE5m2>(part, a_tile + wave * kWaveStep, b_tile);
-          if (kSquare && wave == 0) {
-            if constexpr (kBrings) b = block_scales.of(i);
-#pragma unroll
-            for (int j = 0; j < kRows; ++j) scale[j] *= b;
-            __syncwarp();  // all lanes have their scales, before one tells so
-          }
-          const float upper = scale[2 * wave], lower = scale[2 * wave + 1];
-          if constexpr (kSquare) {
-            pin(part);
-            wgmma_wait();
-            if (last) release(stage);
-            if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
-            promote<kN>(sum[wave], part, upper, lower);
-          } else {
-            ColumnScales<kN, kAhead> columns(b_scales);
-            pin(part);
-            wgmma_wait();
-            if (last) next_full = barrier_test(shared.full(ring.stage), ring.phase);
-            columns.promote(sum[wave], part, upper, lower);
-            if (last) __syncwarp();  // as above
-            if (last) release(stage);
-          }
-        }
-        // Where the loop is unrolled, nothing but the answer may stand before the next block.
-        if (kSquare)
-          full = next_full;
-        else if (!next_full && i + 1 < w.blocks)
-          barrier_wait(shared.full(ring.stage), ring.phase);
-      }
-    };
-    // Waves that share the scales of their columns, in two accumulators by turns: the tensor cores
-    // fill one while the other is promoted. All scales are loaded before: in between, loads from
-    // shared memory would wait for what the tensor cores read there.
-    const auto multiply_in_turn = [&](auto waves) {
-      constexpr int kWaves = decltype(waves)::value, kRows = 2 * kWaves;
-      float other[kN / 2];
-      bool full = false;
-#pragma unroll 1
-      for (int i = 0; i < w.blocks; ++i) {
-        const int stage = ring.stage;
-        if (!full) barrier_wait(shared.full(stage), ring.phase);
-        const uint64_t a_tile = tile_descriptor(a_tiles + stage * (T::kABytes / 16));
-        const uint64_t b_tile = tile_descriptor(b_tiles + stage * (T::kBBytes / 16));
-        const uint32_t a_scales = shared.a_scales(stage) + first_scale * 4;
-        float scale[kRows];
-#pragma unroll
-        for (int j = 0; j < kRows; ++j)
-          scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
-        ColumnScales<kN, kN / 8> columns(shared.b_scales(stage) +
-                                         (group_column + lane % 4 * 2) * 4);
-        ring.next();
-        start_wave<kN, kAE5m2, kBE5m2>(part, a_tile, b_tile);
-#pragma unroll
-        for (int wave = 0; wave < kWaves; ++wave) {
-          float(&now)[kN / 2] = wave % 2 ? other : part;
-          float(&then)[kN / 2] = wave % 2 ? part : other;
-          const bool last = wave == kWaves - 1;
-          if (!last) start_wave<kN, kAE5m2, kBE5m2>(then, a_tile + (wave + 1) * kWaveStep, b_tile);
-          pin(now);
-          if (last)
-            wgmma_wait();
-          else
-            wgmma_wait<1>();
-          pin(now);
-          if (last) {
-            __syncwarp();  // as above
-            release(stage);
-            full = barrier_test(shared.full(ring.stage), ring.phase);
-          }
-          columns.promote(sum[wave], now, scale[2 * wave], scale[2 * wave + 1]);
-        }
-      }
-    };
+    BlockScales<kBringsScales<T, kSquare>> block_scales(p, w, column);
     const auto multiply_waves = [&](auto waves) {
+      constexpr int kWaves = decltype(waves)::value;
       if constexpr (T::kInTurn)
-        multiply_in_turn(waves);
+        multiplier.template multiply_in_turn<kWaves>(sum, w.blocks, first_scale);
       else
-        multiply(waves);
+        multiplier.template multiply<kWaves>(sum, w.blocks, first_scale, square, block_scales);
     };
     // All waves, or the first one alone.
     if (T::kWaves > 1 ? row + T::kWaveRows < w.row_end : row < w.row_end)
@@ -382,7 +407,7 @@ BLOCKSCALE_INLINE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     else if (T::kWaves > 1 && row < w.row_end)
       multiply_waves(std::integral_constant<int, 1>());
     else
-      pass_over();
+      multiplier.pass_over(w.blocks);
     finish<T>(sum, p, w.group, column, !T::kSplit || rank == 0);
     if constexpr (T::kSplit) {
       add_parts<T>(sum, p, shared.base, w, group_column, rank);
@@ -406,7 +431,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   extern __shared__ uint8_t memory[];
   const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
-  auto* starts = reinterpret_cast<GroupStart*>(memory + (base - start) + kStartsAt<T, kSquare>);
+  auto* starts = reinterpret_cast<WorkBefore*>(memory + (base - start) + kStartsAt<T, kSquare>);
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {

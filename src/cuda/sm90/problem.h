@@ -6,6 +6,7 @@
 
 #include "cuda/sm90/gemm.h"
 #include "divisor.h"
+#include "gpu/port.h"
 
 namespace blockscale::sm90 {
 
@@ -35,28 +36,28 @@ struct Work {
   int first_block, blocks;  // along K
 };
 
-__device__ __forceinline__ int64_t group_end(const Problem& p, int group) {
+BLOCKSCALE_DEVICE int64_t group_end(const Problem& p, int group) {
   if (group < 0) return 0;
   return p.wide_offsets ? static_cast<const int64_t*>(p.offsets)[group]
                         : static_cast<const int32_t*>(p.offsets)[group];
 }
 
 // What comes before a group.
-struct GroupStart {
+struct WorkBefore {
   int work;       // units (rows: without tails) or blocks along K (contraction)
   uint32_t more;  // rows: tails and gaps, so that both are added up at once
 
   // Units along M that have no more than p.tail_rows of their rows.
-  __device__ __forceinline__ int tails() const { return static_cast<int>(more >> 16); }
+  BLOCKSCALE_DEVICE int tails() const { return static_cast<int>(more >> 16); }
   // Rows that are nobody's among the scales of A.
-  __device__ __forceinline__ int gaps() const { return static_cast<int>(more & 0xFFFF); }
+  BLOCKSCALE_DEVICE int gaps() const { return static_cast<int>(more & 0xFFFF); }
 };
 static_assert(3 * kMaxGroups < 1 << 16);  // gaps, of up to 3 rows a group, fit in their half
 
 // The starts of all groups, and of what would come after them. False where the offsets make no
 // sense: then there are none. All threads call it; the caller synchronizes.
 template <int kUnitRows>
-__device__ __forceinline__ bool list_groups(const Problem& p, GroupStart* starts) {
+BLOCKSCALE_DEVICE bool list_groups(const Problem& p, WorkBefore* starts) {
   const auto units = [](int size, int unit) { return (size + unit - 1) / unit; };
   bool wrong = false;
   for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += static_cast<int>(blockDim.x)) {
@@ -75,10 +76,10 @@ __device__ __forceinline__ bool list_groups(const Problem& p, GroupStart* starts
   if (__syncthreads_or(wrong)) return false;
   if (threadIdx.x >= 32) return true;
   const int lane = static_cast<int>(threadIdx.x);
-  GroupStart before{0, 0};
+  WorkBefore before{0, 0};
   if (lane == 0) starts[0] = before;
   for (int base = 0; base < p.groups; base += 32) {
-    GroupStart sum = base + lane < p.groups ? starts[base + lane + 1] : GroupStart{0, 0};
+    WorkBefore sum = base + lane < p.groups ? starts[base + lane + 1] : WorkBefore{0, 0};
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int work = __shfl_up_sync(~0u, sum.work, step);
@@ -92,7 +93,7 @@ __device__ __forceinline__ bool list_groups(const Problem& p, GroupStart* starts
   return true;
 }
 
-__device__ __forceinline__ int unit_count(const Problem& p, const GroupStart* starts) {
+BLOCKSCALE_DEVICE int unit_count(const Problem& p, const WorkBefore* starts) {
   if (p.grouping == Grouping::rows)
     return starts[p.groups].work + starts[p.groups].tails() * static_cast<int>(p.units_across.by());
   return static_cast<int>(p.group_units.by()) * p.groups;
@@ -100,8 +101,8 @@ __device__ __forceinline__ int unit_count(const Problem& p, const GroupStart* st
 
 // The work of CTA `rank` in unit `unit`; `group` is where the last call left off, 0 at first.
 template <class Tile>
-__device__ __forceinline__ Work work_of(const Problem& p, const GroupStart* starts, int unit,
-                                        int rank, int& group) {
+BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int unit, int rank,
+                               int& group) {
   Work w{0, p.m, 0, 0, 0, 0, p.k_blocks};
   int units_down = p.units_down;
   auto left = static_cast<uint32_t>(unit);

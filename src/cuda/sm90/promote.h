@@ -8,7 +8,7 @@ namespace blockscale::sm90 {
 
 // sum += sums of the tensor cores * scales, which are one a row.
 template <int kN>
-BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
+BLOCKSCALE_DEVICE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
                                float lower) {
 #pragma unroll
   for (int g = 0; g < kN / 8; ++g) {
@@ -26,11 +26,11 @@ struct ColumnScales {
   uint32_t address;
   float2 next[kAhead];
 
-  BLOCKSCALE_INLINE explicit ColumnScales(uint32_t scales) : address(scales) {
+  BLOCKSCALE_DEVICE explicit ColumnScales(uint32_t scales) : address(scales) {
 #pragma unroll
     for (int g = 0; g < kAhead; ++g) next[g] = load_shared2(address + g * 32);
   }
-  BLOCKSCALE_INLINE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
+  BLOCKSCALE_DEVICE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
                                  float lower) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -52,7 +52,7 @@ struct BlockScales {
   int step, left;  // from this lane's next block on
   float now, ahead;
 
-  BLOCKSCALE_INLINE BlockScales(const GemmParams& p, const Work& w, int column) {
+  BLOCKSCALE_DEVICE BlockScales(const GemmParams& p, const Work& w, int column) {
     if constexpr (!kUsed) return;
     const int batch = p.problem.grouping == Grouping::rows ? w.group : 0;
     const int across = (p.problem.n + kBlock - 1) / kBlock, line = (across + 3) / 4 * 4;
@@ -62,13 +62,13 @@ struct BlockScales {
     left = w.blocks - lane_index();
     load();
   }
-  BLOCKSCALE_INLINE void load() {
+  BLOCKSCALE_DEVICE void load() {
     if (left > 0) ahead = load_after(next);
     next += step;
     left -= 32;
   }
   // All blocks in order.
-  BLOCKSCALE_INLINE float of(int block) {
+  BLOCKSCALE_DEVICE float of(int block) {
     if (block % 32 == 0) {
       now = ahead;
       load();

@@ -5,29 +5,26 @@
 
 #include <cstdint>
 
+#include "gpu/port.h"
+
 namespace blockscale::sm90 {
 
-#define BLOCKSCALE_INLINE __device__ __forceinline__
+using gpu::after_previous;
+using gpu::shared_address;
+using gpu::to_bf16x2;
 
-BLOCKSCALE_INLINE uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-// The next kernel may be launched; the ones before have ended, and their writes are seen.
-BLOCKSCALE_INLINE void after_previous() {
-  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
-}
 // A load that stays behind after_previous(). What __ldg() reads counts as written before the kernel
 // began, so the compiler moves it in front of a wait that is not the kernel's first statement.
-BLOCKSCALE_INLINE float load_after(const float* p) {
+BLOCKSCALE_DEVICE float load_after(const float* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
 }
 // Brings a tensor map to where the copy engine reads it from.
-BLOCKSCALE_INLINE void prefetch_map(const CUtensorMap& map) {
+BLOCKSCALE_DEVICE void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-BLOCKSCALE_INLINE bool elect_one() {
+BLOCKSCALE_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }"
                : "=r"(elected));
@@ -35,28 +32,28 @@ BLOCKSCALE_INLINE bool elect_one() {
 }
 
 // ---- barriers (8 bytes of shared memory, named by their address) --------------------------------
-BLOCKSCALE_INLINE void barrier_init(uint32_t barrier, int arrivals) {
+BLOCKSCALE_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-BLOCKSCALE_INLINE void barrier_init_done() {
+BLOCKSCALE_DEVICE void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-BLOCKSCALE_INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) {
+BLOCKSCALE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 // The same barrier of CTA `rank` of the cluster, for barrier_arrive.
-BLOCKSCALE_INLINE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
+BLOCKSCALE_DEVICE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
   return there;
 }
 // What the barriers order are the copy engine's writes and the tensor cores' reads, so neither here
 // nor in the wait is a wider scope than the default asked for: that would flush caches.
-BLOCKSCALE_INLINE void barrier_arrive(uint32_t barrier_there) {
+BLOCKSCALE_DEVICE void barrier_arrive(uint32_t barrier_there) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier_there) : "memory");
 }
-BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
+BLOCKSCALE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -65,7 +62,7 @@ BLOCKSCALE_INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 // Whether the phase is over, without waiting for it.
-BLOCKSCALE_INLINE bool barrier_test(uint32_t barrier, uint32_t parity) {
+BLOCKSCALE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{ .reg .pred done;\n"
@@ -77,14 +74,14 @@ BLOCKSCALE_INLINE bool barrier_test(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 // A barrier of `threads` threads of the block, other than 0, which is __syncthreads'.
-BLOCKSCALE_INLINE void named_sync(int id, int threads) {
+BLOCKSCALE_DEVICE void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- the copy engine ---------------------------------------------------------------------------
 // The box at (x, y, z) to `to` in this CTA, or at the same place in both CTAs of the cluster.
 template <bool kBoth>
-BLOCKSCALE_INLINE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x, int y,
+BLOCKSCALE_DEVICE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x, int y,
                                 int z) {
   if constexpr (kBoth)
     asm volatile(
@@ -101,7 +98,7 @@ BLOCKSCALE_INLINE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t ba
 }
 // The same of `bytes` that lie together: they and both addresses are multiples of 16.
 template <bool kBoth>
-BLOCKSCALE_INLINE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+BLOCKSCALE_DEVICE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   if constexpr (kBoth)
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -115,11 +112,7 @@ BLOCKSCALE_INLINE void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
-// Shared memory written by ordinary stores becomes visible to the copy engine.
-BLOCKSCALE_INLINE void fence_for_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-BLOCKSCALE_INLINE void store_box(uint32_t from, const CUtensorMap& map, int x, int y, int z,
+BLOCKSCALE_DEVICE void store_box(uint32_t from, const CUtensorMap& map, int x, int y, int z,
                                  bool add) {
   if (add)
     asm volatile(
@@ -134,37 +127,37 @@ BLOCKSCALE_INLINE void store_box(uint32_t from, const CUtensorMap& map, int x, i
         "r"(from), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
-BLOCKSCALE_INLINE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+BLOCKSCALE_DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the stores of this thread have read what they store.
-BLOCKSCALE_INLINE void stores_wait_read() {
+BLOCKSCALE_DEVICE void stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // ---- copies by threads themselves --------------------------------------------------------------
-BLOCKSCALE_INLINE void copy_16_bytes(uint32_t to, const void* from) {
+BLOCKSCALE_DEVICE void copy_16_bytes(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 // Arrives when the copies that this thread has issued so far are complete.
-BLOCKSCALE_INLINE void barrier_arrive_after_copies(uint32_t barrier) {
+BLOCKSCALE_DEVICE void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- shared memory and conversions -------------------------------------------------------------
-BLOCKSCALE_INLINE float load_shared(uint32_t address) {
+// ---- shared memory -----------------------------------------------------------------------------
+BLOCKSCALE_DEVICE float load_shared(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
-BLOCKSCALE_INLINE float2 load_shared2(uint32_t address) {
+BLOCKSCALE_DEVICE float2 load_shared2(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
-BLOCKSCALE_INLINE void store_shared2(uint32_t address, float x, float y) {
+BLOCKSCALE_DEVICE void store_shared2(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 // From a CTA of the cluster: the address is barrier_of's.
-BLOCKSCALE_INLINE float4 load_there4(uint32_t address) {
+BLOCKSCALE_DEVICE float4 load_there4(uint32_t address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
@@ -172,50 +165,45 @@ BLOCKSCALE_INLINE float4 load_there4(uint32_t address) {
                : "memory");
   return v;
 }
-BLOCKSCALE_INLINE void store_shared4(uint32_t address, float x, float y, float z, float w) {
+BLOCKSCALE_DEVICE void store_shared4(uint32_t address, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z),
                "f"(w)
                : "memory");
 }
 // Four 8 x 8 matrices of 16-bit words; lane l gives the address of row l % 8 of matrix l / 8.
-BLOCKSCALE_INLINE void store_matrices(uint32_t address, const uint32_t (&v)[4]) {
+BLOCKSCALE_DEVICE void store_matrices(uint32_t address, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");
-}
-BLOCKSCALE_INLINE uint32_t to_bf16x2(float low, float high) {
-  uint32_t d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
 }
 
 // ---- clusters, registers, lanes ----------------------------------------------------------------
 
 // Kept in a register: as threadIdx.x % 32 it would be read and computed again at every use.
-BLOCKSCALE_INLINE int lane_index() {
+BLOCKSCALE_DEVICE int lane_index() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
-BLOCKSCALE_INLINE uint32_t cluster_rank() {
+BLOCKSCALE_DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-BLOCKSCALE_INLINE void cluster_sync() {
+BLOCKSCALE_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 // The same where nothing but barriers was written before: it does without a fence of the whole GPU.
-BLOCKSCALE_INLINE void cluster_meet() {
+BLOCKSCALE_DEVICE void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
 template <int kCount>
-BLOCKSCALE_INLINE void registers_down() {
+BLOCKSCALE_DEVICE void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 template <int kCount>
-BLOCKSCALE_INLINE void registers_up() {
+BLOCKSCALE_DEVICE void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "gpu/port.h"
+
 namespace blockscale::sm90 {
 
 // Operand lists of the instruction: inline assembly has no other way to name so many registers.
@@ -45,8 +47,7 @@ namespace blockscale::sm90 {
 
 // `a_tile` and `b_tile` are descriptors (2 more is 32 codes on); add_to = 0 overwrites D.
 template <int kN, bool kAE5m2, bool kBE5m2>
-__device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile,
-                                      int add_to) {
+BLOCKSCALE_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile, int add_to) {
   static_assert(kN == 8 || kN == 16 || kN == 32 || kN == 64 || kN == 128);
   if constexpr (!kAE5m2 && !kBE5m2) {
     BLOCKSCALE_WGMMA_SIZES("e4m3.e4m3")
@@ -76,10 +77,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint6
 // A tile of rows of 128 bytes in the 128-byte swizzle, K contiguous, at a multiple of 1024 bytes of
 // shared memory: groups of 8 rows are 1024 bytes apart. The low word of its descriptor holds the
 // address in units of 16 bytes. (The shuffle tells the compiler that it is the same in a warp.)
-__device__ __forceinline__ uint32_t tile_low_word(uint32_t shared) {
+BLOCKSCALE_DEVICE uint32_t tile_low_word(uint32_t shared) {
   return __shfl_sync(~0u, (shared & 0x3FFFF) >> 4 | 1 << 16, 0);
 }
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t low_word) {
+BLOCKSCALE_DEVICE uint64_t tile_descriptor(uint32_t low_word) {
   constexpr uint32_t kSwizzle128 = 1, kGroupBytes = 1024;
   uint64_t descriptor;
   asm("mov.b64 %0, {%1, %2};"
@@ -88,20 +89,18 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t low_word) {
   return descriptor;
 }
 
-__device__ __forceinline__ void wgmma_begin() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit() {
+BLOCKSCALE_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+BLOCKSCALE_DEVICE void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Until no more than kLater of what was committed are under way.
 template <int kLater = 0>
-__device__ __forceinline__ void wgmma_wait() {
+BLOCKSCALE_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
 }
 // Keeps the compiler from moving uses of an accumulator across this point.
 template <int kCount>
-__device__ __forceinline__ void pin(float (&d)[kCount]) {
+BLOCKSCALE_DEVICE void pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

@@ -141,10 +141,9 @@ void launch(DequantizeParams& p, NativeStream stream) {
   }
   if (groups) start(clear_rows_kernel, 512, kDecodeThreads, 0, stream, p);
 }
-using Launcher = void (*)(DequantizeParams&, NativeStream);
 
 template <Rows kRows>
-Launcher launcher_of(Format element) {
+Launcher<DequantizeParams> launcher_of(Format element) {
   if (element == Format::e2m1) return launch<Codec::fp4, kRows>;
   if constexpr (kRows != Rows::any) {
     if (element == Format::e2m3) return launch<Codec::e2m3, kRows>;
@@ -179,9 +178,10 @@ DequantizeParams params_of(const ConstQuantized& q, const Matrix& x) {
 }
 void run(DequantizeParams& p, const Stream& stream) {
   const ConstMatrix to = as_const(p.x);
-  const Launcher launcher = !is_bf16_rows(to) ? launcher_of<Rows::any>(p.q.spec.element)
-                            : is_aligned(to)  ? launcher_of<Rows::aligned>(p.q.spec.element)
-                                              : launcher_of<Rows::anywhere>(p.q.spec.element);
+  const Launcher<DequantizeParams> launcher =
+      !is_bf16_rows(to) ? launcher_of<Rows::any>(p.q.spec.element)
+      : is_aligned(to)  ? launcher_of<Rows::aligned>(p.q.spec.element)
+                        : launcher_of<Rows::anywhere>(p.q.spec.element);
   launcher(p, native(stream));
   check_launch("dequantize");
 }

@@ -50,7 +50,7 @@ struct DequantizeParams {
 BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at) {
   int batch = static_cast<int>(part);
   const StoredShape& s = p.shape;
-  const int scale_bytes = p.q.spec.scale == Format::fp32 ? 4 : 1;
+  const int bytes = scale_bytes(p.q.spec.scale);
   if (!p.plan.head) {
     at = p.first;
     if (p.second.rows > 0 && batch == 1) {
@@ -58,7 +58,7 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
       at.rows = p.second.rows, at.scale_shift = p.second.scale_shift;
     } else if (p.x.batch > 1) {
       at.codes += batch * s.code_bytes;
-      at.scales += batch * s.scale_count * scale_bytes;
+      at.scales += batch * s.scale_count * bytes;
       at.x = batch * p.x.batch_stride;
     }
   } else {
@@ -67,7 +67,7 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
     const GroupAt g = p.plan.side[0][row.group];
     batch = row.group;
     at = {p.q.codes + g.codes,
-          p.q.scales + g.scales * scale_bytes,
+          p.q.scales + g.scales * bytes,
           nullptr,
           g.row * p.x.row_stride,
           row.row,

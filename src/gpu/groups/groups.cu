@@ -197,14 +197,12 @@ Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQ
   plan.head = p.head;
   plan.tile_rows = p.tile_rows;
   start(plan_kernel, 1, kPlanThreads, 0, native(stream), p);
-  check_launch("quantize");
   return plan;
 }
 
 void fill_groups(const Side& row, const Side& column, const Plan& plan, const Stream& stream) {
   constexpr unsigned kBlocks = 512;
   start(fill_kernel, kBlocks, kFillThreads, 0, native(stream), FillParams{{row, column}, plan});
-  check_launch("quantize");
 }
 
 }  // namespace blockscale::gpu

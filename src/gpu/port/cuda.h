@@ -118,20 +118,13 @@ inline bool has_copy_engine() {
 // where there is no copy engine, or it cannot read it: rows have to start at multiples of 16 bytes.
 inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,
                      int64_t row_stride, int64_t batch_stride, int box) {
-  const auto encode = cuda::tensor_map_encoder();
   if (batch == 1) batch_stride = row_stride * rows;  // of no account, but it is looked at
-  if (!encode || !has_copy_engine() || reinterpret_cast<uintptr_t>(data) % 16 != 0 ||
-      row_stride % 8 != 0 || batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
+  if (!has_copy_engine() || reinterpret_cast<uintptr_t>(data) % 16 != 0 || row_stride % 8 != 0 ||
+      batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
     return false;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_stride * 2),
-                                static_cast<cuuint64_t>(batch_stride * 2)};
-  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box), static_cast<cuuint32_t>(box), 1};
-  const cuuint32_t steps[] = {1, 1, 1};
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
-                boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return cuda::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data,
+                               {{columns, rows, batch}, {row_stride * 2, batch_stride * 2}}, box,
+                               box, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 }  // namespace blockscale::gpu

@@ -162,9 +162,6 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 
-inline uint32_t __umulhi(uint32_t a, uint32_t b) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
-}
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t n) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (n & 31));
 }

@@ -90,7 +90,6 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
     run(hadamard_kernel<64>);
   else
     run(hadamard_kernel<128>);
-  check_launch("quantize");
 }
 
 }  // namespace blockscale::gpu

@@ -117,7 +117,7 @@ inline constexpr bool kJoins =
     !kRow.present() && !kColumn.square &&
     (kColumn.encoder == Encoder::e4m3fn || kColumn.encoder == Encoder::e5m2);
 template <class Row, class Column>
-constexpr Launcher aligned_launcher() {
+constexpr Launcher<QuantizeParams> aligned_launcher() {
   if constexpr (kCopied<Row::kPass, Column::kPass>)
     return launch_copied<Row, Column>;
   else if constexpr (kJoins<Row::kPass, Column::kPass>)
@@ -154,7 +154,7 @@ constexpr bool common() {
          (!kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic);
 }
 template <class Row, class Column, class In>
-constexpr Launcher grouped_launcher() {
+constexpr Launcher<QuantizeParams> grouped_launcher() {
   if constexpr (common<Row, Column>() && !Row::kPass.square && !Column::kPass.square)
     return launch_tiles<Row, Column, In, true>;
   else

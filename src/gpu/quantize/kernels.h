@@ -8,20 +8,18 @@
 
 namespace blockscale::gpu {
 
-using Launcher = void (*)(QuantizeParams&, NativeStream);
-
 // Kernels of inputs with contiguous columns: what recipes ask for, along rows, along columns, or
 // both at once. Whatever is not in the table, or null, runs as `any`.
 //
 // BLOCKSCALE_SAMPLE leaves out those that differ by a format alone: what is compiled for a chip
 // without being run there, or under sanitizers, has one of each kind.
 struct Floats {
-  Launcher matrix = nullptr, grouped = nullptr;
+  Launcher<QuantizeParams> matrix = nullptr, grouped = nullptr;
 };
 struct Entry {
   Pass row, column;
-  Launcher aligned, unaligned, grouped;  // of BF16; groups of aligned rows
-  Floats floats;                         // of FP32 and FP16
+  Launcher<QuantizeParams> aligned, unaligned, grouped;  // of BF16; groups of aligned rows
+  Floats floats;                                         // of FP32 and FP16
 };
 using Table = std::span<const Entry>;
 

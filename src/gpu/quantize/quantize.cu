@@ -39,7 +39,8 @@ void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeSt
 }
 
 // The compiled quantizer for these passes and this input, or null.
-Launcher launcher_for(const QuantizeParams& p, const Pass& row, const Pass& column, bool grouped) {
+Launcher<QuantizeParams> launcher_for(const QuantizeParams& p, const Pass& row, const Pass& column,
+                                      bool grouped) {
   // Grids count runs in 31 bits; kernels count the bytes of 128 rows in 32, unsigned.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
   const int64_t size = p.x.dtype == DType::f32 ? 4 : 2;
@@ -53,7 +54,8 @@ Launcher launcher_for(const QuantizeParams& p, const Pass& row, const Pass& colu
 }
 
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
-  if (const Launcher compiled = launcher_for(p, row, column, false)) return compiled(p, stream);
+  if (const Launcher<QuantizeParams> compiled = launcher_for(p, row, column, false))
+    return compiled(p, stream);
   if (p.tiles == 0) {  // no element, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = p.batch;
@@ -250,7 +252,7 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
   set_input(p, y);
   if (!groups) {
     launch(p, row, column, native(stream));
-  } else if (const Launcher compiled = launcher_for(p, row, column, true)) {
+  } else if (const Launcher<QuantizeParams> compiled = launcher_for(p, row, column, true)) {
     p.groups = {groups, static_cast<int>(x.rows), most_tile_rows(y.rows, groups.count) + 1,
                 positions};
     compiled(p, native(stream));
@@ -260,7 +262,6 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
     set_input(p, y, &plan);
     launch_any<true>(p, row, column, native(stream));
   }
-  check_launch("quantize");
 }
 
 void quantize_one(const Quantization& q, const Stream& stream) {
@@ -314,7 +315,6 @@ void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
     grid.x = std::max(grid.x, down * kSideways), grid.y = std::max(grid.y, across);
   }
   pair.launch(p, grid, native(stream));
-  check_launch("quantize");
 }
 
 }  // namespace
@@ -325,10 +325,13 @@ void quantize(std::span<const Quantization> inputs, const Stream& stream, const 
   for (const Quantization& q : inputs)
     if (q.x.batch != 0 && (q.row || q.column)) all[count++] = q;
   find_amaxes({all, count}, stream);
-  if (const PairEntry* const pair = pair_of({all, count}))
-    return quantize_pair(*pair, {all, count}, word, stream);
-  if (word.to) copy(word, stream);
-  for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
+  if (const PairEntry* const pair = pair_of({all, count})) {
+    quantize_pair(*pair, {all, count}, word, stream);
+  } else {
+    if (word.to) copy(word, stream);
+    for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
+  }
+  check_launch("quantize");
 }
 
 }  // namespace blockscale::gpu

@@ -71,7 +71,7 @@ struct RowTarget {
   uint8_t *codes, *scale;
 
   BLOCKSCALE_DEVICE RowTarget(const Side& s, const MatrixAt& m, int line, int pos) {
-    constexpr int kBytes = kPass.scale == Format::fp32 ? 4 : 1;
+    constexpr int kBytes = scale_bytes(kPass.scale);
     codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.fp4() ? pos / 2 : pos);
     scale =
         m.scales + (static_cast<int64_t>(line) * s.scale_columns + pos / kPass.block()) * kBytes;
@@ -80,7 +80,7 @@ struct RowTarget {
   }
   BLOCKSCALE_DEVICE void advance(const Side& s) {
     codes += s.line_bytes;
-    scale += s.scale_columns * (kPass.scale == Format::fp32 ? 4 : 1);
+    scale += s.scale_columns * scale_bytes(kPass.scale);
   }
 };
 

@@ -1,14 +1,14 @@
-// What one launch does for two operands, on the host, against the definitions.
+// What one launch does for two operands on a GPU, or emulated, against the definitions.
 #include <gtest/gtest.h>
 
+#if defined(BLOCKSCALE_CUDA) || defined(BLOCKSCALE_EMULATE)
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "../buffers.h"
-#include "../cases.h"
+#include "cases.h"
+#include "device.h"
 #include "gpu/gpu.h"
-#include "gpu/port/host.h"
-#include "host_stream.h"
 
 namespace blockscale::testing {
 namespace {
@@ -24,17 +24,24 @@ struct Made {
        int64_t rows, int64_t columns)
       : x(dtype, 1, rows, columns, random_strides(random), random_values(random)),
         row(parse_spec(row_spec), {}, -1, rows, columns),
-        want_row(parse_spec(row_spec), {}, -1, rows, columns) {
+        want_row(parse_spec(row_spec), {}, -1, rows, columns),
+        device_x(x, x.view()),
+        device_row(row) {
     reference::quantize(x.view(), want_row.view, {});
     if (column_spec.empty()) return;
     column.emplace(parse_spec(column_spec), StorageLayout{}, -2, rows, columns);
+    device_column.emplace(*column);
     want_column.emplace(parse_spec(column_spec), StorageLayout{}, -2, rows, columns);
     reference::quantize(x.view(), want_column->view, {});
   }
-  Quantization asked() { return {x.view(), &row.view, column ? &column->view : nullptr, {}, {}}; }
-  void check() const {
+  Quantization asked() {
+    return {device_x.view, &device_row.view, column ? &device_column->view : nullptr, {}, {}};
+  }
+  void check() {
+    device_row.read(row);
     EXPECT_TRUE(same_operand(row, want_row)) << "rows";
     if (column) {
+      device_column->read(*column);
       EXPECT_TRUE(same_operand(*column, *want_column)) << "columns";
     }
   }
@@ -42,9 +49,21 @@ struct Made {
   Input x;
   Output row, want_row;
   std::optional<Output> column, want_column;
+  DeviceInput device_x;
+  DeviceOutput device_row;
+  std::optional<DeviceOutput> device_column;
 };
 
-TEST(Pairs, AmaxesOfTwoInputs) {
+class Pairs : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (const Backend& b : backends())
+      if (b.name == "cuda" && !b.available) GTEST_SKIP() << b.reason;
+  }
+};
+
+TEST_F(Pairs, AmaxesOfTwoInputs) {
+  const TestStream stream;
   Random random(1);
   const std::string plain = "nvfp4", square = "nvfp4[block=16x16]", turned = "nvfp4[hadamard=16]";
   const std::pair<std::string, std::string> kinds[] = {
@@ -58,7 +77,8 @@ TEST(Pairs, AmaxesOfTwoInputs) {
         Made a(random, dtype, row, column, random_extent(random), random_extent(random));
         Made b(random, dtype, other_row, other_column, random_extent(random),
                random_extent(random));
-        quantize_two(a.asked(), b.asked(), HostStream());
+        quantize_two(a.asked(), b.asked(), stream);
+        stream.wait();
         a.check();
         b.check();
         ASSERT_FALSE(HasFailure());
@@ -68,7 +88,8 @@ TEST(Pairs, AmaxesOfTwoInputs) {
 }
 
 // As named recipes quantize them; and with what has no kernel for both.
-TEST(Pairs, QuantizedInOneLaunch) {
+TEST_F(Pairs, QuantizedInOneLaunch) {
+  const TestStream stream;
   Random random(3);
   const struct {
     std::string row, column, weight;
@@ -85,19 +106,23 @@ TEST(Pairs, QuantizedInOneLaunch) {
         const int64_t columns = random_extent(random);
         Made x(random, DType::bf16, row, x_column, random_extent(random), columns);
         Made w(random, DType::bf16, weight, w_column, random_extent(random), columns);
-        const int64_t from = static_cast<int64_t>(random.next());
-        int64_t to = 0;
-        quantize_two(x.asked(), w.asked(), HostStream(), {&to, &from});
+        const uint64_t words[] = {0, random.next()};
+        const Memory word(words, sizeof words);
+        quantize_two(x.asked(), w.asked(), stream, {word.as<int64_t>(), word.as<int64_t>() + 1});
+        stream.wait();
         x.check();
         w.check();
-        EXPECT_EQ(to, from);
+        uint64_t copied = 0;
+        word.read(&copied, sizeof copied);
+        EXPECT_EQ(copied, words[1]);
         ASSERT_FALSE(HasFailure());
       }
     }
   }
 }
 
-TEST(Pairs, DecodedTwoOperands) {
+TEST_F(Pairs, DecodedTwoOperands) {
+  const TestStream stream;
   Random random(2);
   const std::pair<std::string, std::string> kinds[] = {
       {"nvfp4[outer=false]", "nvfp4[outer=false,block=16x16]"},
@@ -114,20 +139,18 @@ TEST(Pairs, DecodedTwoOperands) {
       std::vector<uint16_t> got((rows[0] + rows[1]) * stride, 0x7B7B), want = got;
       const Made a(random, DType::bf16, left, "", rows[0], columns);
       const Made b(random, DType::bf16, right, "", rows[1], columns);
-      const auto view = [&](std::vector<uint16_t>& to, int which) {
-        return Matrix{to.data() + (which ? rows[0] * stride : 0),
-                      DType::bf16,
-                      rows[which],
-                      columns,
-                      stride,
-                      1,
-                      1,
-                      0};
+      const auto view = [&](uint16_t* to, int which) {
+        to += which ? rows[0] * stride : 0;
+        return Matrix{to, DType::bf16, rows[which], columns, stride, 1, 1, 0};
       };
-      const ConstQuantized qa = as_const(a.want_row.view), qb = as_const(b.want_row.view);
-      reference::dequantize(qa, view(want, 0));
-      reference::dequantize(qb, view(want, 1));
-      gpu::dequantize_two(qa, view(got, 0), qb, view(got, 1), HostStream());
+      reference::dequantize(as_const(a.want_row.view), view(want.data(), 0));
+      reference::dequantize(as_const(b.want_row.view), view(want.data(), 1));
+      const DeviceOutput qa(a.want_row), qb(b.want_row);
+      const Memory to(got);
+      gpu::dequantize_two(as_const(qa.view), view(to.as<uint16_t>(), 0), as_const(qb.view),
+                          view(to.as<uint16_t>(), 1), stream);
+      stream.wait();
+      to.read(got.data(), static_cast<int64_t>(got.size() * sizeof got[0]));
       ASSERT_EQ(got, want) << rows[0] << " and " << rows[1] << " rows of " << columns;
     }
   }
@@ -135,3 +158,6 @@ TEST(Pairs, DecodedTwoOperands) {
 
 }  // namespace
 }  // namespace blockscale::testing
+#else
+TEST(Pairs, QuantizedInOneLaunch) { GTEST_SKIP() << "this build has no CUDA kernels"; }
+#endif

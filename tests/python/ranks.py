@@ -1,0 +1,44 @@
+"""Two processes that meet: what tests of torch.distributed run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+# One rank a GPU: NCCL allows no two on one.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    ),
+]
+
+
+def _run(
+    rank: int, function: Callable[..., None], device: str, meeting: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=2)
+    function(*args)
+    # Nobody leaves while another still talks to it. The group ends with the process: where it was
+    # destroyed here, Gloo's own threads aborted the process once in eight runs.
+    dist.barrier()
+
+
+def on_two_ranks(
+    function: Callable[..., None], folder: Path, *args: Any, device: str = "cpu"
+) -> None:
+    """Call a function of a module with these arguments in two processes, one thread each; fails
+    where it raises."""
+    call = (function, device, str(folder / "meeting"), args)
+    spawn(_run, args=call, nprocs=2)  # type: ignore[no-untyped-call]

@@ -1,0 +1,205 @@
+"""Layers whose weight is cut over two ranks: codes, scales, random bits are those of one process.
+
+What no two ranks add up has the same bits as in one process, on the CPU; the rest differs by the
+rounding of sums. On GPUs PyTorch's GEMM may choose another order of sums for another shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import blockscale as bs
+import pytest
+import torch
+from ranks import DEVICES, on_two_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+# The last piece is shorter; 255 = 128 + 127 are whole blocks of every recipe but for the end.
+N, K, ROWS = 255, 384, 40
+CUTS: dict[str, ParallelStyle] = {
+    "columns": ColwiseParallel(use_local_output=False),
+    "rows": RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
+}
+# What ranks add up.
+SUMMED = {"columns": "dx", "rows": "y"}
+Results = dict[str, torch.Tensor]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def layer(recipe: str | bs.Recipe, cut: str, device: str, n: int = N, k: int = K) -> nn.Sequential:
+    """A converted layer, of N outputs where they are cut, else of N inputs."""
+    torch.manual_seed(0)
+    linear = nn.Linear(k, n) if cut == "columns" else nn.Linear(n, k)
+    model = nn.Sequential(linear).to(device)
+    bs.convert(model, recipe, seed=5)
+    return model
+
+
+def inputs(cut: str, device: str, poison: bool = False) -> torch.Tensor:
+    torch.manual_seed(1)
+    x = torch.randn(2, ROWS // 2, K if cut == "columns" else N)
+    if poison:
+        x[0, 0, 0] = torch.nan
+    return x.to(device).requires_grad_()
+
+
+def linear_of(model: nn.Sequential) -> nn.Linear:
+    linear = model[0]
+    assert isinstance(linear, nn.Linear)
+    return linear
+
+
+def results(model: nn.Sequential, x: torch.Tensor, again: bool = False) -> Results:
+    """A forward and backward, with `again` under activation checkpointing."""
+    y = whole(checkpoint(model, x, use_reentrant=False) if again else model(x))
+    torch.manual_seed(2)
+    torch.autograd.backward(y, torch.randn(y.shape).to(x.device))
+    w, bias = linear_of(model).weight, linear_of(model).bias
+    found = {"y": y, "dx": x.grad, "dw": w.grad, "db": bias.grad}
+    return {name: whole(value).detach() for name, value in found.items() if value is not None}
+
+
+def magnitudes(model: nn.Sequential, x: torch.Tensor) -> Results:
+    """Sums of magnitudes, which bound the rounding of sums."""
+    linear = linear_of(model)
+    lines, w = x.detach().flatten(0, 1).abs(), linear.weight.detach().abs()
+    torch.manual_seed(2)
+    dy = torch.randn(*x.shape[:-1], w.shape[0]).to(x.device).flatten(0, 1).abs()
+    y = (lines @ w.mT).reshape(*x.shape[:-1], -1) + linear.bias.detach().abs()
+    dx = (dy @ w).reshape(x.shape)
+    return {"y": y, "dx": dx, "dw": dy.mT @ lines, "db": dy.sum(0)}
+
+
+def compare(got: Results, want: Results, bounds: Results, summed: str, exact: bool) -> None:
+    for name, value in want.items():
+        if exact and name != summed:
+            assert torch.equal(got[name], value), name
+        else:
+            # Quantized magnitudes are less than twice as large; K roundings of 2^-24 each.
+            limit = 2 * max(N, K) * 2**-24 * bounds[name]
+            assert ((got[name] - value).abs() <= limit).all(), name
+
+
+def against_one_process(recipe: str, cut: str, device: str) -> None:
+    one = layer(recipe, cut, device)
+    x = inputs(cut, device)
+    want, bounds = results(one, x), magnitudes(one, x)
+    mesh = init_device_mesh(device, (2,))
+    for again in (False, True):
+        cut_layer = layer(recipe, cut, device)
+        parallelize_module(cut_layer, mesh, {"0": CUTS[cut]})
+        got = results(cut_layer, inputs(cut, device), again)
+        compare(got, want, bounds, SUMMED[cut], exact=device == "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_pieces_of_a_layer_are_those_of_the_whole(cut: str, device: str, tmp_path: Path) -> None:
+    on_two_ranks(every_recipe, tmp_path, cut, device, device=device)
+
+
+def every_recipe(cut: str, device: str) -> None:
+    for name in bs.recipe_names():
+        against_one_process(name, cut, device)
+
+
+def mixed_and_composed() -> None:
+    """High precision beside quantized operands; NaN on one rank; FSDP2 on a second mesh; frozen
+    parameters; rows that nobody cuts."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    nvfp4 = bs.recipe("nvfp4")
+    recipes = (
+        nvfp4.replace(wgrad_x=None, wgrad_dy=None),
+        nvfp4.replace(dgrad_dy=None, dgrad_w=None),
+        bs.recipe("bf16").replace(fprop_w="nvfp4"),
+        bs.recipe("bf16").replace(wgrad_dy="mxfp8", dgrad_w="nvfp4"),
+    )
+    for recipe in recipes:
+        for cut, style in CUTS.items():
+            one, x = layer(recipe, cut, "cpu"), inputs(cut, "cpu")
+            want, bounds = results(one, x), magnitudes(one, x)
+            both = layer(recipe, cut, "cpu")
+            parallelize_module(both, mesh["tp"], {"0": style})
+            fully_shard(both, mesh=mesh["dp"])
+            compare(results(both, inputs(cut, "cpu")), want, bounds, SUMMED[cut], exact=False)
+    for cut, style in CUTS.items():
+        want = results(layer("nvfp4", cut, "cpu"), inputs(cut, "cpu", poison=True))
+        poisoned = layer("nvfp4", cut, "cpu")
+        parallelize_module(poisoned, mesh["tp"], {"0": style})
+        got = results(poisoned, inputs(cut, "cpu", poison=True))
+        assert want["y"].isnan().any()
+        for name, value in want.items():
+            assert torch.equal(got[name].isnan(), value.isnan()), name
+    one, cut_layer = layer("nvfp4", "rows", "cpu"), layer("nvfp4", "rows", "cpu")
+    parallelize_module(cut_layer, mesh["tp"], {"0": CUTS["rows"]})
+    for model in (one, cut_layer):
+        model.requires_grad_(False)
+    with torch.no_grad():
+        y, want_y = whole(cut_layer(inputs("rows", "cpu"))), one(inputs("rows", "cpu"))
+    assert torch.allclose(y, want_y, rtol=1e-6, atol=1e-6)
+    w = distribute_tensor(torch.randn(10, 20), mesh["tp"], [Replicate()])
+    x = distribute_tensor(torch.randn(4, 20), mesh["tp"], [Shard(0)])
+    want_y = bs.linear(whole(x), whole(w), recipe="mxfp8")
+    assert torch.equal(whole(bs.linear(x, w, recipe="mxfp8")), want_y)
+
+
+def test_mixed_precision_and_composition(tmp_path: Path) -> None:
+    on_two_ranks(mixed_and_composed, tmp_path)
+
+
+def refusals() -> None:
+    flat = init_device_mesh("cpu", (2,))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def cut(*shape: int) -> DTensor:
+        return distribute_tensor(torch.randn(shape), flat, [Shard(0)])
+
+    x, w = torch.randn(8, 64), cut(256, 64)
+    on_flat = distribute_tensor(x, flat, [Replicate()])
+    on_other = distribute_tensor(x, square["tp"], [Replicate()])
+    twice = distribute_tensor(torch.randn(256, 64), square, [Replicate(), Shard(0)])
+    into, offsets = torch.zeros(256, 64), torch.tensor([4, 8])
+    pieces = (
+        "linear: w = [100, 64] in pieces of 50 along dimension 0; need whole blocks on every rank: "
+        "pieces that are multiples of 32 for mxfp8; leave this layer out of the parallel plan, or "
+        "unconverted"
+    )
+    calls: tuple[tuple[str, Callable[[], object]], ...] = (
+        (re.escape(pieces), lambda: bs.linear(on_flat, cut(100, 64), recipe="mxfp8")),
+        (r"linear: x = .*; need a DTensor", lambda: bs.linear(x, w, recipe="mxfp8")),
+        (r"linear: w = .*; need a DTensor", lambda: bs.linear(on_flat, into, recipe="mxfp8")),
+        (r"linear: x\.device_mesh", lambda: bs.linear(on_other, w, recipe="mxfp8")),
+        (r"linear: w\.device_mesh", lambda: bs.linear(on_flat, twice, recipe="mxfp8")),
+        (r"linear: x\.shape = \[8, 64\]", lambda: bs.linear(on_flat, cut(256, 96), recipe="mxfp8")),
+        (r"linear: rng = None", lambda: bs.linear(on_flat.requires_grad_(), w, recipe="nvfp4")),
+        (
+            r"linear: accumulate_into = given; need none",
+            lambda: bs.linear(on_flat, w, recipe="mxfp8", accumulate_into=into),
+        ),
+        (
+            r"grouped_linear: x, w = DTensors",
+            lambda: bs.grouped_linear(on_flat, cut(2, 256, 64), offsets, recipe="mxfp8"),
+        ),
+    )
+    for message, call in calls:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    on_two_ranks(refusals, tmp_path)
