@@ -238,6 +238,21 @@ BLOCKSCALE_DEVICE void store_vector(void* to, const uint4& v) {
 #endif
 }
 
+// The same of what is not read again soon: it leaves the caches first.
+BLOCKSCALE_DEVICE void store_vector_once(void* to, const uint4& v) {
+#if defined(__CUDACC__)
+  __stcs(static_cast<uint4*>(to), v);
+#else
+  *static_cast<uint4*>(to) = v;
+#endif
+}
+// Asks for `bytes` from `from` on, both multiples of 16, to be brought to the L2 cache.
+BLOCKSCALE_DEVICE void ask_for([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // A word that stays in the L2 cache while others can go, to be read soon.
 BLOCKSCALE_DEVICE void store_to_stay(uint32_t* to, uint32_t word) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -42,6 +42,7 @@ struct DequantizeParams {
   Divisor runs;             // along rows: pieces of a line
   Divisor across;           // down columns: tiles beside each other
   uint32_t all;             // along rows: threads with work
+  int ahead;                // down columns: positions from a tile to what it asks for, or none
   Place first;              // the first matrix of a batch
   SecondPlace second;       // of two operands the other one's, or no rows
 };

@@ -2,7 +2,8 @@
 //
 // Memory sets the pace, and it minds the order: tiles of a row of them follow each other, so that
 // whole rows are written, and a tile is so high that it reads 128 bytes or more of a line. What the
-// next row of tiles reads of it may come along.
+// next row of tiles reads of it may come along, and high tiles of FP4, which have less to read,
+// ask for more ahead of time.
 #pragma once
 
 #include "gpu/dequantize/dequantize.h"
@@ -31,6 +32,9 @@ struct CodeTile {
     return reinterpret_cast<float*>(factors)[block * kLines + line];
   }
 };
+
+template <Codec kCodec, int kHigh>
+inline constexpr bool kAsksAhead = kCodec == Codec::fp4&& kHigh > kTile;
 
 // The scales of `count` consecutive blocks of a line, those of a byte as the bytes of two words.
 template <bool kLinear>
@@ -119,6 +123,7 @@ struct Columns {
 #pragma unroll
       for (int i = 0; i < Tile::kLines; i += kStep, from += int64_t{kStep} * at.code_columns)
         begin_chunk_and_more(&tile.chunk(first + i, chunk), from);
+      if constexpr (kAsksAhead<kCodec, kHigh>) ask_ahead();
       return;
     }
     const int left = rows() / kPerByte - chunk * 16;  // bytes of a line, 8 at a time
@@ -136,6 +141,15 @@ struct Columns {
         if (left >= 16) begin_half_chunk(to + 1, from + 8);
       }
     }
+  }
+
+  // Every second row of tiles asks for what two others read later: 256 bytes of each line.
+  BLOCKSCALE_DEVICE void ask_ahead() const {
+    constexpr int kBytes = 2 * kHigh / kPerByte;
+    const int line = static_cast<int>(threadIdx.x), byte = (r + p.ahead) / kPerByte;
+    if (p.ahead > 0 && r / kHigh % 2 == 0 && line < Tile::kLines &&
+        byte + kBytes <= at.code_columns)
+      ask_for(code_at<true>(p, at, c + line, byte), kBytes);
   }
 
   // ---- out ----
@@ -179,9 +193,13 @@ struct Columns {
           float v[2][kPiece];
           decode(pair, v);
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            store_vector(to + code_of(kCodec, pair, i) * p.x.row_stride,
-                         convert_bf16x8(v[i], largest));
+          for (int i = 0; i < 2; ++i) {
+            uint16_t* const row_at = to + code_of(kCodec, pair, i) * p.x.row_stride;
+            if constexpr (kAsksAhead<kCodec, kHigh>)
+              store_vector_once(row_at, convert_bf16x8(v[i], largest));
+            else
+              store_vector(row_at, convert_bf16x8(v[i], largest));
+          }
         }
         to += kPerWord * p.x.row_stride;
       } else {
@@ -224,6 +242,10 @@ void launch_tiles(DequantizeParams& p, int64_t parts, NativeStream stream) {
   const int64_t across = ceil_div(p.columns, kTile - kHalo<kRows> * kPiece);
   const int64_t down = p.plan.head ? 1 : ceil_div(p.rows, kHigh);
   p.across = Divisor(across), p.parts = Divisor(down);
+  // About as many tiles ahead as half of those at work, where there are two rounds of them.
+  constexpr int64_t kTilesAhead = 256;
+  if (kAsksAhead<kCodec, kHigh> && across * down * parts >= 4 * kTilesAhead)
+    p.ahead = static_cast<int>(std::max<int64_t>(kTilesAhead / across / 2, 1) * 2 * kHigh);
   start(dequantize_columns_kernel<kCodec, kRows, kHigh>,
         static_cast<unsigned>(across * down * parts), kDecodeThreads, 0, stream, p);
 }
