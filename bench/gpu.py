@@ -32,18 +32,22 @@ def in_turn(*calls: Callable[[], Any], repeats: int, rounds: int = 9) -> list[fl
     return [statistics.median(column) / repeats for column in zip(*times, strict=True)]
 
 
-def eager_microseconds(call: Callable[[], Any], calls: int, rounds: int = 25) -> float:
-    """Median time of a call on the host: launches are waited for between rounds only, and a round
-    launches less than the device's queue holds."""
-    times = []
+def eager_in_turn(
+    calls: dict[str, Callable[[], Any]], repeats: int, rounds: int = 25
+) -> dict[str, float]:
+    """Median times of calls on the host, one round of each after another, as a host's pace changes
+    too. Launches are waited for between rounds only; a round has less than the device's queue
+    holds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append(1e6 * (time.perf_counter() - start) / calls)
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            times[name].append(1e6 * (time.perf_counter() - start) / repeats)
     torch.cuda.synchronize()
-    return statistics.median(times[3:])
+    return {name: statistics.median(found[3:]) for name, found in times.items()}
 
 
 def gemm_rows() -> list[Row]:
@@ -93,46 +97,58 @@ def host_rows() -> list[Row]:
     nn.Linear, and `linear` by itself against F.linear."""
     rows: list[Row] = []
 
-    def add(what: str, took: float, peer: float) -> None:
-        rows.append({"case": f"host, {what}", "us": took, "of_bf16": peer / took})
+    def add(times: dict[str, float], per: int, peer: str) -> None:
+        for what, took in times.items():
+            ratio = times[peer] / took
+            rows.append({"case": f"host, {what}", "us": took / per, "of_bf16": ratio})
 
     layers = 8
+    recipes = ("fp8_blockwise", "mxfp8", "nvfp4")
     bf16: Any = {"dtype": torch.bfloat16, "device": "cuda"}
     x = torch.randn(16, 16, requires_grad=True, **bf16)
     dy = torch.randn(16, 16, **bf16)
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, **bf16) for _ in range(layers)))
+    stacks = {
+        recipe: torch.nn.Sequential(*(torch.nn.Linear(16, 16, **bf16) for _ in range(layers)))
+        for recipe in ("", *recipes)
+    }
+    for recipe in recipes:
+        bs.convert(stacks[recipe], recipe)
 
-    def both() -> None:
-        torch.autograd.backward(model(x), dy)
-        model.zero_grad()
+    def forward(recipe: str) -> torch.Tensor:
+        y: torch.Tensor = stacks[recipe](x)
+        return y
+
+    def inference(recipe: str) -> None:
+        with torch.no_grad():
+            forward(recipe)
+
+    def both(recipe: str) -> None:
+        torch.autograd.backward(forward(recipe), dy)
+        stacks[recipe].zero_grad()
         x.grad = None
 
-    def inference() -> None:
-        with torch.no_grad():
-            model(x)
-
-    def measure() -> dict[str, float]:
-        calls = {"inference": inference, "forward": lambda: model(x), "forward+backward": both}
-        return {what: eager_microseconds(call, 3) / layers for what, call in calls.items()}
-
-    plain = measure()
-    for what, took in plain.items():
-        add(f"nn.Linear, {what}", took, took)
-    recipes = ("fp8_blockwise", "mxfp8", "nvfp4")
-    for recipe in recipes:
-        bs.convert(model, recipe)
-        for what, took in measure().items():
-            add(f"converted layer, {what}, {recipe}", took, plain[what])
+    ways: dict[str, Callable[[str], Any]] = {
+        "inference": inference,
+        "forward": forward,
+        "forward+backward": both,
+    }
+    for way, run in ways.items():
+        plain = f"nn.Linear, {way}"
+        calls: dict[str, Callable[[], Any]] = {plain: functools.partial(run, "")}
+        for recipe in recipes:
+            calls[f"converted layer, {way}, {recipe}"] = functools.partial(run, recipe)
+        add(eager_in_turn(calls, 3), layers, plain)
 
     w = torch.randn(16, 16, requires_grad=True, **bf16)
     rng = bs.Rng(*(torch.tensor(n, device="cuda") for n in (1, 2)))
-    peer = eager_microseconds(lambda: torch.nn.functional.linear(x, w), 16)
-    add("F.linear, forward", peer, peer)
+    plain = "F.linear, forward"
+    alone: dict[str, Callable[[], Any]] = {plain: lambda: torch.nn.functional.linear(x, w)}
     for recipe in recipes:
         kept = bs.quantize_weight(w, recipe)
         for how, ahead in (("", None), (", weight ahead", kept)):
             call = functools.partial(bs.linear, x, w, None, recipe, rng, quantized_weight=ahead)
-            add(f"linear, forward, {recipe}{how}", eager_microseconds(call, 16), peer)
+            alone[f"linear, forward, {recipe}{how}"] = call
+    add(eager_in_turn(alone, 16), 1, plain)
     for row in rows:
         print(f"{row['case']:70} {row['us']:8.1f} us {row['of_bf16']:6.2f}x BF16", flush=True)
     return rows
