@@ -17,6 +17,7 @@ number of ranks; only the sums that ranks add up may be rounded otherwise.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -68,8 +69,10 @@ def linear_over_mesh(
     if mesh.ndim != 1:
         need = "a mesh of one dimension, the tensor-parallel one"
         fail("linear", "w.device_mesh", mesh, need, "use fully_shard for the others")
-    if x.device_mesh != mesh:
-        fail("linear", "x.device_mesh", x.device_mesh, f"{mesh}, w's")
+    for name, tensor in (("x", x), ("bias", row)):
+        if tensor is not None and tensor.device_mesh != mesh:
+            remedy = "give parallelize_module one mesh for both"
+            fail("linear", f"{name}.device_mesh", tensor.device_mesh, f"{mesh}, w's", remedy)
     cut = _cut_of(placement)
     _check_pieces(w, cut, recipe)
     last = Shard(x.dim() - 1)
@@ -107,7 +110,8 @@ def _cut_of(placement: Placement) -> int | None:
     if isinstance(placement, Replicate):
         return None
     if not isinstance(placement, Shard) or placement.dim not in (0, 1):
-        fail("linear", "w.placements", placement, "Shard(0), Shard(1) or Replicate()")
+        remedy = "use ColwiseParallel or RowwiseParallel"
+        fail("linear", "w.placements", placement, "Shard(0), Shard(1) or Replicate()", remedy)
     return placement.dim
 
 
@@ -138,18 +142,23 @@ class _Place:
     def amaxes(self, x: torch.Tensor, *operands: tuple[Spec | None, int]) -> list[Any]:
         """What outer scales of the whole matrix are made from, for each (spec, axis); None where
         the quantizer finds it, or needs none."""
-        found: list[torch.Tensor | None] = [
-            None if self.group is None or s is None or not s.outer else ops.amax(x, s, axis)
-            for s, axis in operands
-        ]
-        known = [amax for amax in found if amax is not None]
-        if not known:
-            return found
-        largest = torch.stack(known)
-        # As integers their bits are in the same order, and NaN is the largest of all.
-        dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, self.group)
-        reduced = iter(largest.unbind())
-        return [None if amax is None else next(reduced) for amax in found]
+        found: dict[tuple[int, ...], torch.Tensor] = {}
+        kinds: list[tuple[int, ...] | None] = []
+        for s, axis in operands:
+            if self.group is None or s is None or not s.outer:
+                kinds.append(None)
+                continue
+            # Without a transform the largest value is the same along either axis.
+            kind = (axis, s.hadamard, s.hadamard_mask) if s.hadamard else ()
+            kinds.append(kind)
+            if kind not in found:
+                found[kind] = ops.amax(x, s, axis)
+        if found:
+            largest = torch.stack(list(found.values()))
+            # As integers their bits are in the same order, and NaN is the largest of all.
+            dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, self.group)
+            found = dict(zip(found, largest.unbind(), strict=True))
+        return [None if kind is None else found[kind] for kind in kinds]
 
     def quantize(
         self, x: torch.Tensor, row: Spec | None, column: Spec | None, rng: Rng | None
@@ -181,7 +190,8 @@ def _places(w: DTensor, cut: int | None) -> _Places:
     if cut is None:
         return _Places()
     mesh = w.device_mesh
-    start = min(mesh.get_local_rank() * _piece(w, cut), w.shape[cut])
+    start = mesh.get_local_rank() * _piece(w, cut)
+    start = start if start < w.shape[cut] else 0  # an empty piece lies nowhere
     group = mesh.get_group()
     across = _Place((0, start), group)
     if cut == 0:
@@ -206,7 +216,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         dx, dw, db = ctx.needs_input_grad[:3]
         rng = None if key is None else Rng(*key)
-        lines = x.reshape(-1, x.shape[-1])
+        lines = _lines(x)
         of_x = places.x.quantize(
             lines, recipe.fprop_x, recipe.wgrad_x if dw else None, rng and rng.role("x")
         )
@@ -232,7 +242,7 @@ class _Linear(torch.autograd.Function):
         of_x, of_w, key = pytree.tree_unflatten(ctx.saved_tensors, ctx.tree)
         recipe, places, (dx, dw, db), x_dtype, w_dtype, bias_dtype = ctx.call
         rng = None if key is None else Rng(*key).role("dy")
-        lines = dy.reshape(-1, dy.shape[-1])
+        lines = _lines(dy)
         row, column = recipe.dgrad_dy if dx else None, recipe.wgrad_dy if dw else None
         of_dy = places.dy.quantize(lines, row, column, rng)
         grad_x = grad_w = grad_b = None
@@ -244,6 +254,11 @@ class _Linear(torch.autograd.Function):
         if db:
             grad_b = lines.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_w, grad_b, None, None, None, None, None
+
+
+def _lines(x: torch.Tensor) -> torch.Tensor:
+    """[..., C] as a matrix; C may be 0, which reshape(-1, C) does not take."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _or(quantized: QuantizedTensor | None, values: torch.Tensor) -> _Operand:

@@ -24,7 +24,7 @@ _forward = _ops.linear.default
 _forward_now = _forward._op  # what PyTorch's Python calls in the end, which compilers cannot trace
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
 # Other types may be DTensors, which are looked for only then: importing them takes half a second.
-_USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
+USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def linear(
@@ -44,6 +44,9 @@ def linear(
     Saved for backward: x's wgrad operand (when w needs a gradient) and w's dgrad operand (when x
     does), each quantized, or as it is where the recipe says high precision; and the key of dy's
     random bits. Nothing else. A recipe without quantized operands is `F.linear`.
+
+    x, w and bias may be DTensors, w cut over the ranks of a mesh by rows or columns, and the result
+    is one then: blockscale/distributed.py says how.
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
@@ -132,7 +135,7 @@ def linear_with_key(
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
         return torch.nn.functional.linear(x, w, bias)
-    if not _USUAL.issuperset((type(x), type(w))) and _over_mesh(x, w):
+    if not USUAL.issuperset((type(x), type(w))) and _over_mesh(x, w):
         return _linear_over_mesh(x, w, bias, recipe, key, offsets, into, quantized)
     dx = dw = db = False
     seed, offset = key or (None, None)
@@ -166,6 +169,8 @@ def linear_with_key(
 
 
 def _over_mesh(*tensors: torch.Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(tensor, DTensor) for tensor in tensors)
@@ -183,6 +188,8 @@ def _linear_over_mesh(
     from blockscale.distributed import linear_over_mesh
 
     offsets, into, quantized = others
+    if recipe.cuda_needs and x.is_cuda:
+        _refuse_cuda(recipe, None)
     if offsets is not None:
         need = "plain tensors: experts are not cut over ranks"
         fail("grouped_linear", "x, w", "DTensors", need, "give each rank experts of its own")
@@ -190,7 +197,8 @@ def _linear_over_mesh(
         if value is not None:
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")
     seed, offset = key or (None, None)
-    dx, dw = x.requires_grad, w.requires_grad
+    grad = torch.is_grad_enabled()
+    dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
     _check(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
     y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, _autocast_dtype(x) or x.dtype)
     return y

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from blockscale._errors import fail_type
-from blockscale.functional import linear_with_key
+from blockscale.functional import USUAL, linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, as_tensor, layer_seed
@@ -74,13 +74,15 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
-        recipe = self.recipe
+        recipe, weight = self.recipe, self.weight
         key = None
         if recipe.stochastic:
-            if self._seed.device != self.weight.device:  # FSDP2 moves parameters past _apply()
+            if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
                 self._move_rng()
+            if type(weight) not in USUAL:
+                self._rng_state.breaks = True
             key = (self._seed, self._rng_state.offset)
-        return linear_with_key(input, self.weight, self.bias, recipe, key)
+        return linear_with_key(input, weight, self.bias, recipe, key)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"

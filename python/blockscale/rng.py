@@ -117,6 +117,8 @@ class RngState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draws = False  # whether any layer does: forwards count only then
+        # Whether a layer breaks compiled graphs, as DTensors do: it recomputes as in eager mode.
+        self.breaks = False
         # The device is named: under `with torch.device("meta")` the default is no real memory.
         self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
         self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -156,9 +158,14 @@ class RngState:
         Activation checkpointing reruns layers in the backward pass, when later forwards may have
         begun. The gradient of a model's output is computed before any of the model's own nodes
         run, so a hook on it is where the offset is put back. Compiled code needs no such help: it
-        recomputes from what its own forward read.
+        recomputes from what its own forward read, unless a layer breaks its graph.
         """
-        if not self.draws or torch.compiler.is_compiling() or not _is_new_forward():
+        if self.draws and (self.breaks or not torch.compiler.is_compiling()):
+            self._restore_in_backward(output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _restore_in_backward(self, output: Any) -> None:
+        if not _is_new_forward():
             return
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -50,9 +50,9 @@ def layer(recipe: str | bs.Recipe, cut: str, device: str, n: int = N, k: int = K
     return model
 
 
-def inputs(cut: str, device: str, poison: bool = False) -> torch.Tensor:
+def inputs(cut: str, device: str, poison: bool = False, n: int = N) -> torch.Tensor:
     torch.manual_seed(1)
-    x = torch.randn(2, ROWS // 2, K if cut == "columns" else N)
+    x = torch.randn(2, ROWS // 2, K if cut == "columns" else n)
     if poison:
         x[0, 0, 0] = torch.nan
     return x.to(device).requires_grad_()
@@ -95,15 +95,15 @@ def compare(got: Results, want: Results, bounds: Results, summed: str, exact: bo
             assert ((got[name] - value).abs() <= limit).all(), name
 
 
-def against_one_process(recipe: str, cut: str, device: str) -> None:
-    one = layer(recipe, cut, device)
-    x = inputs(cut, device)
+def against_one_process(recipe: str, cut: str, device: str, n: int) -> None:
+    one = layer(recipe, cut, device, n)
+    x = inputs(cut, device, n=n)
     want, bounds = results(one, x), magnitudes(one, x)
     mesh = init_device_mesh(device, (2,))
     for again in (False, True):
-        cut_layer = layer(recipe, cut, device)
+        cut_layer = layer(recipe, cut, device, n)
         parallelize_module(cut_layer, mesh, {"0": CUTS[cut]})
-        got = results(cut_layer, inputs(cut, device), again)
+        got = results(cut_layer, inputs(cut, device, n=n), again)
         compare(got, want, bounds, SUMMED[cut], exact=device == "cpu")
 
 
@@ -115,7 +115,9 @@ def test_pieces_of_a_layer_are_those_of_the_whole(cut: str, device: str, tmp_pat
 
 def every_recipe(cut: str, device: str) -> None:
     for name in bs.recipe_names():
-        against_one_process(name, cut, device)
+        against_one_process(name, cut, device, N)
+        if name != "bf16":
+            against_one_process(name, cut, device, 1)  # one rank has nothing
 
 
 def mixed_and_composed() -> None:
@@ -158,6 +160,39 @@ def mixed_and_composed() -> None:
     assert torch.equal(whole(bs.linear(x, w, recipe="mxfp8")), want_y)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(K, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+def compiled_and_checkpointed() -> None:
+    """The layer breaks the compiler's graph, and is recomputed after another forward has begun."""
+    mesh = init_device_mesh("cpu", (2,))
+    gradients = []
+    for compiled in (False, True):
+        model = Checkpointed()
+        bs.convert(model, bs.recipe("nvfp4").replace(fprop_x="nvfp4[rounding=stochastic]"))
+        parallelize_module(model, mesh, {"inner": ColwiseParallel()})
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        x = inputs("columns", "cpu")
+        first, _ = call(x), call(x)
+        first.square().sum().backward()
+        assert model.inner.weight.grad is not None
+        gradients.append((whole(first), whole(model.inner.weight.grad), x.grad))
+    for eager, other in zip(*gradients, strict=True):
+        assert torch.equal(eager, other)
+
+
+def test_compiled_and_checkpointed(tmp_path: Path) -> None:
+    on_two_ranks(compiled_and_checkpointed, tmp_path)
+
+
 def test_mixed_precision_and_composition(tmp_path: Path) -> None:
     on_two_ranks(mixed_and_composed, tmp_path)
 
@@ -173,6 +208,7 @@ def refusals() -> None:
     on_flat = distribute_tensor(x, flat, [Replicate()])
     on_other = distribute_tensor(x, square["tp"], [Replicate()])
     twice = distribute_tensor(torch.randn(256, 64), square, [Replicate(), Shard(0)])
+    bias_elsewhere = distribute_tensor(torch.randn(256), square["tp"], [Replicate()])
     into, offsets = torch.zeros(256, 64), torch.tensor([4, 8])
     pieces = (
         "linear: w = [100, 64] in pieces of 50 along dimension 0; need whole blocks on every rank: "
@@ -186,6 +222,11 @@ def refusals() -> None:
         (r"linear: x\.device_mesh", lambda: bs.linear(on_other, w, recipe="mxfp8")),
         (r"linear: w\.device_mesh", lambda: bs.linear(on_flat, twice, recipe="mxfp8")),
         (r"linear: x\.shape = \[8, 64\]", lambda: bs.linear(on_flat, cut(256, 96), recipe="mxfp8")),
+        (
+            r"linear: bias\.device_mesh",
+            lambda: bs.linear(on_flat, w, bias_elsewhere, recipe="mxfp8"),
+        ),
+        (r"linear: w = a str; need a tensor", lambda: bs.linear(on_flat, "mxfp8", recipe="mxfp8")),  # type: ignore[arg-type]
         (r"linear: rng = None", lambda: bs.linear(on_flat.requires_grad_(), w, recipe="nvfp4")),
         (
             r"linear: accumulate_into = given; need none",
