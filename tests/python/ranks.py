@@ -32,8 +32,8 @@ def _run(
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=2)
     function(*args)
-    # Nobody leaves while another still talks to it; and then at once: as the group was destroyed, and
-    # as the interpreter ended, threads of Gloo's aborted the process once in eight runs.
+    # Nobody leaves while another still talks to it; and then at once: where the group was destroyed
+    # or the interpreter ended, threads of Gloo's aborted the process once in eight runs.
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
