@@ -212,7 +212,7 @@ struct Columns {
             const int down = w * kPerWord + code_of(kCodec, pair, i);
             const bool mine = row + down < at.rows && piece >= kHalo<kRows>;
             store_piece<kRows>(p, x + down * p.x.row_stride, column, {mine ? count : 0, column > 0},
-                               v[i], true);
+                               v[i]);
           }
         }
       }
