@@ -90,7 +90,7 @@ BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& 
                             : layout_offset_as<uint32_t>(p.q.layout.scales,
                                                          static_cast<uint32_t>(p.shape.scale_rows),
                                                          at.scale_columns, row, block);
-  return p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(at.scales) + i)
+  return p.wide_scales ? load_once_and_more(reinterpret_cast<const uint32_t*>(at.scales) + i)
                        : load_once(at.scales + i);
 }
 // To be loaded after the codes are on their way: the compiler waits for what all threads share.
