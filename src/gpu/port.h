@@ -270,6 +270,25 @@ template <class T>
 BLOCKSCALE_DEVICE T load_once(const T* p) {
   return __ldg(p);
 }
+// The same where others will soon ask for what lies around: 128 bytes of memory go to L2.
+BLOCKSCALE_DEVICE uint32_t load_once_and_more(const uint32_t* p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t v;
+  asm volatile("ld.global.nc.L2::128B.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+#else
+  return load_once(p);
+#endif
+}
+BLOCKSCALE_DEVICE uint2 load_once_and_more(const uint2* p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint2 v;
+  asm volatile("ld.global.nc.L2::128B.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+#else
+  return load_once(p);
+#endif
+}
 
 // 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0. The
 // step is the one that __frcp_rn takes there, without its test of the range.

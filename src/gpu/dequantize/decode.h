@@ -63,8 +63,6 @@ BLOCKSCALE_DEVICE uint32_t word_of(const uint2& words, int which) {
 BLOCKSCALE_HD constexpr int code_of(Codec c, int pair, int i) {
   return c == Codec::fp4 ? pair % 2 * 4 + i * 2 + pair / 2 : 2 * pair + i;
 }
-// Whether a code may be NaN or Inf.
-BLOCKSCALE_HD constexpr bool has_specials(Codec c) { return c >= Codec::e4m3fn; }
 
 // With its bits moved, a narrower code is a code of E4M3 or E5M2, for a value smaller by a power of
 // two. FP4: the even codes of a word, or the odd ones.
@@ -92,5 +90,38 @@ BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t moved, int p
     from_fp8x2<kE5m2, kFactor>(moved >> (pair % 2 * 16), v);
   }
 }
+
+// The eight magnitudes of E2M1 times a factor, as BF16: every value that a block can have. Codes
+// are looked up in them by permuting bytes.
+class Fp4Products {
+ public:
+  BLOCKSCALE_DEVICE explicit Fp4Products(float factor) {
+    uint32_t pair[4];
+    pair[0] = to_bf16x2(__fmul_rn(factor, 0.0f), __fmul_rn(factor, 0.5f));
+    pair[1] = to_bf16x2(factor, __fmul_rn(factor, 1.5f));
+    pair[2] = to_bf16x2(__fmul_rn(factor, 2.0f), __fmul_rn(factor, 3.0f));
+    pair[3] = to_bf16x2(__fmul_rn(factor, 4.0f), __fmul_rn(factor, 6.0f));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      low_[i] = permute_bytes(pair[2 * i], pair[2 * i + 1], 0x6420);
+      high_[i] = permute_bytes(pair[2 * i], pair[2 * i + 1], 0x7531);
+    }
+    first_ = pair[0];
+  }
+  // Those of 0 and 0.5: where any is NaN, that of 0 is.
+  BLOCKSCALE_DEVICE uint32_t first() const { return first_; }
+  // Of four codes, those in the low half of `codes`.
+  BLOCKSCALE_DEVICE uint2 operator()(uint32_t codes) const {
+    const uint32_t which = codes & 0x7777;
+    // Signs of even codes are in place four bits further up.
+    const uint32_t signs = permute_bytes(codes << 4, codes, 0x5140) & 0x80808080;
+    const uint32_t low = permute_bytes(low_[0], low_[1], which);
+    const uint32_t high = permute_bytes(high_[0], high_[1], which) ^ signs;
+    return {permute_bytes(low, high, 0x5140), permute_bytes(low, high, 0x7362)};
+  }
+
+ private:
+  uint32_t low_[2], high_[2], first_;
+};
 
 }  // namespace blockscale::gpu

@@ -15,29 +15,24 @@ constexpr int kRowLines = 4;  // of a thread along rows, one piece each
 template <class Codes>
 BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, int first, int c,
                                    int byte, int left, Codes* codes, uint32_t* stored) {
+  // Kept: the compiler would multiply for every line.
   const uint8_t* from = code_at<true>(p, at, first, byte);
+#pragma unroll
+  for (int i = 0; i < kRowLines; ++i, from += at.code_columns, keep(from))
+    if (i < left) codes[i] = load_once(reinterpret_cast<const Codes*>(from));
   const int row = first >> at.scale_shift;
   const int64_t scale = static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift);
   // The lines of a thread are of one row of a grid of square blocks.
   const int step = at.scale_shift ? 0 : at.scale_columns;
-  int further[kRowLines];  // what stands for lines that are not there is the last that is
+  const auto load_scales = [&](auto* scales) {
 #pragma unroll
-  for (int i = 0; i < kRowLines; ++i) {
-    further[i] = min(i, left - 1);
-    codes[i] = load_once(
-        reinterpret_cast<const Codes*>(from + static_cast<int64_t>(further[i]) * at.code_columns));
-  }
-  if (p.wide_scales) {
-    const auto* scales = reinterpret_cast<const uint32_t*>(at.scales) + scale;
-#pragma unroll
-    for (int i = 0; i < kRowLines; ++i)
-      stored[i] = load_once(scales + static_cast<int64_t>(further[i]) * step);
-  } else {
-    const uint8_t* scales = at.scales + scale;
-#pragma unroll
-    for (int i = 0; i < kRowLines; ++i)
-      stored[i] = load_once(scales + static_cast<int64_t>(further[i]) * step);
-  }
+    for (int i = 0; i < kRowLines; ++i, scales += step, keep(scales))
+      if (i < left) stored[i] = load_once(scales);
+  };
+  if (p.wide_scales)
+    load_scales(reinterpret_cast<const uint32_t*>(at.scales) + scale);
+  else
+    load_scales(at.scales + scale);
 }
 template <class Codes>
 BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int first, int c,
@@ -50,12 +45,40 @@ BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int 
   }
 }
 
+template <Codec kCodec, class Codes>
+BLOCKSCALE_DEVICE void decode_piece(const DequantizeParams& p, const Codes& codes, float factor,
+                                    float* v) {
+  constexpr int kPerWord = codes_per_word(kCodec), kPairs = kPerWord / 2;
+#pragma unroll
+  for (int i = 0; i < kPiece / 2; ++i) {
+    const int word = i / kPairs, pair = i % kPairs;
+    float two[2];
+    decode_pair<kCodec>(p.element, as_fp8<kCodec>(word_of(codes, word), pair / 2), pair, two);
+    for (int j = 0; j < 2; ++j)
+      v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
+  }
+}
+// As BF16, with the conversion's NaN; `largest` is NaN in a half then.
+template <Codec kCodec, class Codes>
+BLOCKSCALE_DEVICE uint4 decode_bf16x8(const DequantizeParams& p, const Codes& codes, float factor,
+                                      uint32_t& largest) {
+  if constexpr (kCodec == Codec::fp4) {
+    const Fp4Products products(factor);
+    largest = max_magnitude_bf16x2(largest, products.first());
+    const uint2 low = products(codes), high = products(codes >> 16);
+    return {low.x, low.y, high.x, high.y};
+  } else {
+    float v[kPiece];
+    decode_piece<kCodec>(p, codes, factor, v);
+    return convert_bf16x8(v, largest);
+  }
+}
+
 template <Codec kCodec, Rows kRows>
 __global__ void __launch_bounds__(kDecodeThreads)
     dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
   after_previous(p);
-  constexpr int kPerWord = codes_per_word(kCodec), kWords = kPiece / kPerWord;
-  using Codes = std::conditional_t<kWords == 1, uint32_t, uint2>;
+  using Codes = std::conditional_t<kCodec == Codec::fp4, uint32_t, uint2>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t thread = blockIdx.x * kDecodeThreads + threadIdx.x;
   if (kHalo<kRows>) thread -= thread / 32 + 1;  // the first: beyond all
@@ -78,31 +101,30 @@ __global__ void __launch_bounds__(kDecodeThreads)
       load_any(p, at, first, c, byte, left, codes, stored);
   }
   const float outer = outer_of(at);
+  float factor[kRowLines];
+#pragma unroll
+  for (int line = 0; line < kRowLines; ++line) factor[line] = factor_of(p, outer, stored[line]);
   int64_t row = at.x + first * p.x.row_stride;
   const int count = kHalo<kRows> == 0 || lane > 0 ? p.columns - c : 0;
   const bool direct = kRows == Rows::aligned && count >= kPiece;
-  auto* to = static_cast<uint16_t*>(p.x.data) + row + c;
+  auto* const to = static_cast<uint16_t*>(p.x.data) + row + c;
   uint32_t largest = 0;
 #pragma unroll
-  for (int line = 0; line < kRowLines; ++line) {
+  for (int line = 0; line < kRowLines; ++line, row += p.x.row_stride) {
     if (kRows != Rows::anywhere && line >= left) break;
-    const float factor = factor_of(p, outer, stored[line]);
-    float v[kPiece];
-#pragma unroll
-    for (int i = 0; i < kPiece / 2; ++i) {
-      constexpr int kPairs = kPerWord / 2;
-      const int word = i / kPairs, pair = i % kPairs;
-      float two[2];
-      decode_pair<kCodec>(p.element, as_fp8<kCodec>(word_of(codes[line], word), pair / 2), pair,
-                          two);
-      for (int j = 0; j < 2; ++j)
-        v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
-    }
-    if (direct) {
-      store_vector(to + line * p.x.row_stride, convert_bf16x8(v, largest));
+    const PieceAt piece_at = {line < left ? count : 0, c > 0};
+    if constexpr (kRows == Rows::any) {
+      float v[kPiece];
+      decode_piece<kCodec>(p, codes[line], factor[line], v);
+      store_piece<kRows>(p, row, c, piece_at, v);
     } else {
-      store_piece<kRows>(p, row + line * p.x.row_stride, c, {line < left ? count : 0, c > 0}, v,
-                         has_specials(kCodec) || !is_finite(factor));
+      const uint4 piece = decode_bf16x8<kCodec>(p, codes[line], factor[line], largest);
+      if (!direct)
+        store_piece<kRows>(p, row, c, piece_at, has_nan(largest) ? define_nan(piece) : piece);
+      else if constexpr (kCodec == Codec::fp4)
+        store_vector_once(to + line * p.x.row_stride, piece);
+      else
+        store_vector(to + line * p.x.row_stride, piece);
     }
   }
   if (direct && has_nan(largest)) define_nans(to, p.x.row_stride, min(left, kRowLines));

@@ -90,7 +90,7 @@ BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& 
                             : layout_offset_as<uint32_t>(p.q.layout.scales,
                                                          static_cast<uint32_t>(p.shape.scale_rows),
                                                          at.scale_columns, row, block);
-  return p.wide_scales ? load_once(reinterpret_cast<const uint32_t*>(at.scales) + i)
+  return p.wide_scales ? load_once_and_more(reinterpret_cast<const uint32_t*>(at.scales) + i)
                        : load_once(at.scales + i);
 }
 // To be loaded after the codes are on their way: the compiler waits for what all threads share.
@@ -111,21 +111,24 @@ BLOCKSCALE_DEVICE const uint8_t* code_at(const DequantizeParams& p, const Place&
 // here when rows start anywhere; those without a piece have a count of 0.
 template <Rows kRows>
 BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c, const PieceAt& at,
-                                   const float* v, bool may_be_nan) {
-  const int64_t i = row + c * (kRows == Rows::any ? p.x.column_stride : 1);
-  auto* to = static_cast<uint16_t*>(p.x.data) + i;
-  if constexpr (kRows == Rows::anywhere) {
-    store_shifted(to, to_bf16x8(v, may_be_nan), at);
-  } else if constexpr (kRows == Rows::aligned) {
-    const uint4 piece = to_bf16x8(v, may_be_nan);
-    if (at.count >= kPiece)
-      *reinterpret_cast<uint4*>(to) = piece;
-    else
-      store_some(to, piece, 0, at.count);
+                                   const uint4& piece) {
+  auto* to = static_cast<uint16_t*>(p.x.data) + row + c;
+  if constexpr (kRows == Rows::anywhere)
+    store_shifted(to, piece, at);
+  else if (at.count >= kPiece)
+    *reinterpret_cast<uint4*>(to) = piece;
+  else
+    store_some(to, piece, 0, at.count);
+}
+template <Rows kRows>
+BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c, const PieceAt& at,
+                                   const float* v) {
+  if constexpr (kRows != Rows::any) {
+    store_piece<kRows>(p, row, c, at, to_bf16x8(v));
   } else {
 #pragma unroll
     for (int j = 0; j < kPiece; ++j)
-      if (j < at.count) store_value(p.x, i + j * p.x.column_stride, v[j]);
+      if (j < at.count) store_value(p.x, row + (c + j) * p.x.column_stride, v[j]);
   }
 }
 

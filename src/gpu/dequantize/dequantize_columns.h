@@ -37,6 +37,7 @@ template <Codec kCodec, int kHigh>
 inline constexpr bool kAsksAhead = kCodec == Codec::fp4&& kHigh > kTile;
 
 // The scales of `count` consecutive blocks of a line, those of a byte as the bytes of two words.
+// They are few, so that those of the next rows of tiles come along.
 template <bool kLinear>
 BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, int line, int block,
                                     int count) {
@@ -45,9 +46,9 @@ BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, 
     const uint8_t* from = at.scales + block;
     from += static_cast<int64_t>(line >> at.scale_shift) * at.scale_columns;
     if (count == 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0)
-      return load_once(reinterpret_cast<const uint2*>(from));
+      return load_once_and_more(reinterpret_cast<const uint2*>(from));
     if (count == 4 && reinterpret_cast<uintptr_t>(from) % 4 == 0)
-      return {load_once(reinterpret_cast<const uint32_t*>(from)), 0};
+      return {load_once_and_more(reinterpret_cast<const uint32_t*>(from)), 0};
   }
   uint32_t word[2] = {};
 #pragma unroll
@@ -212,7 +213,7 @@ struct Columns {
             const int down = w * kPerWord + code_of(kCodec, pair, i);
             const bool mine = row + down < at.rows && piece >= kHalo<kRows>;
             store_piece<kRows>(p, x + down * p.x.row_stride, column, {mine ? count : 0, column > 0},
-                               v[i], true);
+                               v[i]);
           }
         }
       }

@@ -44,11 +44,11 @@ BLOCKSCALE_DEVICE uint4 convert_bf16x8(const float* v, uint32_t& largest) {
   }
   return {pair[0], pair[1], pair[2], pair[3]};
 }
-// Eight values as BF16; where there may be a NaN, a maximum tells whether there is.
-BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v, bool may_be_nan) {
+// The same with the definition's NaN.
+BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v) {
   uint32_t largest = 0;
   const uint4 piece = convert_bf16x8(v, largest);
-  return may_be_nan && has_nan(largest) ? define_nan(piece) : piece;
+  return has_nan(largest) ? define_nan(piece) : piece;
 }
 
 // Elements [begin, end) of the eight in `words`, whose first belongs at `to`.
