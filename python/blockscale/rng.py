@@ -123,10 +123,12 @@ class RngState:
         self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
         self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
 
-    def advance(self) -> None:
-        """An optimizer step has ended: next step, forward 0."""
-        self.upcoming.bitwise_right_shift_(_FORWARD_BITS).add_(1)
-        self.upcoming.bitwise_left_shift_(_FORWARD_BITS)
+    def advance(self, skipped: torch.Tensor | None = None) -> None:
+        """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0."""
+        following = ((self.upcoming >> _FORWARD_BITS) + 1) << _FORWARD_BITS
+        if skipped is not None:
+            following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
+        self.upcoming.copy_(following)
 
     def set_step(self, step: int) -> None:
         self.upcoming.fill_(step << _FORWARD_BITS)
@@ -182,8 +184,11 @@ class RngState:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook of the optimizer."""
-        self.advance()
+        """Step post-hook of the optimizer.
+
+        A gradient scaler calls a fused optimizer in any case, and tells it what it has found.
+        """
+        self.advance(getattr(optimizer, "found_inf", None))
 
 
 def _is_new_forward() -> bool:

@@ -253,6 +253,25 @@ def test_an_attached_optimizer_advances() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
+    """A fused optimizer is called for it all the same, and finds out on the device."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    bs.attach(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    steps = []
+    for factor in (1.0, torch.inf, 1.0):
+        scaler.scale(model(batch(0)).mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        state = bs.rng_state(model)
+        steps.append((state["step"], state["forward"]))
+        assert optimizer.state[model.head.weight]["step"] == state["step"]
+    assert steps == [(1, 0), (1, 1), (2, 0)]
+
+
 def test_the_offset_changes_in_place_only() -> None:
     model = net()
     layers = [layer for layer in model.modules() if isinstance(layer, bs.nn.Linear)]
