@@ -170,7 +170,8 @@ class RngState:
         if not _is_new_forward():
             return
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+        # Not a parameter that is returned as it is: it would keep the hook of every forward.
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not t.is_leaf]
         if not tensors:
             return
         value = self.offset.clone()

@@ -320,6 +320,28 @@ def test_recomputation_draws_the_same_bits(order: str, reentrant: bool) -> None:
     assert equal(train(net(reentrant), order), train(net(), order))
 
 
+def test_a_parameter_among_the_outputs() -> None:
+    """Its gradient is of all forwards: a hook of each on it would recompute with the last one's."""
+
+    class Tempered(Net):
+        temperature: nn.Parameter
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            x = checkpoint(self.block, x, use_reentrant=False) if self.reentrant else self.block(x)
+            return self.head(x * self.temperature), self.temperature
+
+    def gradients_of_two(again: bool) -> list[torch.Tensor]:
+        model = Tempered(again)
+        model.temperature = nn.Parameter(torch.ones(()))
+        bs.convert(model, "nvfp4")
+        outputs = [model(batch(i)) for i in range(2)]
+        for y, temperature in outputs:
+            (y * temperature).square().mean().backward()
+        return gradients(model)
+
+    assert equal(gradients_of_two(True), gradients_of_two(False))
+
+
 def test_an_evaluation_is_a_function_of_the_step_too() -> None:
     """With a recipe that draws in forward: a resumed run evaluates alike, and recomputation does
     not see that an evaluation came before it."""
