@@ -87,7 +87,7 @@ def _change_text(key: str, value: object) -> str:
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
     if isinstance(value, tuple | list):
-        if key == "hadamard" and len(value) == 2:
+        if key == "hadamard" and len(value) == 2 and isinstance(value[1], int):
             return f"{key}={value[0]}:{value[1]:#x}"
         return f"{key}={'x'.join(str(v) for v in value)}"
     text = str(value)
