@@ -23,7 +23,7 @@ class Linear(torch.nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as for `torch.nn.Linear`.
         recipe: a Recipe or the name of one.
-        seed: of the random bits (docs/rng.md).
+        seed: of the random bits (docs/rng.md); another for each layer that is built by hand.
 
     Raises:
         TypeError, ValueError: an unknown recipe, or one in the place of bias.
