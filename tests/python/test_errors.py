@@ -87,6 +87,7 @@ def test_sparse_tensors() -> None:
     need = "x.layout = torch.sparse_coo; need torch.strided; call "
     value_error(lambda: bs.quantize(sparse, "nvfp4"), f"quantize: {need}x.to_dense() first")
     value_error(lambda: bs.linear(sparse, torch.eye(4), recipe="mxfp8"), f"linear: {need}")
+    value_error(lambda: bs.quantize_weight(sparse, "mxfp8"), "quantize_weight: w.layout = torch.sp")
 
 
 def test_derivatives_that_do_not_exist() -> None:
