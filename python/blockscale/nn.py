@@ -57,14 +57,16 @@ class Linear(torch.nn.Linear):
         self.recipe = recipe
         self._rng_state = state
         state.draws |= recipe.stochastic
-        self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
+        with torch.inference_mode(False):  # training saves it
+            self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
         self._move_rng()
 
     def _move_rng(self) -> None:
         device = self.weight.device
         if device.type != "meta":
-            self._rng_state.move(device)
-            self._seed = self._seed.to(device)
+            with torch.inference_mode(False):
+                self._rng_state.move(device)
+                self._seed = self._seed.to(device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Linear:
         # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.

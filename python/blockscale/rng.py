@@ -119,9 +119,11 @@ class RngState:
         self.draws = False  # whether any layer does: forwards count only then
         # Whether a layer breaks compiled graphs, as DTensors do: it recomputes as in eager mode.
         self.breaks = False
-        # The device is named: under `with torch.device("meta")` the default is no real memory.
-        self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
+        # The device is named: under `with torch.device("meta")` the default is no real memory. And
+        # what is made in inference mode could not change in training.
+        with torch.inference_mode(False):
+            self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
+            self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
         """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0."""

@@ -284,6 +284,14 @@ def test_the_offset_changes_in_place_only() -> None:
     assert (state.offset, state.upcoming) == tensors
 
 
+def test_a_model_that_is_converted_in_inference_mode_can_be_trained() -> None:
+    model = Net()
+    with torch.inference_mode():
+        bs.convert(model, "nvfp4")
+        model(batch(0))
+    assert equal(train(model, "fb"), train(net(), "fb"))
+
+
 def test_forwards_and_steps_draw_different_bits() -> None:
     first, second = net(), net()
     x = batch(0)
