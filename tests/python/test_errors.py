@@ -104,6 +104,16 @@ def test_derivatives_that_do_not_exist() -> None:
         torch.autograd.backward(gradient.sum())
 
 
+def test_no_operator_passes_for_differentiable() -> None:
+    """PyTorch would give what depends on an operand no gradient, and warn."""
+    x = X.clone().requires_grad_()
+    q = bs.quantize(x, "nvfp4", amax=x.abs().max())
+    assert q.outer is not None
+    learned = dataclasses.replace(q, outer=torch.nn.Parameter(q.outer))
+    for y in (q.outer, bs.dequantize(learned), bs.matmul(q, learned, bias=x[:, 0])):
+        assert not y.requires_grad
+
+
 def test_wrong_types_that_the_operators_would_refuse_in_pages() -> None:
     q: Any = bs.quantize(X, "nvfp4")
     bad: Any
