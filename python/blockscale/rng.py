@@ -23,6 +23,8 @@ _FORWARD_BITS: Final = 16
 
 def _signed(value: int) -> int:
     """The int64 with the low 64 bits of `value`."""
+    if -(1 << 63) <= value < 1 << 63:  # in compiled code perhaps a symbol, which has no `&`
+        return value
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
