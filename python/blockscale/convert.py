@@ -363,6 +363,9 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "a torch.optim.Optimizer",
             "call bs.advance(model) after each step instead",
         )
+    # One that wraps another, as Accelerate's does, may have no hooks; its steps are the other's.
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
     hooks = optimizer._optimizer_step_post_hooks.values()
     if not any(getattr(hook, "__self__", None) is state for hook in hooks):
         optimizer.register_step_post_hook(state.after_step)

@@ -253,6 +253,24 @@ def test_an_attached_optimizer_advances() -> None:
         optimizer.step()
 
 
+def test_an_optimizer_around_another_is_attached() -> None:
+    """As Accelerate's, which is no more of an Optimizer than this one."""
+
+    class Prepared(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    model = net()
+    optimizer = Prepared(torch.optim.SGD(model.parameters(), lr=1e-3))
+    bs.attach(model, optimizer)
+    bs.attach(model, optimizer.optimizer)  # changes nothing
+    optimizer.step()
+    assert bs.rng_state(model)["step"] == 1
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
     """A fused optimizer is called for it all the same, and finds out on the device."""
