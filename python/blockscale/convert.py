@@ -99,7 +99,8 @@ def convert(
     left = {step.name: step.module for step in plan if not isinstance(step.what, Recipe)}
     _check_restorable("convert", model, left)
 
-    state = root_state(model) or RngState(seed)
+    states = _states(model)  # of a converted part, whose count goes on, or of layers built by hand
+    state = root_state(model) or (states[0] if len(states) == 1 else RngState(seed))
     state.seed = seed
     for step in plan:
         if isinstance(step.what, Recipe):
@@ -332,18 +333,23 @@ def _restore(module: torch.nn.Module) -> bool:
 # --- the random bits of a converted model ---------------------------------------------------------
 
 
+def _states(model: torch.nn.Module) -> list[RngState]:
+    """Those that the converted layers of `model` draw by, each once."""
+    layers = (module for module in model.modules() if isinstance(module, Linear))
+    return list({id(layer._rng_state): layer._rng_state for layer in layers}.values())
+
+
 def _state(operation: str, model: torch.nn.Module) -> RngState:
     """The one state of all converted layers of `model`."""
     if not isinstance(model, torch.nn.Module):
         fail_type(operation, "model", model, "an nn.Module")
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    states = {id(layer._rng_state): layer._rng_state for layer in layers}
+    states = _states(model)
     if len(states) != 1:
         got = f"{type(model).__name__} with {len(states)} separately counted parts"
         if not states:
             got = f"{type(model).__name__}, which is not converted"
         fail(operation, "model", got, "a converted model", "call bs.convert(model, recipe) first")
-    return next(iter(states.values()))
+    return states[0]
 
 
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

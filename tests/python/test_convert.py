@@ -193,8 +193,11 @@ def test_layers_built_by_hand_join_the_model_around_them() -> None:
 def test_a_converted_part_joins_the_whole() -> None:
     m, fresh = model(), model()
     bs.convert(m.layers[0], "nvfp4", seed=8)
+    bs.set_step(m.layers[0], 5)
     bs.convert(m, "nvfp4")
+    assert bs.rng_state(m) == {"step": 5, "forward": 0, "seed": 0}
     bs.convert(fresh, "nvfp4")
+    bs.set_step(fresh, 5)
     assert_equal(gradients(m), gradients(fresh))
     assert not m.layers[0]._forward_pre_hooks
 
