@@ -122,7 +122,7 @@ def revert(model: torch.nn.Module) -> list[str]:
         The qualified names of the layers that were converted.
 
     Raises:
-        ValueError: a converted layer has another class by now: a parametrization's, fully_shard's.
+        ValueError: a converted layer has another class or forward by now, such as fully_shard's.
     """
     model = _unwrapped(model)
     named = _named(model)
@@ -312,12 +312,16 @@ def _check_devices(plan: list[_Step]) -> None:
 def _check_restorable(
     operation: str, model: torch.nn.Module, named: Mapping[str, torch.nn.Module]
 ) -> None:
-    """Converted layers that something has given a class of its own cannot be made plain ones."""
+    """Converted layers that something has changed further cannot be made plain ones."""
     for name, module in named.items():
-        if isinstance(module, Linear) and type(module) is not Linear:
-            got = f"{type(model).__name__} with {name or 'layer'!r} as {type(module).__name__}"
-            need = "the class that convert gave it, to make it an nn.Linear again"
-            fail(operation, "model", got, need, "undo what changed it, such as a parametrization")
+        if not isinstance(module, Linear):
+            continue
+        replaced = "forward" in vars(module)
+        if replaced or type(module) is not Linear:
+            kind = "a layer with another forward" if replaced else type(module).__name__
+            got = f"{type(model).__name__} with {name or 'layer'!r} as {kind}"
+            need = "what convert made of it, to make it an nn.Linear again"
+            fail(operation, "model", got, need, "undo first what a parametrization or a hook did")
 
 
 def _restore(module: torch.nn.Module) -> bool:

@@ -322,6 +322,9 @@ def test_a_forward_that_another_library_replaced_is_left_alone() -> None:
     assert reasons["hooked"] == "its forward was replaced by another library: convert before that"
     m["plain"].forward = m["plain"].forward  # that of a converted layer: it stays one
     assert [name for name, _ in bs.convert(m, "mxfp4").converted] == ["plain"]
+    with pytest.raises(ValueError, match="with 'plain' as a layer with another forward; need"):
+        bs.revert(m)  # whose forward would look for a recipe
+    assert m["plain"](torch.randn(2, 4)).shape == (2, 4)
 
 
 def test_a_converted_layer_of_another_class() -> None:
