@@ -96,12 +96,12 @@ std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_te
                                        OptionalTensor offsets) {
   constexpr const char* kOp = "relayout";
   const int axis = checked_axis(kOp, axis_value);
-  // Only codes and scales change their place: the outer scale is left out of the spec.
   QuantSpec spec = spec_of(spec_text);
-  spec.outer = false;
-  const Extents e = extents(kOp, shape);
   const StorageLayout& to = layout_of(to_text);
   validate(spec, to);
+  // Only codes and scales change their place: the outer scale is left out of the spec.
+  spec.outer = false;
+  const Extents e = extents(kOp, shape);
   const Place at(kOp, "codes", codes);
   const Tensor none = empty({0}, ScalarType::Float, at.device());
   const Groups groups = groups_of(at, offsets, e.batch, e.rows);

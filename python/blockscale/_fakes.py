@@ -1,5 +1,5 @@
 """Fake kernels of the operators in ops.py: shape, dtype and stride of every result, without data.
-Importing this registers them."""
+Importing this registers them, and that no operator has a derivative."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from blockscale.recipe import spec
 from blockscale.tensor import stored_shapes
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_LIBRARY: Final = torch.library.Library("blockscale", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
     """Register the fake kernel of an operator.
+
+    No result of it requires a gradient, whatever its arguments do: the derivatives are those of
+    autograd.Function in functional.py. By default PyTorch would warn in the backward, and go on.
 
     PyTorch also calls it where one argument of many is on meta: the result would be memory that
     nobody has written.
@@ -36,6 +40,7 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"blockscale::{name}", checked)
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 
 
 def _fake_stored(

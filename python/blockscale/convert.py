@@ -96,12 +96,16 @@ def convert(
         )
     _check_not_inside_another(model)
     _check_devices(plan)
+    left = {step.name: step.module for step in plan if not isinstance(step.what, Recipe)}
+    _check_restorable("convert", model, left)
 
-    state = root_state(model) or RngState(seed)
+    states = _states(model)  # of a converted part, whose count goes on, or of layers built by hand
+    state = root_state(model) or (states[0] if len(states) == 1 else RngState(seed))
     state.seed = seed
     for step in plan:
         if isinstance(step.what, Recipe):
-            step.module.__class__ = Linear
+            if type(step.module) is torch.nn.Linear:
+                step.module.__class__ = Linear
             assert isinstance(step.module, Linear)
             step.module.configure(step.what, state, step.name)
         else:
@@ -118,14 +122,11 @@ def revert(model: torch.nn.Module) -> list[str]:
         The qualified names of the layers that were converted.
 
     Raises:
-        ValueError: a converted layer was sharded by itself: its class is fully_shard's.
+        ValueError: a converted layer has another class or forward by now, such as fully_shard's.
     """
     model = _unwrapped(model)
     named = _named(model)
-    for name, module in named.items():
-        if isinstance(module, Linear) and _is_sharded(module):
-            got = f"{type(model).__name__} with {name or 'layer'!r} in fully_shard"
-            fail("revert", "model", got, "layers that are not sharded by themselves")
+    _check_restorable("revert", model, named)
     names = [name for name, module in named.items() if _restore(module)]
     for module in model.modules():
         drop_root(module)
@@ -205,7 +206,8 @@ def _plan(
     _check_rules({rule: pattern for rule, (pattern, _) in parsed.items()}, named)
     _check_skip(skip, named)
     for name, module in named.items():
-        if not any(True for _ in module.parameters(recurse=False)):
+        own = any(True for _ in module.parameters(recurse=False))
+        if not own and not isinstance(module, Linear):  # which may hold its weight further down
             continue
         reason = _unfit(module)
         rule = next((rule for rule, (pattern, _) in parsed.items() if pattern.search(name)), None)
@@ -255,7 +257,7 @@ def _is_part(entry: str, name: str) -> bool:
 
 def _unfit(module: torch.nn.Module) -> str:
     """Why a module cannot be converted; "" when it can."""
-    if type(module) not in (torch.nn.Linear, Linear):
+    if type(module) is not torch.nn.Linear and not isinstance(module, Linear):
         kind = type(module).__name__
         if isinstance(module, torch.nn.Linear) and _is_sharded(module):
             return f"{kind} is sharded by itself: convert before fully_shard"
@@ -300,11 +302,26 @@ def _check_not_inside_another(model: torch.nn.Module) -> None:
 def _check_devices(plan: list[_Step]) -> None:
     """Layers on a GPU get recipes that run there; of one that moves later, `linear` says so."""
     for step in plan:
-        what, parameters = step.what, step.module.parameters(recurse=False)
+        what, parameters = step.what, step.module.parameters()
         if isinstance(what, Recipe) and what.cuda_needs and any(p.is_cuda for p in parameters):
             got = f"{what} for {step.name or '(root)'!r} on cuda"
             remedy = "use a recipe without FP32 scales, such as mxfp8, or keep the layer on the CPU"
             fail("convert", "recipe", got, what.cuda_needs, remedy)
+
+
+def _check_restorable(
+    operation: str, model: torch.nn.Module, named: Mapping[str, torch.nn.Module]
+) -> None:
+    """Converted layers that something has changed further cannot be made plain ones."""
+    for name, module in named.items():
+        if not isinstance(module, Linear):
+            continue
+        replaced = "forward" in vars(module)
+        if replaced or type(module) is not Linear:
+            kind = "a layer with another forward" if replaced else type(module).__name__
+            got = f"{type(model).__name__} with {name or 'layer'!r} as {kind}"
+            need = "what convert made of it, to make it an nn.Linear again"
+            fail(operation, "model", got, need, "undo first what a parametrization or a hook did")
 
 
 def _restore(module: torch.nn.Module) -> bool:
@@ -320,18 +337,23 @@ def _restore(module: torch.nn.Module) -> bool:
 # --- the random bits of a converted model ---------------------------------------------------------
 
 
+def _states(model: torch.nn.Module) -> list[RngState]:
+    """Those that the converted layers of `model` draw by, each once."""
+    layers = (module for module in model.modules() if isinstance(module, Linear))
+    return list({id(layer._rng_state): layer._rng_state for layer in layers}.values())
+
+
 def _state(operation: str, model: torch.nn.Module) -> RngState:
     """The one state of all converted layers of `model`."""
     if not isinstance(model, torch.nn.Module):
         fail_type(operation, "model", model, "an nn.Module")
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    states = {id(layer._rng_state): layer._rng_state for layer in layers}
+    states = _states(model)
     if len(states) != 1:
         got = f"{type(model).__name__} with {len(states)} separately counted parts"
         if not states:
             got = f"{type(model).__name__}, which is not converted"
         fail(operation, "model", got, "a converted model", "call bs.convert(model, recipe) first")
-    return next(iter(states.values()))
+    return states[0]
 
 
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -351,6 +373,9 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "a torch.optim.Optimizer",
             "call bs.advance(model) after each step instead",
         )
+    # One that wraps another, as Accelerate's does, may have no hooks; its steps are the other's.
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
     hooks = optimizer._optimizer_step_post_hooks.values()
     if not any(getattr(hook, "__self__", None) is state for hook in hooks):
         optimizer.register_step_post_hook(state.after_step)

@@ -57,7 +57,8 @@ def linear(
             the layer's: each operand derives its own (`Rng.role`).
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
-            none (hooks on w's gradient do not run). Not for `create_graph`, and not reset here.
+            none (hooks on w's gradient do not run). Every backward adds, one that is asked for x's
+            gradient alone too. Not for `create_graph`, and not reset here.
         quantized_weight: what `quantize_weight` made of w as it is now. The result and the
             gradients are the same, w's too; w's values are not read.
 

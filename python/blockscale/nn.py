@@ -23,7 +23,7 @@ class Linear(torch.nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as for `torch.nn.Linear`.
         recipe: a Recipe or the name of one.
-        seed: of the random bits (docs/rng.md).
+        seed: of the random bits (docs/rng.md); another for each layer that is built by hand.
 
     Raises:
         TypeError, ValueError: an unknown recipe, or one in the place of bias.
@@ -57,14 +57,16 @@ class Linear(torch.nn.Linear):
         self.recipe = recipe
         self._rng_state = state
         state.draws |= recipe.stochastic
-        self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
+        with torch.inference_mode(False):  # training saves it
+            self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
         self._move_rng()
 
     def _move_rng(self) -> None:
         device = self.weight.device
         if device.type != "meta":
-            self._rng_state.move(device)
-            self._seed = self._seed.to(device)
+            with torch.inference_mode(False):
+                self._rng_state.move(device)
+                self._seed = self._seed.to(device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Linear:
         # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.

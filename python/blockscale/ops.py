@@ -64,7 +64,7 @@ def quantize(
     seed, offset = _rng("quantize", rng, x)
     codes, scales, outer = _ops.quantize(
         x,
-        str(s),
+        s.text,
         axis,
         _amax("quantize", "amax", amax, x, batch_dims, offsets),
         seed,
@@ -103,8 +103,8 @@ def quantize_dual(
     seed, offset = _rng("quantize_dual", rng, x)
     out = _ops.quantize_dual(
         x,
-        str(row),
-        str(col),
+        row.text,
+        col.text,
         _amax("quantize_dual", "row_amax", row_amax, x, batch_dims, offsets),
         _amax("quantize_dual", "col_amax", col_amax, x, batch_dims, offsets),
         seed,
@@ -137,7 +137,7 @@ def amax(
     s = _spec("amax", spec)
     _plain("amax", axis=axis, batch_dims=batch_dims)
     _offsets("amax", offsets)
-    result: torch.Tensor = _ops.amax(_tensor("amax", x), str(s), axis, batch_dims, offsets)
+    result: torch.Tensor = _ops.amax(_tensor("amax", x), s.text, axis, batch_dims, offsets)
     return result
 
 
@@ -158,7 +158,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
         q.codes,
         q.scales,
         q.outer_or_empty,
-        str(q.spec),
+        q.spec.text,
         q.axis,
         _matrix_shape(q),
         q.layout,
@@ -178,7 +178,7 @@ def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
     _operand("relayout", "q", q)
     _plain("relayout", layout=layout)
     codes, scales = _ops.relayout(
-        q.codes, q.scales, str(q.spec), q.axis, _matrix_shape(q), q.layout, layout, q.offsets
+        q.codes, q.scales, q.spec.text, q.axis, _matrix_shape(q), q.layout, layout, q.offsets
     )
     return dataclasses.replace(q, codes=codes, scales=scales, layout=layout)
 
@@ -417,8 +417,8 @@ def _product(
         remedy = "quantize both operands along the axis that is summed over"
         fail(operation, "contraction lengths of a and b", got, "equal lengths", remedy)
     product: torch.Tensor = _ops.matmul(
-        *(a.codes, a.scales, a.outer_or_empty, str(a.spec), a.layout, a_lines),
-        *(b.codes, b.scales, b.outer_or_empty, str(b.spec), b.layout, b_lines),
+        *(a.codes, a.scales, a.outer_or_empty, a.spec.text, a.layout, a_lines),
+        *(b.codes, b.scales, b.outer_or_empty, b.spec.text, b.layout, b_lines),
         a_length,
         None if bias is None else bias.detach(),
         out_dtype,

@@ -75,7 +75,8 @@ def _spec_from_text(text: str, changes: str = "") -> Spec:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant(text: str, changes: str) -> Spec:
     """torch.compile cannot trace a call into C, and need not: a text has one meaning. A copy, since
-    the compiler knows objects by identity: what is reached through a recipe too is no constant."""
+    the compiler knows objects by identity: what is reached through a recipe too is no constant.
+    Operators read `text`: PyTorch 2.14 traces no method of such a constant, nor `str` of it."""
     return copy.copy(_spec_from_text(text, changes))
 
 
@@ -86,7 +87,7 @@ def _change_text(key: str, value: object) -> str:
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
     if isinstance(value, tuple | list):
-        if key == "hadamard" and len(value) == 2:
+        if key == "hadamard" and len(value) == 2 and isinstance(value[1], int):
             return f"{key}={value[0]}:{value[1]:#x}"
         return f"{key}={'x'.join(str(v) for v in value)}"
     text = str(value)
@@ -112,7 +113,7 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
         fail_type("spec", "name", name, "a name such as 'nvfp4', or a Spec")
     text = ",".join(_change_text(key, value) for key, value in changes.items())
     parse = _constant if torch.compiler.is_compiling() else _spec_from_text
-    parsed: Spec = parse(str(name), text)
+    parsed: Spec = parse(name.text if isinstance(name, Spec) else name, text)
     return parsed
 
 

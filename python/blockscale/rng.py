@@ -23,6 +23,8 @@ _FORWARD_BITS: Final = 16
 
 def _signed(value: int) -> int:
     """The int64 with the low 64 bits of `value`."""
+    if -(1 << 63) <= value < 1 << 63:  # in compiled code perhaps a symbol, which has no `&`
+        return value
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -119,14 +121,18 @@ class RngState:
         self.draws = False  # whether any layer does: forwards count only then
         # Whether a layer breaks compiled graphs, as DTensors do: it recomputes as in eager mode.
         self.breaks = False
-        # The device is named: under `with torch.device("meta")` the default is no real memory.
-        self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
+        # The device is named: under `with torch.device("meta")` the default is no real memory. And
+        # what is made in inference mode could not change in training.
+        with torch.inference_mode(False):
+            self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
+            self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
 
-    def advance(self) -> None:
-        """An optimizer step has ended: next step, forward 0."""
-        self.upcoming.bitwise_right_shift_(_FORWARD_BITS).add_(1)
-        self.upcoming.bitwise_left_shift_(_FORWARD_BITS)
+    def advance(self, skipped: torch.Tensor | None = None) -> None:
+        """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0."""
+        following = ((self.upcoming >> _FORWARD_BITS) + 1) << _FORWARD_BITS
+        if skipped is not None:
+            following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
+        self.upcoming.copy_(following)
 
     def set_step(self, step: int) -> None:
         self.upcoming.fill_(step << _FORWARD_BITS)
@@ -168,7 +174,8 @@ class RngState:
         if not _is_new_forward():
             return
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+        # Not a parameter that is returned as it is: it would keep the hook of every forward.
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not t.is_leaf]
         if not tensors:
             return
         value = self.offset.clone()
@@ -182,8 +189,11 @@ class RngState:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook of the optimizer."""
-        self.advance()
+        """Step post-hook of the optimizer.
+
+        A gradient scaler calls a fused optimizer in any case, and tells it what it has found.
+        """
+        self.advance(getattr(optimizer, "found_inf", None))
 
 
 def _is_new_forward() -> bool:

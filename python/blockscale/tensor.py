@@ -244,7 +244,7 @@ def _check(
 
 def _flatten(q: QuantizedTensor) -> tuple[list[torch.Tensor | None], tuple[Any, ...]]:
     leaves = [q.codes, q.scales, q.outer, q.offsets]
-    return leaves, (str(q.spec), q.axis, q.shape, q.layout, q.batch_dims)
+    return leaves, (q.spec.text, q.axis, q.shape, q.layout, q.batch_dims)
 
 
 def _unflatten(leaves: Any, context: tuple[Any, ...]) -> QuantizedTensor:

@@ -14,7 +14,7 @@ from bits import assert_same_operand
 from models import Block
 from operators import op_samples
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -124,6 +124,19 @@ def test_linear_forward_and_backward(recipe: str) -> None:
         assert torch.equal(*ys)
         grads = [torch.autograd.grad(y.square().sum(), inputs) for y in ys]
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_an_offset_that_is_an_int_compiles_once_more() -> None:
+    """As a symbol, from its second value on."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def f(x: torch.Tensor, offset: int) -> bs.QuantizedTensor:
+        return bs.quantize(x, "nvfp4[rounding=stochastic]", rng=bs.Rng(3, offset))
+
+    g = compiled(f, backend=counter)
+    for offset in range(4):
+        assert_same_operand(g(normal(9, 70), offset), f(normal(9, 70), offset))
+    assert counter.frame_count == 2
 
 
 def test_autocast_inside_compiled_code() -> None:

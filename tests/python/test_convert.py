@@ -193,8 +193,11 @@ def test_layers_built_by_hand_join_the_model_around_them() -> None:
 def test_a_converted_part_joins_the_whole() -> None:
     m, fresh = model(), model()
     bs.convert(m.layers[0], "nvfp4", seed=8)
+    bs.set_step(m.layers[0], 5)
     bs.convert(m, "nvfp4")
+    assert bs.rng_state(m) == {"step": 5, "forward": 0, "seed": 0}
     bs.convert(fresh, "nvfp4")
+    bs.set_step(fresh, 5)
     assert_equal(gradients(m), gradients(fresh))
     assert not m.layers[0]._forward_pre_hooks
 
@@ -319,6 +322,31 @@ def test_a_forward_that_another_library_replaced_is_left_alone() -> None:
     assert reasons["hooked"] == "its forward was replaced by another library: convert before that"
     m["plain"].forward = m["plain"].forward  # that of a converted layer: it stays one
     assert [name for name, _ in bs.convert(m, "mxfp4").converted] == ["plain"]
+    with pytest.raises(ValueError, match="with 'plain' as a layer with another forward; need"):
+        bs.revert(m)  # whose forward would look for a recipe
+    assert m["plain"](torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_a_converted_layer_of_another_class() -> None:
+    """A parametrization gives a layer a class of its own; the layer stays a converted one."""
+
+    class Halved(nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w / 2
+
+    m = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
+    bs.convert(m, "nvfp4")
+    nn.utils.parametrize.register_parametrization(m[0], "weight", Halved())
+    report = bs.convert(m, "mxfp8")
+    assert [(name, str(r)) for name, r in report.converted] == [("0", "mxfp8"), ("1", "mxfp8")]
+    x, halved = torch.randn(4, 32), next(m[0].parameters()) / 2
+    assert torch.equal(m[0](x), bs.linear(x, halved, recipe="mxfp8"))
+    for refused in (lambda: bs.revert(m), lambda: bs.convert(m, "mxfp4", skip=["0"])):
+        with pytest.raises(ValueError, match=r"model = Sequential with '0' as ParametrizedLinear;"):
+            refused()
+    assert all("recipe=mxfp8" in layer.extra_repr() for layer in m)
+    nn.utils.parametrize.remove_parametrizations(m[0], "weight")
+    assert bs.revert(m) == ["0", "1"]
 
 
 def test_an_encoder_evaluates_through_its_converted_layers() -> None:

@@ -453,7 +453,7 @@ def test_products_wait_for_their_operands(cuda: torch.device, random: torch.Gene
 
 
 def test_random_bits_follow_parameters_that_were_moved_alone(cuda: torch.device) -> None:
-    """As FSDP2 moves those of a model that was converted on the CPU."""
+    """As FSDP2 moves those of a model that was converted on the CPU; an evaluation is first."""
     layers = [bs.nn.Linear(64, 32, recipe="nvfp4", seed=3) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     x = torch.randn(16, 64, device=cuda)
@@ -461,6 +461,8 @@ def test_random_bits_follow_parameters_that_were_moved_alone(cuda: torch.device)
     for parameter in layers[1].parameters():
         parameter.data = parameter.data.to(cuda)
     for layer in layers:
+        with torch.inference_mode():
+            layer(x)
         layer(x).sum().backward()
     assert layers[0].weight.grad is not None
     assert layers[1].weight.grad is not None

@@ -72,7 +72,7 @@ def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> Non
         model = nn.Sequential(nn.Linear(32, 32))
         bs.convert(model, "mxfp8")
         fully_shard(model[0], mesh=mesh)
-        with pytest.raises(ValueError, match=r"revert: model = Sequential with '0' in fully_shard"):
+        with pytest.raises(ValueError, match=r"revert: model = Sequential with '0' as FSDPLinear"):
             bs.revert(model)
     finally:
         dist.destroy_process_group()

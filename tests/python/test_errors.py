@@ -87,6 +87,7 @@ def test_sparse_tensors() -> None:
     need = "x.layout = torch.sparse_coo; need torch.strided; call "
     value_error(lambda: bs.quantize(sparse, "nvfp4"), f"quantize: {need}x.to_dense() first")
     value_error(lambda: bs.linear(sparse, torch.eye(4), recipe="mxfp8"), f"linear: {need}")
+    value_error(lambda: bs.quantize_weight(sparse, "mxfp8"), "quantize_weight: w.layout = torch.sp")
 
 
 def test_derivatives_that_do_not_exist() -> None:
@@ -101,6 +102,16 @@ def test_derivatives_that_do_not_exist() -> None:
     (gradient,) = torch.autograd.grad(y, w, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         torch.autograd.backward(gradient.sum())
+
+
+def test_no_operator_passes_for_differentiable() -> None:
+    """PyTorch would give what depends on an operand no gradient, and warn."""
+    x = X.clone().requires_grad_()
+    q = bs.quantize(x, "nvfp4", amax=x.abs().max())
+    assert q.outer is not None
+    learned = dataclasses.replace(q, outer=torch.nn.Parameter(q.outer))
+    for y in (q.outer, bs.dequantize(learned), bs.matmul(q, learned, bias=x[:, 0])):
+        assert not y.requires_grad
 
 
 def test_wrong_types_that_the_operators_would_refuse_in_pages() -> None:
@@ -250,7 +261,7 @@ def test_layouts_that_cannot_hold_an_operand() -> None:
     value_error(lambda: bs.quantize(X, "mxfp8", layout="mfma_16x16"), "packed FP4 codes")
     value_error(lambda: bs.quantize(X, "fp8_1x128", layout="nv_128x4"), "one-byte scales")
     value_error(lambda: bs.quantize(X, "nvfp4", layout="mn_major"), "mn_major holds FP32 scales")
-    value_error(lambda: bs.relayout(bs.quantize(X, "nvfp4"), "mn_major"), "FP32 scales")
+    value_error(lambda: bs.relayout(bs.quantize(X, "nvfp4"), "mn_major"), "scales of nvfp4; mn")
 
 
 def test_operands_that_cannot_be_multiplied() -> None:

@@ -96,6 +96,7 @@ def test_dtypes_are_torchs_where_torch_has_them() -> None:
         ("mxfp4", {"rounding": "stochastic"}, ["scale_rule = even", "ceil or rceil", "biases"]),
         ("nvfp4", {"hadamard": 24}, ["hadamard = 24", "16, 32, 64, 128"]),
         ("nvfp4", {"hadamard": (16, 1 << 16)}, ["hadamard = 16:0x10000", "at most 16 bits"]),
+        ("nvfp4", {"hadamard": (16, "d7e8")}, ["hadamard = 16xd7e8", "16, 32, 64, 128"]),
         ("nvfp4", {"block": (1, 32)}, ["block = 1x32", "1x16 or 16x16"]),
         ("mxfp8", {"outer": True}, ["outer = true", "two-level"]),
         ("mxfp8", {"scale_rounding": "up"}, ["scale_rounding = up", "two-level"]),

@@ -253,6 +253,43 @@ def test_an_attached_optimizer_advances() -> None:
         optimizer.step()
 
 
+def test_an_optimizer_around_another_is_attached() -> None:
+    """As Accelerate's, which is no more of an Optimizer than this one."""
+
+    class Prepared(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    model = net()
+    optimizer = Prepared(torch.optim.SGD(model.parameters(), lr=1e-3))
+    bs.attach(model, optimizer)
+    bs.attach(model, optimizer.optimizer)  # changes nothing
+    optimizer.step()
+    assert bs.rng_state(model)["step"] == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
+    """A fused optimizer is called for it all the same, and finds out on the device."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    bs.attach(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    steps = []
+    for factor in (1.0, torch.inf, 1.0):
+        scaler.scale(model(batch(0)).mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        state = bs.rng_state(model)
+        steps.append((state["step"], state["forward"]))
+        assert optimizer.state[model.head.weight]["step"] == state["step"]
+    assert steps == [(1, 0), (1, 1), (2, 0)]
+
+
 def test_the_offset_changes_in_place_only() -> None:
     model = net()
     layers = [layer for layer in model.modules() if isinstance(layer, bs.nn.Linear)]
@@ -263,6 +300,14 @@ def test_the_offset_changes_in_place_only() -> None:
     bs.advance(model)
     bs.set_step(model, 7)
     assert (state.offset, state.upcoming) == tensors
+
+
+def test_a_model_that_is_converted_in_inference_mode_can_be_trained() -> None:
+    model = Net()
+    with torch.inference_mode():
+        bs.convert(model, "nvfp4")
+        model(batch(0))
+    assert equal(train(model, "fb"), train(net(), "fb"))
 
 
 def test_forwards_and_steps_draw_different_bits() -> None:
@@ -299,6 +344,28 @@ def test_resuming_reproduces_the_run() -> None:
 def test_recomputation_draws_the_same_bits(order: str, reentrant: bool) -> None:
     """Also when a later forward has begun before the backward that recomputes."""
     assert equal(train(net(reentrant), order), train(net(), order))
+
+
+def test_a_parameter_among_the_outputs() -> None:
+    """Its gradient is of all forwards: a hook of each on it would recompute with the last one's."""
+
+    class Tempered(Net):
+        temperature: nn.Parameter
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            x = checkpoint(self.block, x, use_reentrant=False) if self.reentrant else self.block(x)
+            return self.head(x * self.temperature), self.temperature
+
+    def gradients_of_two(again: bool) -> list[torch.Tensor]:
+        model = Tempered(again)
+        model.temperature = nn.Parameter(torch.ones(()))
+        bs.convert(model, "nvfp4")
+        outputs = [model(batch(i)) for i in range(2)]
+        for y, temperature in outputs:
+            (y * temperature).square().mean().backward()
+        return gradients(model)
+
+    assert equal(gradients_of_two(True), gradients_of_two(False))
 
 
 def test_an_evaluation_is_a_function_of_the_step_too() -> None:
