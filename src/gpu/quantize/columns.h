@@ -145,22 +145,27 @@ template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
                                            int tile_pos, int lines, Stage<kPass>& stage) {
   const int block = block_length<kPass>(s), blocks = kTile / block;
-  const int first_block = tile_pos / block;
+  const int first_block = static_cast<int>(static_cast<unsigned>(tile_pos) / block);
   if (!has_wide_scales<kPass>(s) && s.scale_words) {
-    const int per_line = blocks / 4;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kTile * per_line; i += kCount) {
-      const int line = i / per_line, b = first_block + i % per_line * 4;
-      if (line >= lines || b >= s.blocks) continue;
-      if (goes_aside<kPass>(s)) {
-        store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
-        continue;
-      }
+    const auto words = static_cast<unsigned>(blocks / 4);  // of a line
+    const auto store = [&](unsigned i) {
+      const int line = static_cast<int>(i / words);
+      const int b = first_block + static_cast<int>(i % words * 4);
+      if (line >= lines || b >= s.blocks) return;
+      if (goes_aside<kPass>(s))
+        return store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
       const uint32_t at = s.linear_scales
                               ? static_cast<uint32_t>((tile_line + line) * s.scale_columns + b)
                               : layout_offset_as<uint32_t>(Layout::nv_128x4, s.lines,
                                                            s.scale_columns, tile_line + line, b);
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
+    };
+    constexpr int kWords = kPass.any() ? 0 : kTile * (kTile / kPass.block() / 4);  // known
+    if constexpr (kWords != 0 && kWords <= kCount) {
+      if (kWords == kCount || threadIdx.x < kWords) store(threadIdx.x);
+    } else {
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < kTile * words; i += kCount) store(i);
     }
     return;
   }
@@ -189,33 +194,38 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
   const int g = static_cast<int>(threadIdx.x % kPerLine) * kStep;
   int line = static_cast<int>(threadIdx.x / kPerLine);
   if (g >= runs) return;
-  auto store = [&](uint8_t* to) {
+  // Lines far enough apart are permuted alike: one place tells those of a thread.
+  constexpr bool kAlike = kLines % ((kFp4 ? 16 : 8) << (kWide / 2)) == 0;
+  constexpr int kApart = kLines * (kFp4 ? kTile / 2 : kTile);
+  const int first = line;
+  const auto staged_at = [&](int run, int i) {
+    return staged + (kAlike ? stage_offset<kFp4, kWide>(first, run) + i * kApart
+                            : stage_offset<kFp4, kWide>(line, run));
+  };
+  const auto store = [&](uint8_t* to, int i) {
     if constexpr (!kFp4) {
-      *reinterpret_cast<uint4*>(to) =
-          *reinterpret_cast<const uint4*>(staged + stage_offset<false, kWide>(line, g));
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(staged_at(g, i));
     } else {
-      const auto run = [&](int i) {
-        return *reinterpret_cast<const uint2*>(staged + stage_offset<true, kWide>(line, i));
-      };
-      const uint2 low = run(g);
+      const uint2 low = *reinterpret_cast<const uint2*>(staged_at(g, i));
       if constexpr (kStep == 1) {
         *reinterpret_cast<uint2*>(to) = low;
       } else {
-        const uint2 high = run(g + 1);
+        const uint2 high = *reinterpret_cast<const uint2*>(staged_at(g + 1, i));
         *reinterpret_cast<uint4*>(to) = {low.x, low.y, high.x, high.y};
       }
     }
   };
   const int pos = tile_pos + g * kRun;
   if (s.linear_codes) {
-    uint8_t* to =
-        m.codes + static_cast<int64_t>(tile_line + line) * s.line_bytes + (kFp4 ? pos / 2 : pos);
+    uint8_t* to = m.codes + static_cast<int64_t>(tile_line + line) * s.line_bytes +
+                  (kFp4 ? static_cast<unsigned>(pos) / 2 : static_cast<unsigned>(pos));
 #pragma unroll
     for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += kLines * s.line_bytes)
-      if (line < lines) store(to);
+      if (line < lines) store(to, i);
   } else {
 #pragma unroll 1
-    for (; line < lines; line += kLines) store(codes_at<kPass>(s, m, tile_line + line, pos));
+    for (int i = 0; line < lines; ++i, line += kLines)
+      store(codes_at<kPass>(s, m, tile_line + line, pos), i);
   }
 }
 
@@ -223,7 +233,8 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
 template <Pass kPass, int kWide, int kCount>
 BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
                                           int tile_pos, Stage<kPass>& stage) {
-  const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
+  const auto left = static_cast<unsigned>(s.padded - tile_pos);  // divided without a sign
+  const int runs = min(kRunsPerLine, static_cast<int>(left / kRun));
   const int lines = min(kTile, s.lines - tile_line);
   auto codes = [&](auto fp4, auto step) {
     store_staged_codes<kPass, kWide, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
