@@ -43,8 +43,10 @@ struct CopiedMemory {
     RowOfThreads here;
   };
   static constexpr int kRows = 3;  // four do not go faster, with the registers that leaves
+  static constexpr int kOuters = 64;
   Part part[kRows];
-  uint32_t taken;  // of the block's tiles
+  uint32_t taken;           // of the block's tiles
+  Outer outer[2][kOuters];  // of the first matrices, as rows and as columns
 };
 
 // What OutputAt is, found once a matrix.
@@ -57,11 +59,23 @@ struct OutputHere {
     return here;
   }
 };
-template <Pass kPass>
-BLOCKSCALE_DEVICE void find_matrix(const Side& s, const TileAt& at, MatrixAt& to) {
+// The outer scales of the first matrices, by as many threads: a row of threads that goes from one
+// matrix to the next would wait for the memory.
+template <Pass kPass, int kCount>
+BLOCKSCALE_DEVICE void find_outers(const Side& s, Outer (&to)[kCount]) {
+  const int batch = static_cast<int>(threadIdx.x);
+  if (kPass.two_level() && batch < min(kCount, static_cast<int>(s.out.batch)))
+    to[batch] = outer_of(s, batch);
+}
+template <Pass kPass, int kCount>
+BLOCKSCALE_DEVICE void find_matrix(const Side& s, const TileAt& at, const Outer (&known)[kCount],
+                                   MatrixAt& to) {
   if constexpr (kPass.present()) {
-    to = matrix_at(s, at.batch, kPass.two_level() ? outer_of(s, at.batch) : no_outer());
-    if (s.out.spec.outer && at.row == 0 && at.column == 0) s.out.outer[at.batch] = to.outer.dec;
+    const Outer outer = !kPass.two_level()  ? no_outer()
+                        : at.batch < kCount ? known[at.batch]
+                                            : outer_of(s, at.batch);
+    to = matrix_at(s, at.batch, outer);
+    if (s.out.spec.outer && at.row == 0 && at.column == 0) s.out.outer[at.batch] = outer.dec;
   }
 }
 
@@ -122,6 +136,8 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
     init(here.full, 1);
     if (threadIdx.y == 0) all.taken = 0;
   }
+  if (threadIdx.y == 0) find_outers<kRow>(p.row, all.outer[0]);
+  if (threadIdx.y == 1) find_outers<kColumn>(p.column, all.outer[1]);
   __syncthreads();
   // Tiles of a block are gridDim.x apart; whichever row of threads is free takes the next.
   auto ask = [&](uint32_t turn) {
@@ -142,8 +158,8 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
     if (at.batch != here.batch) {
       here.sync();
       here.batch = at.batch;
-      if (threadIdx.x == 32) find_matrix<kRow>(p.row, at, here.row);
-      if (threadIdx.x == 64) find_matrix<kColumn>(p.column, at, here.column);
+      if (threadIdx.x == 32) find_matrix<kRow>(p.row, at, all.outer[0], here.row);
+      if (threadIdx.x == 64) find_matrix<kColumn>(p.column, at, all.outer[1], here.column);
       here.sync();
     }
     wait(here.full, turn);
