@@ -152,8 +152,7 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
       const int line = static_cast<int>(i / words);
       const int b = first_block + static_cast<int>(i % words * 4);
       if (line >= lines || b >= s.blocks) return;
-      if (goes_aside<kPass>(s))
-        return store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
+      if (goes_aside<kPass>(s)) return store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
       const uint32_t at = s.linear_scales
                               ? static_cast<uint32_t>((tile_line + line) * s.scale_columns + b)
                               : layout_offset_as<uint32_t>(Layout::nv_128x4, s.lines,
