@@ -2,7 +2,9 @@
 // and layouts; and what must not depend on tiling, threads, batches or shards.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <set>
 
 #include "cases.h"
@@ -80,10 +82,15 @@ TEST_P(QuantizeTest, IsTheReferenceOnAnyThreads) {
 // Along rows, along columns (a list that is null: not), or along both in one pass.
 using Specs = std::vector<QuantSpec>;
 void expect_reference(Runner& runner, Random random, Strides strides, const Specs* rows_of,
-                      const Specs* columns_of, int64_t least = 1, DType dtype = DType::bf16) {
-  const auto batch = 1 + static_cast<int64_t>(random.below(2));
-  const int64_t rows = least + random_extent(random);
-  const int64_t columns = least + random_extent(random) + (random.one_in(8) ? 512 : 0);
+                      const Specs* columns_of, int64_t least = 1, DType dtype = DType::bf16,
+                      int64_t matrices = 0) {
+  const bool few = matrices == 0;  // else many, which are small
+  const auto batch = few ? 1 + static_cast<int64_t>(random.below(2)) : matrices;
+  const auto extent = [&] {
+    return few ? random_extent(random) : static_cast<int64_t>(random.below(40));
+  };
+  const int64_t rows = least + extent();
+  const int64_t columns = least + extent() + (few && random.one_in(8) ? 512 : 0);
   const uint64_t variant = random.below(8);
   const Input x(dtype, batch, rows, columns, strides, random_values(random));
   const QuantSpec row_spec = random.pick(rows_of ? *rows_of : *columns_of),
@@ -160,6 +167,27 @@ TEST_P(QuantizeTest, ManyTilesAreTheReference) {
     const bool both = is_compiled_pair(rows_of.front(), columns_of.front());
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, both ? &rows_of : nullptr,
                      &columns_of, 800);
+  }
+}
+
+// More matrices than kernels keep outer scales of: enough for those of many tiles where there are
+// few multiprocessors, as where kernels are emulated, and where there are many.
+TEST_P(QuantizeTest, ManyMatricesAreTheReference) {
+  for (const int64_t matrices : {80, 3300}) {
+    if (matrices > 80 && runner->last_kernel()) break;
+    auto check = [&](const Specs* rows_of, const Specs& columns_of) {
+      expect_reference(*runner, Random(seed() + matrices), Strides::aligned_rows, rows_of,
+                       &columns_of, 1, DType::bf16, matrices);
+    };
+    for (const Specs& all : compiled_specs()) {
+      Specs columns_of;
+      std::copy_if(all.begin(), all.end(), std::back_inserter(columns_of),
+                   [](const QuantSpec& spec) { return spec.outer; });
+      if (columns_of.empty()) continue;
+      check(nullptr, columns_of);
+      for (const Specs& rows_of : compiled_specs())
+        if (is_compiled_pair(rows_of.front(), columns_of.front())) check(&rows_of, columns_of);
+    }
   }
 }
 
