@@ -232,8 +232,9 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
 template <Pass kPass, int kWide, int kCount>
 BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
                                           int tile_pos, Stage<kPass>& stage) {
-  const auto left = static_cast<unsigned>(s.padded - tile_pos);  // divided without a sign
-  const int runs = min(kRunsPerLine, static_cast<int>(left / kRun));
+  // Towards minus infinity: behind the matrix there are none.
+  static_assert(kRun == 1 << 4);
+  const int runs = min(kRunsPerLine, (s.padded - tile_pos) >> 4);
   const int lines = min(kTile, s.lines - tile_line);
   auto codes = [&](auto fp4, auto step) {
     store_staged_codes<kPass, kWide, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
