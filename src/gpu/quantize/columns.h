@@ -159,7 +159,8 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
                                                            s.scale_columns, tile_line + line, b);
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
     };
-    constexpr int kWords = kPass.any() ? 0 : kTile * (kTile / kPass.block() / 4);  // known
+    // Where the compiler knows their number, and there are threads enough, a word each.
+    constexpr int kWords = kPass.any() ? 0 : kTile * (kTile / kPass.block() / 4);
     if constexpr (kWords != 0 && kWords <= kCount) {
       if (kWords == kCount || threadIdx.x < kWords) store(threadIdx.x);
     } else {
@@ -232,9 +233,8 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
 template <Pass kPass, int kWide, int kCount>
 BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
                                           int tile_pos, Stage<kPass>& stage) {
-  // Towards minus infinity: behind the matrix there are none.
-  static_assert(kRun == 1 << 4);
-  const int runs = min(kRunsPerLine, (s.padded - tile_pos) >> 4);
+  // Of a tile behind the matrix, the second of two, none.
+  const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
   const int lines = min(kTile, s.lines - tile_line);
   auto codes = [&](auto fp4, auto step) {
     store_staged_codes<kPass, kWide, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
