@@ -96,11 +96,14 @@ BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t moved, int p
 class Fp4Products {
  public:
   BLOCKSCALE_DEVICE explicit Fp4Products(float factor) {
+    constexpr float kValue[] = {decode(Format::e2m1, 0), decode(Format::e2m1, 1),
+                                decode(Format::e2m1, 2), decode(Format::e2m1, 3),
+                                decode(Format::e2m1, 4), decode(Format::e2m1, 5),
+                                decode(Format::e2m1, 6), decode(Format::e2m1, 7)};
     uint32_t pair[4];
-    pair[0] = to_bf16x2(__fmul_rn(factor, 0.0f), __fmul_rn(factor, 0.5f));
-    pair[1] = to_bf16x2(factor, __fmul_rn(factor, 1.5f));
-    pair[2] = to_bf16x2(__fmul_rn(factor, 2.0f), __fmul_rn(factor, 3.0f));
-    pair[3] = to_bf16x2(__fmul_rn(factor, 4.0f), __fmul_rn(factor, 6.0f));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pair[i] = to_bf16x2(__fmul_rn(factor, kValue[2 * i]), __fmul_rn(factor, kValue[2 * i + 1]));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       low_[i] = permute_bytes(pair[2 * i], pair[2 * i + 1], 0x6420);
