@@ -2,8 +2,9 @@
 
 Random normal data, quantized beforehand with scales laid out as each side wants them; every product
 is compared with that of the dequantized operands in double before it is timed: the median of
-several runs of 20 calls each, back to back in a CUDA graph. Layers: `linear` forward and backward,
-quantization of x, w and dy included, beside PyTorch's in BF16. `python bench/gemm.py --out FILE`
+several runs of 20 calls each, back to back in a CUDA graph, and the clock right behind them, from
+which the roofline follows. Layers: `linear` forward and backward, quantization of x, w and dy
+included, beside PyTorch's in BF16. `python bench/gemm.py --out FILE`
 writes one JSON with where it was measured.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
-from common import options, seconds, with_backward, write
+from common import options, seconds, seconds_and_clock, with_backward, write
 
 # M, N, K. A 1x128 by B 128x128: what the forward pass and the input's gradient multiply.
 FPROP = (
@@ -71,7 +72,10 @@ def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
     }
     for name, call in calls.items():
         try:
-            row[name] = round(2e-12 * m * n * k / seconds(call, RUNS, CALLS), 1)
+            took, clock = seconds_and_clock(call, RUNS, CALLS)
+            row[name] = round(2e-12 * m * n * k / took, 1)
+            if name == "blockscale":
+                row["clock_mhz"] = round(clock / 1e6)
         except RuntimeError as refusal:  # cuBLASLt asks for multiples of 16
             row[name] = str(refusal).splitlines()[0]
     return row

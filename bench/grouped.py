@@ -9,12 +9,13 @@ bench/grouped.py --out FILE` writes one JSON.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import blockscale as bs
 import torch
-from common import options, seconds, with_backward, write
+from common import options, seconds, seconds_and_clock, with_backward, write
 
 # Groups, rows of all, N, K: groups of rows, and groups along the contraction axis.
 BY_ROWS = (
@@ -52,6 +53,16 @@ def check(got: torch.Tensor, want: torch.Tensor, what: object) -> float:
     return error
 
 
+def speeds(ours: Callable[[], Any], peer: Callable[[], Any], work: float) -> dict[str, float]:
+    """TFLOP/s of both for `work` of 10^12 operations."""
+    took, clock = seconds_and_clock(ours, RUNS, CALLS)
+    return {
+        "blockscale": work / took,
+        "clock_mhz": clock / 1e6,
+        "bf16": work / seconds(peer, RUNS, CALLS),
+    }
+
+
 def by_rows(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, Any]:
     x, w, offsets = normal(rows, k), normal(groups, n, k), ends(groups, rows, ragged)
     a = bs.quantize(x, "fp8_1x128", layout="mn_major", offsets=offsets)
@@ -60,12 +71,9 @@ def by_rows(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, A
     part, of_last = a.dequantize(torch.float32)[last], b.dequantize(torch.float32)[-1]
     got = bs.grouped_matmul(a, b, offsets)
     error = check(got[last], part @ of_last.t(), (groups, rows, n, k))
-    work = 2e-12 * rows * n * k
-    return {
-        "relative_error": error,
-        "blockscale": work / seconds(lambda: bs.grouped_matmul(a, b, offsets), RUNS, CALLS),
-        "bf16": work / seconds(lambda: torch._grouped_mm(x, w.mT, offsets), RUNS, CALLS),
-    }
+    ours = functools.partial(bs.grouped_matmul, a, b, offsets)
+    peer = functools.partial(torch._grouped_mm, x, w.mT, offsets)
+    return {"relative_error": error, **speeds(ours, peer, 2e-12 * rows * n * k)}
 
 
 def by_contraction(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, Any]:
@@ -73,16 +81,10 @@ def by_contraction(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict
     a, b = (bs.quantize(t, "fp8_1x128", -2, layout="mn_major", offsets=offsets) for t in (dy, x))
     last = slice(int(offsets[-2]), int(offsets[-1]))
     parts = [q.dequantize(torch.float32)[last] for q in (a, b)]
-    f32 = torch.float32
-    got = bs.grouped_matmul(a, b, offsets, None, f32)
-    error = check(got[-1], parts[0].t() @ parts[1], (groups, rows, n, k))
-    work = 2e-12 * rows * n * k
-    ours = seconds(lambda: bs.grouped_matmul(a, b, offsets, None, f32), RUNS, CALLS)
-    return {
-        "relative_error": error,
-        "blockscale": work / ours,
-        "bf16": work / seconds(lambda: torch._grouped_mm(dy.t(), x, offsets), RUNS, CALLS),
-    }
+    ours = functools.partial(bs.grouped_matmul, a, b, offsets, None, torch.float32)
+    error = check(ours()[-1], parts[0].t() @ parts[1], (groups, rows, n, k))
+    peer = functools.partial(torch._grouped_mm, dy.t(), x, offsets)
+    return {"relative_error": error, **speeds(ours, peer, 2e-12 * rows * n * k)}
 
 
 def layer(groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
