@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from blockscale.cli import bench
-from blockscale.cli.bench_clock import CudaClock, captured
-
-SPIN = 1_000_000  # cycles, half a millisecond: long beside a launch, short for a change of clocks
+from blockscale.cli.bench_clock import CudaClock, between_events, captured
 
 
 def options(description: str) -> argparse.Namespace:
@@ -27,29 +25,44 @@ def options(description: str) -> argparse.Namespace:
 
 def seconds(call: Callable[[], Any], runs: int, calls: int) -> float:
     """Median time of a call among `calls` of them in a replayed graph."""
-    return seconds_and_clock(call, runs, calls)[0]
+    return seconds_and_clock(call, runs, calls, 0)[0]
 
 
-def seconds_and_clock(call: Callable[[], Any], runs: int, calls: int) -> tuple[float, float]:
-    """The same, and the multiprocessors' clock in Hz right behind them: by how long a kernel takes
-    that counts SPIN cycles."""
+def seconds_and_clock(
+    call: Callable[[], Any], runs: int, calls: int, clocks: int = 3
+) -> tuple[float, float]:
+    """The same, and the clock of the multiprocessors in Hz, the median of `clocks` more runs."""
     call()
     torch.cuda.synchronize()
     replay = captured(lambda i: call(), calls)
-    times, clocks = [], []
+    times = []
     for _ in range(runs):
         time.sleep(0.02)  # the same start for everyone: clocks follow the load
-        replay()
-        begin, end, after = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        times.append(between_events(replay, 1, 1) / 1e6)
+    took = statistics.median(times)
+    seen = [clock_during(replay, took) for _ in range(clocks)]
+    return took / calls, statistics.median(seen) if seen else 0.0
+
+
+def clock_during(work: Callable[[], Any], took: float) -> float:
+    """The multiprocessors' clock in Hz while they work: by how long one thread beside it takes to
+    count cycles. It falls with the load at once, and behind it rises as fast."""
+    least = 2e-3  # what a launch takes does not count then
+    repeats = max(1, round(least / took))
+    cycles = round(0.8e9 * repeats * took)  # over before the work, above 0.8 GHz
+    time.sleep(0.02)
+    work()
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(beside):
         begin.record()
-        replay()
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         end.record()
-        torch.cuda._sleep(SPIN)  # type: ignore[no-untyped-call]
-        after.record()
-        after.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / calls)
-        clocks.append(SPIN / (end.elapsed_time(after) / 1e3))
-    return statistics.median(times), statistics.median(clocks)
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize()
+    return float(cycles / (begin.elapsed_time(end) / 1e3))
 
 
 def with_backward(
