@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import statistics
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,44 +27,45 @@ def options(description: str) -> argparse.Namespace:
 
 def seconds(call: Callable[[], Any], runs: int, calls: int) -> float:
     """Median time of a call among `calls` of them in a replayed graph."""
-    return seconds_and_clock(call, runs, calls, 0)[0]
+    return replayed(call, runs, calls)[0]
 
 
-def seconds_and_clock(
-    call: Callable[[], Any], runs: int, calls: int, clocks: int = 3
-) -> tuple[float, float]:
-    """The same, and the clock of the multiprocessors in Hz, the median of `clocks` more runs."""
+def replayed(call: Callable[[], Any], runs: int, calls: int) -> tuple[float, Callable[[], Any]]:
+    """The same, and what replays `calls` calls."""
     call()
     torch.cuda.synchronize()
     replay = captured(lambda i: call(), calls)
     times = []
     for _ in range(runs):
         time.sleep(0.02)  # the same start for everyone: clocks follow the load
-        times.append(between_events(replay, 1, 1) / 1e6)
-    took = statistics.median(times)
-    seen = [clock_during(replay, took) for _ in range(clocks)]
-    return took / calls, statistics.median(seen) if seen else 0.0
+        times.append(between_events(replay, 1, 1) / 1e6 / calls)
+    return statistics.median(times), replay
 
 
-def clock_during(work: Callable[[], Any], took: float) -> float:
-    """The multiprocessors' clock in Hz while they work: by how long one thread beside it takes to
-    count cycles. It falls with the load at once, and behind it rises as fast."""
-    least = 2e-3  # what a launch takes does not count then
-    repeats = max(1, round(least / took))
-    cycles = round(0.8e9 * repeats * took)  # over before the work, above 0.8 GHz
-    time.sleep(0.02)
-    work()
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(beside):
-        begin.record()
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-        end.record()
-    for _ in range(repeats):
-        work()
-    torch.cuda.synchronize()
-    return float(cycles / (begin.elapsed_time(end) / 1e3))
+def sustained(replay: Callable[[], Any], calls: int, took: float) -> tuple[float, float]:
+    """Time of a call, and the multiprocessors' clock in MHz, where calls of about `took` seconds
+    follow each other for half a second and more. (A kernel that counts cycles would tell the clock
+    at once, but finds no room beside the work, and behind it the clock has risen already.)"""
+    device = f"GPU-{torch.cuda.get_device_properties().uuid}"
+    ask = ["nvidia-smi", "-i", device, "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    seen: list[tuple[float, float]] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            clock = float(subprocess.run(ask, capture_output=True, text=True, check=True).stdout)
+            seen.append((time.perf_counter(), clock))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    repeats = max(1, round(0.5 / (took * calls)))
+    begin = time.perf_counter()
+    each = between_events(lambda: [replay() for _ in range(repeats)], 1, 1) / 1e6 / repeats
+    end = time.perf_counter()
+    over.set()
+    watcher.join()
+    # The first half was to warm it.
+    return each / calls, statistics.median(clock for at, clock in seen if (begin + end) / 2 < at)
 
 
 def with_backward(
