@@ -1,36 +1,24 @@
-"""Fills the README's generated parts: the support matrix from the core's own capability table, the
-training tables from docs/, the speed tables and their picture from bench/results. `--check` only
-compares the tables."""
+"""Fills the generated parts of the README and of docs/performance.md: the support matrix from the
+core's own capability table, the training tables from docs/, the speed tables and their picture from
+bench/results. `--check` only compares the tables."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 import blockscale as bs
+import products
 from blockscale.cli.bench import reached, read
 from blockscale.cli.bench_cases import BESIDE, ODD
 from blockscale.cli.bench_chart import SHORTER, WIDE, draw
+from tables import RESULTS, ROOT, Row, between, results, table, where
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-RESULTS = ROOT / "bench" / "results"
 GPU_RESULTS = RESULTS / "h200.json"
 GPU_PICTURE = ROOT / "docs" / "bench" / "h200.png"
 
-Row = dict[str, Any]
 GPU_SHAPE = [16384, 8192]  # of the table of quantizers
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def support() -> str:
@@ -113,33 +101,6 @@ def beside(rows: Iterable[Row], key: str) -> dict[str, str]:
     return {BESIDE[row["case"]]: f"{row[key]:.0%}" for row in rows if row["case"] in BESIDE}
 
 
-def between(values: Sequence[float], form: str) -> str:
-    """The least and the greatest of some figures."""
-    least, most = (format(value, form) for value in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
-
-
-def ratios(rows: Sequence[Row], ours: str, peer: str, inverse: bool = False) -> str:
-    """Least, greatest and geometric mean of how many times a peer's speed we have; of times, the
-    other way round. Shapes that the peer refuses are only counted."""
-    found = [row[ours] / row[peer] for row in rows if not isinstance(row[peer], str)]
-    found = [1 / ratio for ratio in found] if inverse else found
-    mean = math.exp(sum(map(math.log, found)) / len(found))
-    refused = len(rows) - len(found)
-    return f"{between(found, '.2f')}, mean {mean:.2f}{f' ({refused} refused)' if refused else ''}"
-
-
-def where(result: Row) -> str:
-    """Machine, versions, date and commit of a run."""
-    origin = result.get("provenance", result)
-    copy = f"copy {origin['copy_tb_per_s']:.2f} TB/s, " if "copy_tb_per_s" in origin else ""
-    machine = origin.get("gpu") or origin.get("cpu") or origin["device"]
-    if "gpu" not in origin and "cores" in origin:
-        machine += f", {origin['cores']} cores, {origin['instruction_set']}"
-    date, commit = origin["date"][:10], origin["commit"][:12]
-    return f"{machine}, {copy}torch {origin['torch']}, {date}, commit {commit}."
-
-
 def goals(rows: Iterable[Row]) -> str:
     """How many goals were reached, shape by shape: none is left out."""
     kinds: dict[str, list[Row]] = {}
@@ -191,52 +152,6 @@ def bench_gpu() -> str:
     return "\n\n".join(text)
 
 
-def products() -> str:
-    """The GEMMs and layers of three files beside cuBLASLt and PyTorch's BF16."""
-    single = json.loads((RESULTS / "h200_gemm.json").read_text())
-    grouped = json.loads((RESULTS / "h200_grouped.json").read_text())
-    decoded = {row["case"]: row for row in read(GPU_RESULTS)["rows"]}
-
-    def of(result: Row, kind: str) -> list[Row]:
-        return [row for row in result["rows"] if row["kind"].startswith(kind)]
-
-    lines = []
-    for kind, what in (
-        ("fprop", "FP8, weight in 128x128 blocks (forward, gradient of x)"),
-        ("wgrad", "FP8, both in 1x128 blocks (gradient of the weight)"),
-        ("few rows", "FP8, 1 to 128 rows"),
-    ):
-        rows = of(single, kind)
-        speed = between([row["blockscale"] for row in rows], ",.0f")
-        peers = [ratios(rows, "blockscale", peer) for peer in ("cublaslt_fp8", "bf16")]
-        lines.append([f"{what}, {len(rows)} shapes", speed, *peers])
-    rows = of(single, "layer")
-    for recipe in ("fp8_blockwise", "mxfp4"):
-        for ours, what in ((recipe, ""), (f"{recipe} ahead", ", weight quantized ahead")):
-            speed = between([row[ours] for row in rows], ",.0f")
-            what = f"`linear` in `{recipe}`, forward and backward{what}, {len(rows)} shapes"
-            lines.append([what, speed, "", ratios(rows, ours, "bf16")])
-    for kind, what in (("rows", "along the rows"), ("contraction", "along the contraction axis")):
-        rows = of(grouped, kind)
-        speed = between([row["blockscale"] for row in rows], ",.0f")
-        what = f"FP8, groups {what}, even and ragged, {len(rows)} cases"
-        lines.append([what, speed, "", ratios(rows, "blockscale", "bf16")])
-    rows = of(grouped, "layer")
-    for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
-        for ahead in ("", " ahead"):
-            what = f"`grouped_linear` in `{recipe}`, forward and backward"
-            what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
-            ratio = ratios(rows, f"{recipe}{ahead} both", "bf16 both", inverse=True)
-            lines.append([what, "", "", ratio])
-    for case in (c for c in decoded if c.startswith(("matmul ", "linear "))):
-        row = decoded[case]
-        aim = f" (goal {row['goal']:.2f})" if row.get("goal") else ""
-        lines.append([f"`{case}`", "", "", f"{row['of_bf16']:.2f}{aim}"])
-    header = ["product", "TFLOP/s", "of cuBLASLt's FP8", "of PyTorch's BF16"]
-    origins = dict.fromkeys(map(where, (single, grouped)))
-    return "\n\n".join([table(header, lines), " ".join(origins)])
-
-
 def host() -> str:
     """The time a call takes from the CPU that launches it, where the GPU does not limit."""
     cases = {row["case"]: row for row in read(GPU_RESULTS)["rows"]}
@@ -251,7 +166,7 @@ def host() -> str:
 
 def bench() -> str:
     """The CPU's quantizers, products and training steps."""
-    result = json.loads((RESULTS / "cpu.json").read_text())
+    result = results("cpu")
     found: list[Row] = result["rows"]
     cases = {row["case"]: row for row in found}
     lines = quantizers(found, "of_memcpy")
@@ -281,41 +196,52 @@ def cpu_reached(row: Row) -> bool:
     return bool(row.get("of_torch_mm", row.get("of_memcpy")) >= row["goal"])
 
 
-PARTS = (
-    ("support", support),
-    ("train", train),
-    ("train_gpu", train_gpu),
-    ("train_gpt", train_gpt),
-    ("bench_gpu", bench_gpu),
-    ("products", products),
-    ("host", host),
-    ("bench", bench),
-)
+PARTS = {
+    "README.md": {
+        "support": support,
+        "train": train,
+        "train_gpu": train_gpu,
+        "train_gpt": train_gpt,
+        "bench_gpu": bench_gpu,
+        "products": products.products,
+        "host": host,
+        "bench": bench,
+    },
+    "docs/performance.md": {
+        "dense": products.dense,
+        "groups": products.groups,
+        "layers": products.layers,
+        "experts": products.experts,
+        "host_ratios": products.host,
+    },
+}
 
 
-def filled(text: str) -> str:
-    """The README with every generated part made anew."""
-    for name, make in PARTS:
+def filled(page: str, text: str) -> str:
+    """A page's text with every generated part made anew."""
+    for name, make in PARTS[page].items():
         begin, end = f"<!-- begin: {name} (tools/readme.py) -->", f"<!-- end: {name} -->"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
         if not found:
-            raise SystemExit(f"readme: part {name} is missing; put '{begin}' and '{end}' back")
+            raise SystemExit(f"{page}: part {name} is missing; put '{begin}' and '{end}' back")
         text = f"{before}{begin}\n{make()}\n{end}{after}"
     return text
 
 
 def main() -> None:
-    """Write the README, or say that it is out of date."""
+    """Write the pages, or say that one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    old = README.read_text()
-    new = filled(old)
-    if check and old != new:
-        sys.exit("README.md is out of date; run: .venv/bin/python tools/readme.py")
+    for page in PARTS:
+        old = (ROOT / page).read_text()
+        new = filled(page, old)
+        if check and old != new:
+            sys.exit(f"{page} is out of date; run: .venv/bin/python tools/readme.py")
+        if not check:
+            (ROOT / page).write_text(new)
     if not check:
-        README.write_text(new)
         GPU_PICTURE.write_bytes(draw(read(GPU_RESULTS)))
 
 

@@ -1,0 +1,212 @@
+"""Tables of products and layers on a GPU: in short for the README, case by case, beside what the
+machine could do, for docs/performance.md."""
+
+from __future__ import annotations
+
+from tables import Row, between, mean, ratios, results, table, where
+
+DENSE, GROUPED = "h200_gemm", "h200_grouped"
+
+FLOPS_A_CYCLE = 8192  # of a multiprocessor's FP8 tensor cores: 132 of them at 1.83 GHz have 1979e12
+BLOCK = 128
+
+
+def of(result: Row, kind: str) -> list[Row]:
+    """The rows whose kind begins so."""
+    return [row for row in result["rows"] if row["kind"].startswith(kind)]
+
+
+def products() -> str:
+    """The GEMMs and layers of three files beside cuBLASLt and PyTorch's BF16, a line a kind."""
+    single, grouped = results(DENSE), results(GROUPED)
+    decoded = {row["case"]: row for row in results("h200")["rows"]}
+    lines = []
+    for kind, what in (
+        ("fprop", "FP8, weight in 128x128 blocks (forward, gradient of x)"),
+        ("wgrad", "FP8, both in 1x128 blocks (gradient of the weight)"),
+        ("few rows", "FP8, 1 to 128 rows"),
+    ):
+        rows = of(single, kind)
+        speed = between([row["blockscale"] for row in rows], ",.0f")
+        peers = [ratios(rows, "blockscale", peer) for peer in ("cublaslt_fp8", "bf16")]
+        lines.append([f"{what}, {len(rows)} shapes", speed, *peers])
+    rows = of(single, "layer")
+    for recipe in ("fp8_blockwise", "mxfp4"):
+        for ours, what in ((recipe, ""), (f"{recipe} ahead", ", weight quantized ahead")):
+            speed = between([row[ours] for row in rows], ",.0f")
+            what = f"`linear` in `{recipe}`, forward and backward{what}, {len(rows)} shapes"
+            lines.append([what, speed, "", ratios(rows, ours, "bf16")])
+    for kind, what in (("rows", "along the rows"), ("contraction", "along the contraction axis")):
+        rows = of(grouped, kind)
+        speed = between([row["blockscale"] for row in rows], ",.0f")
+        what = f"FP8, groups {what}, even and ragged, {len(rows)} cases"
+        lines.append([what, speed, "", ratios(rows, "blockscale", "bf16")])
+    rows = of(grouped, "layer")
+    for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
+        for ahead in ("", " ahead"):
+            what = f"`grouped_linear` in `{recipe}`, forward and backward"
+            what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
+            ratio = ratios(rows, f"{recipe}{ahead} both", "bf16 both", inverse=True)
+            lines.append([what, "", "", ratio])
+    for case in (c for c in decoded if c.startswith(("matmul ", "linear "))):
+        row = decoded[case]
+        aim = f" (goal {row['goal']:.2f})" if row.get("goal") else ""
+        lines.append([f"`{case}`", "", "", f"{row['of_bf16']:.2f}{aim}"])
+    header = ["product", "TFLOP/s", "of cuBLASLt's FP8", "of PyTorch's BF16"]
+    origins = dict.fromkeys(map(where, (single, grouped)))
+    return "\n\n".join([table(header, lines), " ".join(origins)])
+
+
+# --- case by case --------------------------------------------------------------------------------
+
+
+def bytes_of(row: Row) -> float:
+    """What a product must read and write: codes, FP32 scales of 1x128 blocks (128x128 of weights),
+    and BF16 results, FP32 ones of weights' gradients."""
+    n, k = int(row["n"]), int(row["k"])
+    kind, groups = row["kind"].partition(",")[0], int(row.get("groups", 1))
+    if kind == "contraction":  # T rows of dy [T, N] and of x [T, K]; a gradient for each group
+        rows = int(row["rows"])
+        return rows * (n + k) * (1 + 4 / BLOCK) + 4 * groups * n * k
+    m = int(row["rows" if kind == "rows" else "m"])
+    if kind == "wgrad":
+        return (m + n) * k * (1 + 4 / BLOCK) + 4 * m * n
+    return m * k * (1 + 4 / BLOCK) + groups * n * k * (1 + 4 / BLOCK**2) + 2 * m * n
+
+
+def against_roofline(result: Row, row: Row) -> list[str]:
+    """Work, bytes, the speed in a burst; then the speed that lasts, the clock it comes to, and what
+    the tensor cores could do at that clock, or the memory, if that is less."""
+    work = 2 * row["rows" if "rows" in row else "m"] * row["n"] * row["k"]
+    tensor = result["multiprocessors"] * FLOPS_A_CYCLE * row["clock_mhz"] / 1e6
+    memory = work / bytes_of(row) * result["copy_tb_per_s"]
+    limit = min(tensor, memory)
+    return [
+        f"{work / 1e9:,.1f}" if work < 1e10 else f"{work / 1e9:,.0f}",
+        f"{bytes_of(row) / 1e6:,.0f}",
+        f"{row['blockscale']:,.0f}",
+        f"{row['sustained']:,.0f}",
+        f"{row['clock_mhz'] / 1e3:.2f}",
+        f"{limit:,.0f}{'' if tensor < memory else ' (memory)'}",
+        f"{row['sustained'] / limit:.0%}",
+    ]
+
+
+WORK = ["GFLOP", "MB", "TFLOP/s", "lasting", "GHz", "roofline", "of it"]
+
+
+def dense() -> str:
+    """The FP8 GEMM, one matrix by one."""
+    result = results(DENSE)
+    names = {"fprop": "forward", "wgrad": "gradient of the weight", "few rows": "few rows"}
+    lines = []
+    for row in result["rows"]:
+        if row["kind"] not in names:
+            continue
+        peers = []
+        for peer in ("cublaslt_fp8", "bf16"):
+            refused = isinstance(row[peer], str)
+            peers.append("refused" if refused else f"{row['blockscale'] / row[peer]:.2f}")
+        shape = ", ".join(str(row[extent]) for extent in "mnk")
+        lines.append([names[row["kind"]], shape, *against_roofline(result, row), *peers])
+    header = ["product", "M, N, K", *WORK, "x cuBLASLt's FP8", "x BF16"]
+
+    def times(kind: str, peer: str) -> list[float]:
+        rows = (row for row in of(result, kind) if not isinstance(row[peer], str))
+        return [row["blockscale"] / row[peer] for row in rows]
+
+    forward, weight = times("fprop", "cublaslt_fp8"), times("wgrad", "cublaslt_fp8")
+    few = min(*times("few rows", "cublaslt_fp8"), *times("few rows", "bf16"))
+    reached = (
+        f"In the geometric mean: forward {mean(forward):.3f} of cuBLASLt's speed (goal 1.16), the "
+        f"least {min(forward):.3f} (1.05), {mean(times('fprop', 'bf16')):.2f} of BF16's (1.80); "
+        f"gradient of the weight {mean(weight):.3f} of cuBLASLt's (1.20); few rows at least "
+        f"{few:.2f} of the better of both (1)."
+    )
+    return "\n\n".join([table(header, lines), reached, where(result)])
+
+
+def groups() -> str:
+    """Products over groups, beside PyTorch's grouped GEMM in BF16."""
+    result = results(GROUPED)
+    lines = []
+    for row in result["rows"]:
+        if "blockscale" not in row:
+            continue
+        along, _, ends = row["kind"].partition(", ")
+        shape = ", ".join(str(row[extent]) for extent in ("groups", "rows", "n", "k"))
+        ratio = f"{row['blockscale'] / row['bf16']:.2f}"
+        lines.append([f"{along}, {ends}", shape, *against_roofline(result, row), ratio])
+    header = ["groups along", "G, T, N, K", *WORK, "x BF16"]
+    even, ragged = of(result, "rows, even"), of(result, "rows, ragged")
+    less = [
+        100 * (1 - b["blockscale"] / a["blockscale"]) for a, b in zip(even, ragged, strict=True)
+    ]
+    reached = (
+        "In the geometric mean: even groups along the rows "
+        f"{mean([row['blockscale'] / row['bf16'] for row in even]):.2f} of BF16's speed (goal "
+        f"2.05); ragged ones are {round(min(less))} to {round(max(less))}% slower than even ones (5)."
+    )
+    return "\n\n".join([table(header, lines), reached, where(result)])
+
+
+def layers() -> str:
+    """`linear` forward and backward, everything quantized in each call or the weight ahead."""
+    result = results(DENSE)
+    recipes = ("fp8_blockwise", "fp8_blockwise ahead", "mxfp4", "mxfp4 ahead")
+    lines = []
+    for row in of(result, "layer"):
+        shape = ", ".join(str(row[extent]) for extent in "mnk")
+        ours = [f"{row[name]:,.0f} ({row[name] / row['bf16']:.2f})" for name in recipes]
+        lines.append([shape, f"{row['bf16']:,.0f}", *ours])
+    header = ["M, N, K", "BF16", "FP8 (x BF16; goal 1.65)", "W ahead", "MXFP4", "W ahead"]
+    return "\n\n".join([table(header, lines), where(result)])
+
+
+def experts() -> str:
+    """`grouped_linear`, forward / forward and backward."""
+    result = results(GROUPED)
+    ways = ("forward", "both")
+    lines = []
+    for row in of(result, "layer"):
+        shape = ", ".join(str(row[extent]) for extent in ("groups", "rows", "n", "k"))
+        line = [shape, " / ".join(f"{row[f'bf16 {way}']:,.0f}" for way in ways)]
+        for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
+            for ahead in ("", " ahead"):
+                name = recipe + ahead
+                took = " / ".join(f"{row[f'{name} {way}']:,.0f}" for way in ways)
+                times = " / ".join(f"{row[f'bf16 {w}'] / row[f'{name} {w}']:.2f}" for w in ways)
+                line.append(f"{took} ({times})")
+        lines.append(line)
+    header = ["G, T, N, K", "BF16, µs", "FP8, µs (x BF16)", "w ahead", "MXFP4", "w ahead"]
+
+    def faster(name: str) -> str:
+        counts = (
+            sum(row[f"{name} {way}"] < row[f"bf16 {way}"] for row in of(result, "layer"))
+            for way in ways
+        )
+        return " and ".join(map(str, counts))
+
+    reached = (
+        f"Faster than BF16, of {len(lines)}, forward and with backward: FP8 with w quantized ahead "
+        f"{faster('fp8_blockwise ahead')} (goal: all), in each call {faster('fp8_blockwise')}; "
+        f"MXFP4 {faster('mxfp4 ahead')}, and {faster('mxfp4')}."
+    )
+    return "\n\n".join([table([*header, "NVFP4", "w ahead"], lines), reached, where(result)])
+
+
+def host() -> str:
+    """The host's time for small layers as multiples of PyTorch's."""
+    result = results("h200")
+    cases = {row["case"]: row for row in result["rows"] if row["case"].startswith("host, ")}
+    lines = []
+    for recipe in ("fp8_blockwise", "mxfp8", "nvfp4"):
+        line = [f"`{recipe}`"]
+        for way in ("inference", "forward", "forward+backward"):
+            line.append(f"{1 / cases[f'host, converted layer, {way}, {recipe}']['of_bf16']:.2f}")
+        for ahead in ("", ", weight ahead"):
+            line.append(f"{1 / cases[f'host, linear, forward, {recipe}{ahead}']['of_bf16']:.2f}")
+        lines.append(line)
+    header = ["x PyTorch's time", "layer, inference", "forward (goal 2)", "forward and backward"]
+    header += ["`linear`, forward (1.5)", "weight ahead"]
+    return "\n\n".join([table(header, lines), where(result)])

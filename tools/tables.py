@@ -1,0 +1,58 @@
+"""What the generated tables of the pages are made of."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+Row = dict[str, Any]
+
+
+def results(name: str) -> Row:
+    """A committed file of results."""
+    found: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def between(values: Sequence[float], form: str) -> str:
+    """The least and the greatest of some figures."""
+    least, most = (format(value, form) for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Geometric."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def ratios(rows: Sequence[Row], ours: str, peer: str, inverse: bool = False) -> str:
+    """Least, greatest and geometric mean of how many times a peer's speed we have; of times, the
+    other way round. Shapes that the peer refuses are only counted."""
+    found = [row[ours] / row[peer] for row in rows if not isinstance(row[peer], str)]
+    found = [1 / ratio for ratio in found] if inverse else found
+    refused = len(rows) - len(found)
+    rest = f" ({refused} refused)" if refused else ""
+    return f"{between(found, '.2f')}, mean {mean(found):.2f}{rest}"
+
+
+def where(result: Row) -> str:
+    """Machine, versions, date and commit of a run."""
+    origin = result.get("provenance", result)
+    copy = f"copy {origin['copy_tb_per_s']:.2f} TB/s, " if "copy_tb_per_s" in origin else ""
+    machine = origin.get("gpu") or origin.get("cpu") or origin["device"]
+    if "gpu" not in origin and "cores" in origin:
+        machine += f", {origin['cores']} cores, {origin['instruction_set']}"
+    date, commit = origin["date"][:10], origin["commit"][:12]
+    return f"{machine}, {copy}torch {origin['torch']}, {date}, commit {commit}."
