@@ -145,7 +145,8 @@ def groups() -> str:
     reached = (
         "In the geometric mean: even groups along the rows "
         f"{mean([row['blockscale'] / row['bf16'] for row in even]):.2f} of BF16's speed (goal "
-        f"2.05); ragged ones are {round(min(less))} to {round(max(less))}% slower than even ones (5)."
+        f"2.05); ragged ones are {round(min(less))} to {round(max(less))}% slower than even ones "
+        "(goal: 5 at most)."
     )
     return "\n\n".join([table(header, lines), reached, where(result)])
 
