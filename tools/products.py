@@ -53,7 +53,7 @@ def products() -> str:
         aim = f" (goal {row['goal']:.2f})" if row.get("goal") else ""
         lines.append([f"`{case}`", "", "", f"{row['of_bf16']:.2f}{aim}"])
     header = ["product", "TFLOP/s", "of cuBLASLt's FP8", "of PyTorch's BF16"]
-    origins = dict.fromkeys(map(where, (single, grouped)))
+    origins = dict.fromkeys(where(result, with_copy=False) for result in (single, grouped))
     return "\n\n".join([table(header, lines), " ".join(origins)])
 
 

@@ -47,10 +47,11 @@ def ratios(rows: Sequence[Row], ours: str, peer: str, inverse: bool = False) -> 
     return f"{between(found, '.2f')}, mean {mean(found):.2f}{rest}"
 
 
-def where(result: Row) -> str:
+def where(result: Row, with_copy: bool = True) -> str:
     """Machine, versions, date and commit of a run."""
     origin = result.get("provenance", result)
-    copy = f"copy {origin['copy_tb_per_s']:.2f} TB/s, " if "copy_tb_per_s" in origin else ""
+    copied = with_copy and "copy_tb_per_s" in origin
+    copy = f"copy {origin['copy_tb_per_s']:.2f} TB/s, " if copied else ""
     machine = origin.get("gpu") or origin.get("cpu") or origin["device"]
     if "gpu" not in origin and "cores" in origin:
         machine += f", {origin['cores']} cores, {origin['instruction_set']}"
