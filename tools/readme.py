@@ -111,10 +111,12 @@ def goals(rows: Iterable[Row]) -> str:
         shape = tuple(row.get("shape", ()))
         if "of_empty" in row:
             kind = "of launches at 1024x1024"
+        elif "of_linear" in row:
+            kind = "of layouts"
         elif not shape:
             kind = "of the products"
         elif shape in ODD:
-            kind = f"at the odd shapes {' and '.join('x'.join(map(str, s)) for s in ODD)}"
+            kind = f"at the odd shapes {', '.join('x'.join(map(str, s)) for s in ODD)}"
         elif list(shape) == GPU_SHAPE:
             kind = f"at {'x'.join(map(str, shape))}"
         else:
@@ -147,6 +149,9 @@ def bench_gpu() -> str:
             name, _, way = spec.partition("/")
             way = {"axis:-1": ", rows", "axis:-2": ", columns"}.get(way, f" to `{way}`")
             others.append(f"{what} {short(name)}{way} {cell(row, 'of_copy')}")
+    other = [100 * row["of_linear"] for row in rows if "of_linear" in row]
+    if other:
+        others.append(f"into other layouts {between(other, '.0f')}% of the speed in `linear` (97)")
     rest = f"The others: {'; '.join(others)}."
     text = [table(header, lines), rest, goals(result["rows"]), where(result)]
     return "\n\n".join(text)

@@ -216,10 +216,15 @@ def read(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
+SHARES = ("of_copy", "of_linear", "of_bf16")  # more is better
+
+
 def share(row: Row) -> str:
     """How a case stands to what it is measured against."""
     if "of_copy" in row:
         return f"{row['of_copy']:.0%} of copy"
+    if "of_linear" in row:
+        return f"{row['of_linear']:.0%} of linear"
     if "of_bf16" in row:
         return f"{row['of_bf16']:.2f}x BF16"
     return f"{row['of_empty']:.1f}x an empty kernel" if "of_empty" in row else ""
@@ -229,7 +234,7 @@ def goal(row: Row) -> str:
     """What it should reach."""
     if row.get("goal") is None:
         return ""
-    if "of_copy" in row:
+    if "of_copy" in row or "of_linear" in row:
         return f"≥ {row['goal']:.0%}"
     return f"≤ {row['goal']:.0f}x" if "of_empty" in row else f"≥ {row['goal']:.2f}x"
 
@@ -238,7 +243,7 @@ def reached(row: Row) -> bool:
     """Whether a case with a goal is there."""
     if "of_empty" in row:
         return bool(row["of_empty"] <= row["goal"])
-    return bool(row.get("of_copy", row.get("of_bf16")) >= row["goal"])
+    return any(row[share] >= row["goal"] for share in SHARES if share in row)
 
 
 def origin(where: dict[str, Any]) -> str:

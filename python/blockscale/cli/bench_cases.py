@@ -68,8 +68,17 @@ WIDE_DUAL = {
 AMAX = {("nvfp4", -1): 0.95, ("nvfp4[hadamard=16]", -2): 0.90}
 DEQUANTIZE, DEQUANTIZE_GOAL = ("fp8_1x128", "nvfp4"), 0.92
 RELAYOUT_GOAL = 0.85
+# Layouts written by the quantizer, as shares of its own speed in `linear`.
+LAYOUTS = {
+    "fp8_1x128": ("mn_major",),
+    "mxfp8": ("nv_128x4", "aiter_scale"),
+    "nvfp4": ("nv_128x4", "aiter_scale", "mfma_16x16"),
+}
+LAYOUT_GOAL = 0.97
+# Rows of experts, of uneven numbers.
+GROUPED_SHAPE, GROUPS = (32768, 2880), 32
 # On odd shapes one direction without more work than rounding has other goals.
-ODD: tuple[Shape, ...] = ((10007, 2880), (4099, 5003))
+ODD: tuple[Shape, ...] = ((10007, 2880), (4099, 5003), GROUPED_SHAPE)
 ODD_GOALS = {0.94: 0.88, 0.92: 0.85}
 
 # 1024 x 1024 takes as long as the device needs to start it; this many times an empty kernel's.
@@ -134,9 +143,12 @@ def plausible(name: str, x: Tensor, q: bs.QuantizedTensor) -> None:
 
 
 class Data:
-    """Inputs of one shape on one device, normally distributed, and the cases on them."""
+    """Inputs of one shape on one device, normally distributed, and the cases on them; with `groups`
+    their rows are those of so many groups."""
 
-    def __init__(self, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, groups: int = 0
+    ) -> None:
         generator = torch.Generator(device).manual_seed(1)
         self.x = [
             torch.randn(shape, dtype=dtype, device=device, generator=generator)
@@ -145,6 +157,11 @@ class Data:
         self.shape, self.device = shape, device
         self.suffix = "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
         self.batch_dims = len(shape) - 2
+        self.offsets = None
+        if groups:
+            cuts = torch.randint(shape[0] + 1, (groups,), device=device, generator=generator)
+            cuts[-1] = shape[0]
+            self.offsets = cuts.sort().values.int()
         self.rng = bs.Rng(7, 1)
         if device == "cuda":  # a graph replays it
             self.rng = bs.Rng(*(torch.tensor(n, device=device) for n in (7, 1)))
@@ -157,16 +174,18 @@ class Data:
 
     def part(self, x: Tensor, axis: int) -> Tensor:
         """Two matrices, or 128 lines along the axis, on the CPU. By themselves they quantize to
-        what they are within the whole."""
+        what they are within the whole; of groups' rows only all do."""
         if self.batch_dims:
             return x[:2].cpu()
+        if self.offsets is not None and axis == -1:
+            return x.cpu()
         return (x[:128] if axis == -1 else x[:, :128]).cpu()
 
     def amax(self, spec: str, axis: int) -> Tensor | None:
         """What a spec with an outer scale is given."""
         if not bs.spec(spec).outer:
             return None
-        return bs.amax(self.x[0], spec, axis, batch_dims=self.batch_dims)
+        return bs.amax(self.x[0], spec, axis, self.batch_dims, self.offsets)
 
     def quantize_part(self, spec: str, axis: int, amax: Tensor | None) -> bs.QuantizedTensor:
         """The same on the CPU, of a part."""
@@ -174,8 +193,9 @@ class Data:
         if amax is not None:
             amax = amax[: len(part)].cpu() if self.batch_dims else amax.cpu()
         q = bs.quantize(
-            part, spec, axis=axis, amax=amax, rng=bs.Rng(7, 1), batch_dims=self.batch_dims
-        )
+            part, spec, axis=axis, amax=amax, rng=bs.Rng(7, 1), batch_dims=self.batch_dims,
+            offsets=None if self.offsets is None else self.offsets.cpu(),
+        )  # fmt: skip
         plausible(f"quantize {spec} along axis {axis}", part, q)
         return q
 
@@ -206,11 +226,17 @@ class Data:
         for (spec, axis), goal in AMAX.items():
             yield self.find_amax(spec, axis, self.goal(goal))
 
+    def quantizer(
+        self, spec: str, axis: int, amax: Tensor | None, layout: str = "linear"
+    ) -> Callable[[Tensor], bs.QuantizedTensor]:
+        return functools.partial(
+            bs.quantize, spec=spec, axis=axis, amax=amax, rng=self.rng, layout=layout,
+            batch_dims=self.batch_dims, offsets=self.offsets,
+        )  # fmt: skip
+
     def quantize(self, spec: str, axis: int, goal: float | None) -> Case:
         name, amax = f"quantize/{spec}/axis:{axis}{self.suffix}", self.amax(spec, axis)
-        call = functools.partial(
-            bs.quantize, spec=spec, axis=axis, amax=amax, rng=self.rng, batch_dims=self.batch_dims
-        )
+        call = self.quantizer(spec, axis, amax)
         q = call(self.x[0])
         return Case(
             name=name,
@@ -231,6 +257,7 @@ class Data:
             row_amax=amaxes[0],
             col_amax=amaxes[1],
             batch_dims=self.batch_dims,
+            offsets=self.offsets,
         )
         both = call(self.x[0])
 
@@ -286,6 +313,25 @@ class Data:
         return Case(
             name, goal, lambda i: bs.relayout(q[i % INPUTS], layout), 2 * nbytes(q[0]), check
         )
+
+    def layouts(self) -> Iterator[tuple[Case, Case]]:
+        """Quantizers into every other layout, each with the same one into `linear`."""
+        for spec, layouts in LAYOUTS.items():
+            for axis in (-1, -2):
+                linear, amax = self.quantize(spec, axis, None), self.amax(spec, axis)
+                for layout in layouts:
+                    yield self.quantize_into(layout, spec, axis, amax), linear
+
+    def quantize_into(self, layout: str, spec: str, axis: int, amax: Tensor | None) -> Case:
+        name = f"layout/{spec}/{layout}/axis:{axis}"
+        call = self.quantizer(spec, axis, amax, layout)
+        q, want = call(self.x[0]), self.quantizer(spec, axis, amax)(self.x[0])
+
+        def check() -> None:
+            same_operand(name, bs.relayout(q, "linear"), want)
+
+        moved = self.x[0].nbytes + nbytes(q)
+        return Case(name, LAYOUT_GOAL, lambda i: call(self.x[i % INPUTS]), moved, check)
 
     def peer(self, name: str, call: Peer) -> Case:
         """Another library's quantizer."""
@@ -370,9 +416,30 @@ def run(
                 for case in Data(shape, device, torch.float32).wide_quantizers():
                     measure(case)
     if device == "cuda":
+        rows += layouts(clock, Data(shapes[0], device), say)
+        data = Data(GROUPED_SHAPE, device, groups=GROUPS)
+        for case in data.quantizers():
+            say(f"{GROUPS} groups, {case.name}")
+            case.check()
+            row = result(case, GROUPED_SHAPE, clock.microseconds(case.call), copy)
+            rows.append(row | {"groups": GROUPS})
         say("launches")
         rows += launches()
     return copy, rows
+
+
+def layouts(clock: Clock, data: Data, say: Callable[[str], None]) -> list[Row]:
+    """Quantizers into other layouts, beside `linear`, in turn."""
+    rows: list[Row] = []
+    for case, linear in data.layouts():
+        say(case.name)
+        case.check()
+        took = clock.microseconds(case.call)
+        of_linear = clock.microseconds(linear.call) / took
+        shape = list(data.shape)
+        row = {"case": case.name, "shape": shape, "us": took, "of_linear": of_linear}
+        rows.append(row | {"goal": case.goal})
+    return rows
 
 
 def measure_peers(data: Data, measure: Callable[[Case], None], say: Callable[[str], None]) -> None:

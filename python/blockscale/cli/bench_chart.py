@@ -43,12 +43,18 @@ def draw(found: dict[str, Any]) -> bytes:
         axes.plot(
             [x for x, _ in at], [y for _, y in at], linestyle="", markerfacecolor="white",
             marker=MARKERS[index % len(MARKERS)], color=OTHERS[index % len(OTHERS)],
-            markersize=5.5, markeredgewidth=1.2, label="x".join(map(str, shape)), zorder=3,
+            markersize=5.5, markeredgewidth=1.2, label=shape_text(shape, rows), zorder=3,
         )  # fmt: skip
     finish(axes, lines, "x".join(map(str, shapes[0])), found["provenance"])
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def shape_text(shape: tuple[int, ...], rows: list[Row]) -> str:
+    """A shape in the legend."""
+    groups = {row["groups"] for row in rows if tuple(row["shape"]) == shape and "groups" in row}
+    return "x".join(map(str, shape)) + "".join(f", {count} groups" for count in groups)
 
 
 def arranged(cases: dict[str, Row]) -> list[str]:
