@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,22 @@ def test_quantized_tensors_pass_through(spec: str) -> None:
     assert_same_operand(q, quantize(x))
     product = compiled(multiply, backend="aot_eager")(q, q)
     assert torch.equal(product, multiply(q, q))
+
+
+def test_exported_programs_take_and_return_quantized_tensors() -> None:
+    """Also once they were in a file."""
+
+    class Double(nn.Module):
+        def forward(self, q: bs.QuantizedTensor) -> bs.QuantizedTensor:
+            return bs.quantize(q.dequantize(torch.float32) * 2, "mxfp8")
+
+    q = bs.quantize(normal(20, 70), "nvfp4")
+    program = torch.export.export(Double(), (q,))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for run in (program.module(), torch.export.load(file).module()):
+        assert_same_operand(run(q), Double()(q))
 
 
 def test_dynamic_shapes_do_not_recompile() -> None:
