@@ -156,6 +156,15 @@ def test_an_offset_that_is_an_int_compiles_once_more() -> None:
     assert counter.frame_count == 2
 
 
+def test_an_amax_that_is_a_number_compiles_whole() -> None:
+    def f(x: torch.Tensor, amax: float) -> bs.QuantizedTensor:
+        return bs.quantize(x, "nvfp4", amax=amax)
+
+    g, x = compiled(f, backend="aot_eager"), normal(9, 70)
+    for amax in (1.0, 2.0, 3.5, 2):
+        assert_same_operand(g(x, amax), f(x, amax))
+
+
 def test_autocast_inside_compiled_code() -> None:
     x, w = normal(9, 70).requires_grad_(), normal(33, 70).requires_grad_()
 
