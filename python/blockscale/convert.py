@@ -102,6 +102,7 @@ def convert(
     states = _states(model)  # of a converted part, whose count goes on, or of layers built by hand
     state = root_state(model) or (states[0] if len(states) == 1 else RngState(seed))
     state.seed = seed
+    state.draws = False  # until a layer's recipe does
     for step in plan:
         if isinstance(step.what, Recipe):
             if type(step.module) is torch.nn.Linear:
