@@ -295,6 +295,9 @@ class _Linear(torch.autograd.Function):
             x_dtype, _, bias_dtype = dtypes
             call = (text, k, dx, db, offsets, into, x_dtype, bias_dtype)
             grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
+            # The compiler sees by itself that the operator changes it.
+            if not (torch.compiler.is_compiling() or into.is_inference()):
+                torch.autograd.graph.increment_version(into)
             gradients = [grad_x if dx else None, None, grad_b if db else None]
         return (*gradients, None)
 

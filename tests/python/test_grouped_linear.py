@@ -416,6 +416,19 @@ def test_accumulates_when_compiled(grouped: bool, device: torch.device) -> None:
     assert torch.equal(results[1], results[0])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_buffer_that_changes_does_so_for_autograd_too(compiled: bool) -> None:
+    """Nothing may be differentiated with what it was, saved before."""
+    torch._dynamo.reset()
+    call, w, dy = both(make([0, 70, 70, 140]), False)
+    into, scale = torch.ones(w.shape), torch.ones((), requires_grad=True)
+    scaled = (into * scale).sum()
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    run(w, "mxfp8", RNG, into).backward(dy)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
