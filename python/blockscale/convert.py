@@ -102,6 +102,7 @@ def convert(
     states = _states(model)  # of a converted part, whose count goes on, or of layers built by hand
     state = root_state(model) or (states[0] if len(states) == 1 else RngState(seed))
     state.seed = seed
+    state.draws = False  # until a layer's recipe does
     for step in plan:
         if isinstance(step.what, Recipe):
             if type(step.module) is torch.nn.Linear:
@@ -122,8 +123,10 @@ def revert(model: torch.nn.Module) -> list[str]:
         The qualified names of the layers that were converted.
 
     Raises:
-        ValueError: a converted layer has another class or forward by now, such as fully_shard's.
+        TypeError, ValueError: not a model, or a converted layer has another class or forward by
+            now, such as fully_shard's.
     """
+    _check_model("revert", model)
     model = _unwrapped(model)
     named = _named(model)
     _check_restorable("revert", model, named)
@@ -141,9 +144,13 @@ class _Step:
     what: Recipe | str  # its recipe, or why it is left alone
 
 
-def _check_types(model: object, rules: object, skip: object, seed: object) -> None:
+def _check_model(operation: str, model: object) -> None:
     if not isinstance(model, torch.nn.Module):
-        fail_type("convert", "model", model, "an nn.Module")
+        fail_type(operation, "model", model, "an nn.Module")
+
+
+def _check_types(model: object, rules: object, skip: object, seed: object) -> None:
+    _check_model("convert", model)
     if rules is not None and not isinstance(rules, Mapping):
         need = "a dict {regular expression: recipe or None}"
         fail_type("convert", "rules", rules, need, "to leave layers alone, name them in skip=")
@@ -345,8 +352,7 @@ def _states(model: torch.nn.Module) -> list[RngState]:
 
 def _state(operation: str, model: torch.nn.Module) -> RngState:
     """The one state of all converted layers of `model`."""
-    if not isinstance(model, torch.nn.Module):
-        fail_type(operation, "model", model, "an nn.Module")
+    _check_model(operation, model)
     states = _states(model)
     if len(states) != 1:
         got = f"{type(model).__name__} with {len(states)} separately counted parts"

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from blockscale._errors import fail, fail_type
+from blockscale._errors import fail, fail_type, message
 from blockscale._fakes import register_fake
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
@@ -295,6 +295,9 @@ class _Linear(torch.autograd.Function):
             x_dtype, _, bias_dtype = dtypes
             call = (text, k, dx, db, offsets, into, x_dtype, bias_dtype)
             grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
+            # The compiler sees by itself that the operator changes it.
+            if not (torch.compiler.is_compiling() or into.is_inference()):
+                torch.autograd.graph.increment_version(into)
             gradients = [grad_x if dx else None, None, grad_b if db else None]
         return (*gradients, None)
 
@@ -339,16 +342,27 @@ def _check(
         fail(op, "x.shape", list(x.shape), f"[{lead}, {w.shape[-1]}] for w {list(w.shape)}")
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         fail(op, "bias.shape", list(bias.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
-    if offsets is not None and tuple(offsets.shape) != (w.shape[0],):
-        need = f"[{w.shape[0]}], the end of a group for each matrix of w {list(w.shape)}"
-        led = offsets.shape == (w.shape[0] + 1,)
-        remedy = "leave the leading zero out: offsets are the ends of groups" if led else ""
-        fail(op, "offsets.shape", list(offsets.shape), need, remedy)
+    if offsets is not None:
+        _check_ends(op, offsets, w)
     specs = _specs(recipe)
     draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or _backward_draws(specs, dx, dw)
     if draws and (seed is None or offset is None):
         need = f"a key for random bits: recipe {label or recipe} rounds stochastically"
         fail(op, "rng", "None", need, "pass rng=bs.Rng(seed, offset)")
+
+
+def _check_ends(operation: str, offsets: torch.Tensor, w: torch.Tensor) -> None:
+    """Refuse offsets that are not one for each matrix of w; compiled code may not know before it
+    runs how many there are, and looks then."""
+
+    def refusal() -> str:
+        need = f"[{w.shape[0]}], the end of a group for each matrix of w {list(w.shape)}"
+        led = offsets.shape == (w.shape[0] + 1,)
+        remedy = "leave the leading zero out: offsets are the ends of groups" if led else ""
+        return message(operation, "offsets.shape", list(offsets.shape), need, remedy)
+
+    one_each = offsets.dim() == 1 and offsets.shape[0] == w.shape[0]
+    torch._check_value(one_each, refusal)  # type: ignore[no-untyped-call]
 
 
 def _specs(recipe: str) -> dict[str, Spec | None]:

@@ -26,7 +26,7 @@ class Linear(torch.nn.Linear):
         seed: of the random bits (docs/rng.md); another for each layer that is built by hand.
 
     Raises:
-        TypeError, ValueError: an unknown recipe, or one in the place of bias.
+        TypeError, ValueError: an unknown recipe, one in the place of bias, or no seed.
     """
 
     recipe: Recipe
@@ -48,6 +48,8 @@ class Linear(torch.nn.Linear):
         named: object = bias
         if isinstance(named, str | Recipe):  # which would count as true
             fail_type("Linear", "bias", bias, "a bool", "pass the recipe as recipe=")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            fail_type("Linear", "seed", seed, "an int")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.configure(recipe_named(recipe), RngState(seed), "")
         make_root(self, self._rng_state)

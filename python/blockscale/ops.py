@@ -362,8 +362,9 @@ def _amax(
         number = float(value)
     except OverflowError:  # an int beyond any float
         number = sys.float_info.max
-    # NaN in a tensor is data and makes the result NaN; as a number it is a mistake.
-    if math.isnan(number) or number < 0:
+    # NaN in a tensor is data and makes the result NaN; as a number it is a mistake. (No isnan():
+    # in compiled code the number may be a symbol.)
+    if not number >= 0:
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
     if torch.finfo(torch.float32).max < number < math.inf:
         fail(operation, name, value, "a float32 number, at most 3.4028234e38")

@@ -162,6 +162,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         operands = [getattr(self, operand) for operand in OPERANDS]
+        for operand, value in zip(OPERANDS, operands, strict=True):
+            if value is not None and not isinstance(value, Spec):
+                fail_type("recipe", operand, value, "a Spec, or None", "bs.spec(name) makes one")
         made = [s for s in operands if s is not None]
         facts = {
             "text": " ".join("none" if s is None else str(s) for s in operands),

@@ -242,18 +242,26 @@ def _check(
         fail(operation, f"{name}.device", tensor.device, f"{q.codes.device}, where the codes are")
 
 
-def _flatten(q: QuantizedTensor) -> tuple[list[torch.Tensor | None], tuple[Any, ...]]:
-    leaves = [q.codes, q.scales, q.outer, q.offsets]
-    return leaves, (q.spec.text, q.axis, q.shape, q.layout, q.batch_dims)
+_LEAVES: Final = ("codes", "scales", "outer", "offsets")
 
 
-def _unflatten(leaves: Any, context: tuple[Any, ...]) -> QuantizedTensor:
+def _flatten(q: QuantizedTensor) -> tuple[list[torch.Tensor | None], list[Any]]:
+    # Lists, since that is what comes back from the file of an exported program.
+    context = [q.spec.text, q.axis, list(q.shape), q.layout, q.batch_dims]
+    return [getattr(q, name) for name in _LEAVES], context
+
+
+def _flatten_with_keys(q: QuantizedTensor) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    leaves, context = _flatten(q)
+    return [(pytree.GetAttrKey(n), t) for n, t in zip(_LEAVES, leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: list[Any]) -> QuantizedTensor:
     # Leaves may be anything here (tree_map), so this builds the container without its checks.
     text, axis, shape, layout, batch_dims = context
     q = object.__new__(QuantizedTensor)
-    codes, scales, outer, offsets = leaves
-    fields = dict(codes=codes, scales=scales, outer=outer, spec=spec(text), axis=axis, shape=shape)
-    fields.update(layout=layout, batch_dims=batch_dims, offsets=offsets)
+    fields = dict(zip(_LEAVES, leaves, strict=True), spec=spec(text), axis=axis, layout=layout)
+    fields.update(shape=tuple(shape), batch_dims=batch_dims)
     for name, value in fields.items():
         object.__setattr__(q, name, value)
     return q
@@ -264,4 +272,5 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="blockscale.QuantizedTensor",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +97,22 @@ def test_quantized_tensors_pass_through(spec: str) -> None:
     assert torch.equal(product, multiply(q, q))
 
 
+def test_exported_programs_take_and_return_quantized_tensors() -> None:
+    """Also once they were in a file."""
+
+    class Double(nn.Module):
+        def forward(self, q: bs.QuantizedTensor) -> bs.QuantizedTensor:
+            return bs.quantize(q.dequantize(torch.float32) * 2, "mxfp8")
+
+    q = bs.quantize(normal(20, 70), "nvfp4")
+    program = torch.export.export(Double(), (q,))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for run in (program.module(), torch.export.load(file).module()):
+        assert_same_operand(run(q), Double()(q))
+
+
 def test_dynamic_shapes_do_not_recompile() -> None:
     counter = CompileCounter()
 
@@ -137,6 +154,15 @@ def test_an_offset_that_is_an_int_compiles_once_more() -> None:
     for offset in range(4):
         assert_same_operand(g(normal(9, 70), offset), f(normal(9, 70), offset))
     assert counter.frame_count == 2
+
+
+def test_an_amax_that_is_a_number_compiles_whole() -> None:
+    def f(x: torch.Tensor, amax: float) -> bs.QuantizedTensor:
+        return bs.quantize(x, "nvfp4", amax=amax)
+
+    g, x = compiled(f, backend="aot_eager"), normal(9, 70)
+    for amax in (1.0, 2.0, 3.5, 2):
+        assert_same_operand(g(x, amax), f(x, amax))
 
 
 def test_autocast_inside_compiled_code() -> None:

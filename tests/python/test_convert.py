@@ -130,6 +130,14 @@ def test_converting_again_changes_what_differs() -> None:
     assert_equal(gradients(m), gradients(fresh))
 
 
+def test_a_model_that_draws_no_more_does_not_count() -> None:
+    m = model()
+    bs.convert(m, "nvfp4")
+    bs.convert(m, "mxfp8")
+    m(TOKENS)
+    assert bs.rng_state(m)["forward"] == 0
+
+
 def test_revert_restores_the_plain_model() -> None:
     m, plain = model(), model()
     attributes = {name: set(vars(module)) for name, module in plain.named_modules()}

@@ -70,6 +70,12 @@ def test_wrong_types() -> None:
     value_error(lambda: bs.Rng(1).role("z"), "rng: role = 'z'; need one of x, w, dy")
 
 
+def test_what_recipes_and_layers_are_made_of() -> None:
+    type_error(lambda: bs.Recipe("mine", "mxfp8"), "recipe: fprop_x = a str; need a Spec, or None")  # type: ignore[arg-type]
+    for seed in ("1", None, 1.0, True):
+        type_error(lambda s=seed: bs.nn.Linear(4, 4, seed=s), "Linear: seed = ", "need an int")  # type: ignore[misc]
+
+
 def test_a_spec_is_no_recipe() -> None:
     said = "'mxfp6' is a spec, for one operand: bs.recipe(...).replace(fprop_x='mxfp6')"
     value_error(lambda: bs.linear(X, X, recipe="mxfp6"), "recipe: name = 'mxfp6'", said)
@@ -357,6 +363,7 @@ def test_convert() -> None:
     type_error(lambda: bs.convert(model, "nvfp4", rules={0: None}), "rules = an int; need names")  # type: ignore[dict-item]
     type_error(lambda: bs.convert(model, "nvfp4", skip=None), "skip = None; need a list of names")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", skip=[0]), "skip = an int; need names")  # type: ignore[list-item]
+    type_error(lambda: bs.revert(None), "revert: model = None; need an nn.Module")  # type: ignore[arg-type]
     assert type(model[0]) is nn.Linear  # nothing was changed
     assert not model._forward_pre_hooks
 

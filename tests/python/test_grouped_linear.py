@@ -309,6 +309,26 @@ def test_compiles_whole(recipe: str, device: torch.device) -> None:
         assert_same(results[1], results[0], ends)
 
 
+def test_experts_that_are_counted_compile_whole(device: torch.device) -> None:
+    """The compiler does not know how many numbers bincount returns."""
+    torch._dynamo.reset()
+    case = make(ENDS[0], device)
+    experts = case.w.shape[0]
+
+    def step(x: torch.Tensor, w: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        offsets = torch.bincount(chosen, minlength=experts).cumsum(0)
+        return bs.grouped_linear(x[chosen.argsort(stable=True)], w, offsets, "nvfp4", RNG)
+
+    chosen = torch.arange(case.x.shape[0], device=device) % experts
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        results = []
+        for call in (step, compiled):
+            y = call(case.x, case.w, chosen)
+            results.append((y, *torch.autograd.grad(y, (case.x, case.w), case.dy)))
+    assert_same(results[1], results[0])
+
+
 @pytest.mark.parametrize("recipe", ["bf16", *QUANTIZED])
 def test_captured_graphs_see_new_offsets(recipe: str, cuda: torch.device) -> None:
     case = make([0, 100, 150], cuda)
@@ -394,6 +414,19 @@ def test_accumulates_when_compiled(grouped: bool, device: torch.device) -> None:
         f(w, "nvfp4", RNG, into).backward(dy)  # type: ignore[no-untyped-call]
         results.append(into)
     assert torch.equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_buffer_that_changes_does_so_for_autograd_too(compiled: bool) -> None:
+    """Nothing may be differentiated with what it was, saved before."""
+    torch._dynamo.reset()
+    call, w, dy = both(make([0, 70, 70, 140]), False)
+    into, scale = torch.ones(w.shape), torch.ones((), requires_grad=True)
+    scaled = (into * scale).sum()
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    run(w, "mxfp8", RNG, into).backward(dy)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scaled.backward()  # type: ignore[no-untyped-call]
 
 
 # --- refusals -------------------------------------------------------------------------------------
