@@ -102,7 +102,7 @@ def test_exported_programs_take_and_return_quantized_tensors() -> None:
 
     class Double(nn.Module):
         def forward(self, q: bs.QuantizedTensor) -> bs.QuantizedTensor:
-            return bs.quantize(q.dequantize(torch.float32) * 2, "mxfp8")
+            return bs.quantize(q.dequantize(torch.float32) * 2, "fp8_1x128")
 
     q = bs.quantize(normal(20, 70), "nvfp4")
     program = torch.export.export(Double(), (q,))
