@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import blockscale as bs
 import products
 from blockscale.cli.bench import reached, read
-from blockscale.cli.bench_cases import BESIDE, ODD
+from blockscale.cli.bench_cases import BESIDE, GROUPED_SHAPE, GROUPS, ODD
 from blockscale.cli.bench_chart import SHORTER, WIDE, draw
 from tables import RESULTS, ROOT, Row, between, results, table, where
 
@@ -112,11 +112,13 @@ def goals(rows: Iterable[Row]) -> str:
         if "of_empty" in row:
             kind = "of launches at 1024x1024"
         elif "of_linear" in row:
-            kind = "of layouts"
+            kind = "of the other layouts"
         elif not shape:
             kind = "of the products"
         elif shape in ODD:
-            kind = f"at the odd shapes {', '.join('x'.join(map(str, s)) for s in ODD)}"
+            odd = " and ".join("x".join(map(str, s)) for s in ODD if s != GROUPED_SHAPE)
+            grouped = "x".join(map(str, GROUPED_SHAPE))
+            kind = f"at the odd shapes {odd} and in {GROUPS} uneven groups of {grouped}"
         elif list(shape) == GPU_SHAPE:
             kind = f"at {'x'.join(map(str, shape))}"
         else:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OURS, PEER = COLOURS[2], "0.72"
-OTHERS = (*COLOURS[3:], *COLOURS[:2], "#7F3C00")  # shapes
+OTHERS = (*COLOURS[3:], *COLOURS[:2], "#7F3C00", "#8000C0")  # shapes
+SHAPES = (*MARKERS, "*")
 # Case names begin with these; a heading for each group, in the order they are drawn.
 WIDE = ", float32"
 GROUPS = (
@@ -42,7 +43,7 @@ def draw(found: dict[str, Any]) -> bytes:
         at = [(100 * points[case], y) for y, case in enumerate(lines) if case in points]
         axes.plot(
             [x for x, _ in at], [y for _, y in at], linestyle="", markerfacecolor="white",
-            marker=MARKERS[index % len(MARKERS)], color=OTHERS[index % len(OTHERS)],
+            marker=SHAPES[index % len(SHAPES)], color=OTHERS[index % len(OTHERS)],
             markersize=5.5, markeredgewidth=1.2, label=shape_text(shape, rows), zorder=3,
         )  # fmt: skip
     finish(axes, lines, "x".join(map(str, shapes[0])), found["provenance"])
