@@ -85,7 +85,7 @@ class Linear(torch.nn.Linear):
                 self._move_rng()
             if type(weight) not in USUAL:
                 self._rng_state.breaks = True
-            key = (self._seed, self._rng_state.offset)
+            key = (self._seed, self._rng_state.offset_on(self._seed.device))
         return linear_with_key(input, weight, self.bias, recipe, key)
 
     def extra_repr(self) -> str:

@@ -262,3 +262,31 @@ def test_importing_wakes_no_gpu(cuda: torch.device) -> None:
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_layers_on_two_gpus_draw_what_they_draw_on_one() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self, *devices: str) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.devices = devices
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in devices)
+            for layer, device in zip(self.layers, devices, strict=True):
+                layer.to(device)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, device in zip(self.layers, self.devices, strict=True):
+                x = layer(x.to(device))
+            return x
+
+    made = []
+    for devices in (("cuda:0", "cuda:0", "cuda:0"), ("cuda:0", "cuda:1", "cuda:0")):
+        model = Net(*devices)
+        bs.convert(model, "nvfp4")
+        for _ in range(2):
+            model(torch.ones(8, 64, device="cuda:0")).square().sum().backward()
+            bs.advance(model)
+        made.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    for one, two in zip(*made, strict=True):
+        assert torch.equal(one, two)

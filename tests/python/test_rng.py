@@ -302,6 +302,26 @@ def test_the_offset_changes_in_place_only() -> None:
     assert (state.offset, state.upcoming) == tensors
 
 
+def test_a_forward_has_one_offset_on_every_device() -> None:
+    """Of layers that lie on several: here one that no layer lies on, in memory of the CPU."""
+    model = net()
+    state = next(layer for layer in model.modules() if isinstance(layer, bs.nn.Linear))._rng_state
+    assert state.offset_on(torch.device("cpu")) is state.offset
+    meta = state.offset_on(torch.device("meta"))
+    assert meta.is_meta
+    assert state.offset_on(torch.device("meta")) is meta
+    other = torch.device("cuda", 1)
+    state.elsewhere[other] = there = torch.full((), -1)
+    bs.set_step(model, 3)
+    first, second = model(batch(0)), model(batch(0))
+    assert state.offset_on(other) is there
+    assert there == state.offset == (3 << 16) + 1
+    first.sum().backward()  # recomputation would read the first forward's
+    assert there == state.offset == 3 << 16
+    second.sum().backward()
+    assert there == state.offset == (3 << 16) + 1
+
+
 def test_a_model_that_is_converted_in_inference_mode_can_be_trained() -> None:
     model = Net()
     with torch.inference_mode():
