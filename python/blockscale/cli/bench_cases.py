@@ -417,12 +417,8 @@ def run(
                     measure(case)
     if device == "cuda":
         rows += layouts(clock, Data(shapes[0], device), say)
-        data = Data(GROUPED_SHAPE, device, groups=GROUPS)
-        for case in data.quantizers():
-            say(f"{GROUPS} groups, {case.name}")
-            case.check()
-            row = result(case, GROUPED_SHAPE, clock.microseconds(case.call), copy)
-            rows.append(row | {"groups": GROUPS})
+        if tuple(shapes) == GPU_SHAPES:
+            rows += grouped(clock, copy, say)
         say("launches")
         rows += launches()
     return copy, rows
@@ -439,6 +435,18 @@ def layouts(clock: Clock, data: Data, say: Callable[[str], None]) -> list[Row]:
         shape = list(data.shape)
         row = {"case": case.name, "shape": shape, "us": took, "of_linear": of_linear}
         rows.append(row | {"goal": case.goal})
+    return rows
+
+
+def grouped(clock: Clock, copy: float, say: Callable[[str], None]) -> list[Row]:
+    """Quantizers of the rows of groups."""
+    data = Data(GROUPED_SHAPE, "cuda", groups=GROUPS)
+    rows: list[Row] = []
+    for case in data.quantizers():
+        say(f"{GROUPS} groups, {case.name}")
+        case.check()
+        row = result(case, GROUPED_SHAPE, clock.microseconds(case.call), copy)
+        rows.append(row | {"groups": GROUPS})
     return rows
 
 
