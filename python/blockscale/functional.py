@@ -16,7 +16,7 @@ from blockscale._fakes import register_fake
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
-from blockscale.tensor import FLOATS, FLOATS_TEXT, gemm_layout, stored_shapes
+from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, gemm_layout, stored_shapes
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -330,8 +330,7 @@ def _check(
             fail_type(op, name, tensor, "a tensor", remedy)
         if tensor.dtype not in FLOATS and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
-        if tensor.layout is not torch.strided:
-            fail(op, f"{name}.layout", tensor.layout, "torch.strided", "call .to_dense() first")
+        check_dense(op, name, tensor)
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
     grouped = offsets is not None

@@ -14,7 +14,7 @@ import torch
 from blockscale._errors import fail, fail_type
 from blockscale.recipe import Spec, spec
 from blockscale.rng import Rng
-from blockscale.tensor import QuantizedTensor, matrix_extents
+from blockscale.tensor import QuantizedTensor, check_dense, matrix_extents
 
 _ops = torch.ops.blockscale
 
@@ -315,13 +315,15 @@ def _plain(operation: str, **values: object) -> None:
                 fail_type(operation, name, value, "(row, column), two ints")
         elif not isinstance(value, _KINDS[name][1]):
             fail_type(operation, name, value, _KINDS[name][0])
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if type(number) is int and not -(1 << 63) <= number < 1 << 63:
+                fail(operation, name, value, "ints of 64 bits")
 
 
 def _tensor(operation: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         fail_type(operation, "x", x, "a tensor")
-    if x.layout is not torch.strided:
-        fail(operation, "x.layout", x.layout, "torch.strided", "call x.to_dense() first")
+    check_dense(operation, "x", x)
     return x.detach()
 
 

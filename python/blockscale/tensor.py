@@ -19,6 +19,16 @@ FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS_TEXT: Final = "float32, bfloat16 or float16"
 
 
+def check_dense(operation: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse what is not one tensor in strided memory."""
+    if tensor.is_nested:
+        remedy = "torch.nested.to_padded_tensor makes one"
+        fail(operation, name, "a nested tensor", "a tensor of one shape", remedy)
+    if tensor.layout is not torch.strided:
+        remedy = f"call {name}.to_dense() first"
+        fail(operation, f"{name}.layout", tensor.layout, "torch.strided", remedy)
+
+
 class StoredShapes(NamedTuple):
     """Shapes of the three tensors of a quantized operand."""
 
@@ -191,6 +201,10 @@ def check_stored(q: QuantizedTensor, operation: str) -> None:
         fail_type(operation, "spec", q.spec, "a Spec", "make one with bs.spec(name)")
     if q.axis not in (-1, -2):
         fail(operation, "axis", q.axis, "-1 or -2")
+    if not isinstance(q.shape, tuple | list):
+        fail_type(operation, "shape", q.shape, "a tuple of ints, the quantized tensor's shape")
+    if not isinstance(q.layout, str):
+        fail_type(operation, "layout", q.layout, "a layout's name such as 'linear'")
     if q.batch_dims not in (0, 1) or len(q.shape) < 1 + 2 * q.batch_dims:
         fail(operation, "shape", list(q.shape), "[..., C], or [E, R, C] with batch_dims = 1")
     if any(name not in _core.LAYOUTS for name in q.layout.split("+")):

@@ -10,7 +10,7 @@ from blockscale._errors import fail, fail_type
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
-from blockscale.tensor import FLOATS, FLOATS_TEXT
+from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,8 +71,7 @@ def quantize_weight(
         fail_type("quantize_weight", "w", w, "a tensor")
     if w.dtype not in FLOATS:
         fail("quantize_weight", "w.dtype", w.dtype, FLOATS_TEXT)
-    if w.layout is not torch.strided:
-        fail("quantize_weight", "w.layout", w.layout, "torch.strided", "call w.to_dense() first")
+    check_dense("quantize_weight", "w", w)
     chosen = recipe_named(recipe)
     specs = (chosen.fprop_w, chosen.dgrad_w)
     stochastic = any(s is not None and s.stochastic for s in specs)

@@ -96,6 +96,32 @@ def test_sparse_tensors() -> None:
     value_error(lambda: bs.quantize_weight(sparse, "mxfp8"), "quantize_weight: w.layout = torch.sp")
 
 
+def test_nested_tensors() -> None:
+    rows = [torch.ones(3, 32), torch.ones(5, 32)]
+    nested = torch.nested.nested_tensor(rows)
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    need = "x = a nested tensor; need a tensor of one shape; torch.nested.to_padded_tensor"
+    value_error(lambda: bs.quantize(nested, "mxfp8"), f"quantize: {need}")
+    value_error(lambda: bs.amax(jagged, "mxfp8"), f"amax: {need}")
+    value_error(lambda: bs.linear(nested, torch.ones(8, 32), recipe="mxfp8"), f"linear: {need}")
+
+
+def test_parts_of_a_quantized_tensor() -> None:
+    q = bs.quantize(X, "mxfp8")
+    refused: tuple[tuple[str, Any], ...] = (("shape", 64), ("layout", None))
+    for name, value in refused:
+        said = f"QuantizedTensor: {name} = "
+        type_error(lambda n=name, v=value: dataclasses.replace(q, **{n: v}), said)  # type: ignore[misc]
+
+
+def test_numbers_of_more_than_64_bits() -> None:
+    wide = 1 << 70
+    said = "need ints of 64 bits"
+    value_error(lambda: bs.quantize(X, "mxfp8", axis=wide), f"quantize: axis = {wide}; {said}")
+    value_error(lambda: bs.quantize(X, "mxfp8", batch_dims=wide), "batch_dims = ", said)
+    value_error(lambda: bs.quantize(X, "mxfp8", origin=(0, wide)), "origin = (0, ", said)
+
+
 def test_derivatives_that_do_not_exist() -> None:
     said = "x = a dual tensor; need no tangent: forward-mode derivatives are not implemented"
 
