@@ -3,12 +3,24 @@ machine could do, for docs/performance.md."""
 
 from __future__ import annotations
 
-from tables import Row, between, mean, ratios, results, table, where
+import math
 
-DENSE, GROUPED = "h200_gemm", "h200_grouped"
+import blockscale as bs
+from tables import (
+    DENSE,
+    GPU,
+    GROUPED,
+    Row,
+    between,
+    mean,
+    ratios,
+    results,
+    table,
+    times,
+    where,
+)
 
 FLOPS_A_CYCLE = 8192  # of a multiprocessor's FP8 tensor cores: 132 of them at 1.83 GHz have 1979e12
-BLOCK = 128
 
 
 def of(result: Row, kind: str) -> list[Row]:
@@ -19,7 +31,7 @@ def of(result: Row, kind: str) -> list[Row]:
 def products() -> str:
     """The GEMMs and layers of three files beside cuBLASLt and PyTorch's BF16, a line a kind."""
     single, grouped = results(DENSE), results(GROUPED)
-    decoded = {row["case"]: row for row in results("h200")["rows"]}
+    decoded = {row["case"]: row for row in results(GPU)["rows"]}
     lines = []
     for kind, what in (
         ("fprop", "FP8, weight in 128x128 blocks (forward, gradient of x)"),
@@ -46,7 +58,7 @@ def products() -> str:
         for ahead in ("", " ahead"):
             what = f"`grouped_linear` in `{recipe}`, forward and backward"
             what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
-            ratio = ratios(rows, f"{recipe}{ahead} both", "bf16 both", inverse=True)
+            ratio = ratios(rows, "bf16 both", f"{recipe}{ahead} both")  # of times
             lines.append([what, "", "", ratio])
     for case in (c for c in decoded if c.startswith(("matmul ", "linear "))):
         row = decoded[case]
@@ -60,18 +72,30 @@ def products() -> str:
 # --- case by case --------------------------------------------------------------------------------
 
 
+def shape_of(row: Row) -> str:
+    """Its extents, as far as it has them."""
+    extents = ("groups", "rows", "m", "n", "k")
+    return ", ".join(str(row[extent]) for extent in extents if extent in row)
+
+
+def stored(spec: str) -> float:
+    """Bytes an element: its code and its share of a scale."""
+    s = bs.spec(spec)
+    return 1 + s.scale_bytes / math.prod(s.block)
+
+
 def bytes_of(row: Row) -> float:
-    """What a product must read and write: codes, FP32 scales of 1x128 blocks (128x128 of weights),
-    and BF16 results, FP32 ones of weights' gradients."""
+    """What a product must read and write: both operands, and BF16 results or FP32 ones of weights'
+    gradients."""
     n, k = int(row["n"]), int(row["k"])
     kind, groups = row["kind"].partition(",")[0], int(row.get("groups", 1))
+    lines, square = stored("fp8_1x128"), stored("fp8_128x128")
     if kind == "contraction":  # T rows of dy [T, N] and of x [T, K]; a gradient for each group
-        rows = int(row["rows"])
-        return rows * (n + k) * (1 + 4 / BLOCK) + 4 * groups * n * k
+        return int(row["rows"]) * (n + k) * lines + 4 * groups * n * k
     m = int(row["rows" if kind == "rows" else "m"])
     if kind == "wgrad":
-        return (m + n) * k * (1 + 4 / BLOCK) + 4 * m * n
-    return m * k * (1 + 4 / BLOCK) + groups * n * k * (1 + 4 / BLOCK**2) + 2 * m * n
+        return (m + n) * k * lines + 4 * m * n
+    return m * k * lines + groups * n * k * square + 2 * m * n
 
 
 def against_roofline(result: Row, row: Row) -> list[str]:
@@ -107,19 +131,17 @@ def dense() -> str:
         for peer in ("cublaslt_fp8", "bf16"):
             refused = isinstance(row[peer], str)
             peers.append("refused" if refused else f"{row['blockscale'] / row[peer]:.2f}")
-        shape = ", ".join(str(row[extent]) for extent in "mnk")
-        lines.append([names[row["kind"]], shape, *against_roofline(result, row), *peers])
+        lines.append([names[row["kind"]], shape_of(row), *against_roofline(result, row), *peers])
     header = ["product", "M, N, K", *WORK, "x cuBLASLt's FP8", "x BF16"]
 
-    def times(kind: str, peer: str) -> list[float]:
-        rows = (row for row in of(result, kind) if not isinstance(row[peer], str))
-        return [row["blockscale"] / row[peer] for row in rows]
+    def beside(kind: str, peer: str) -> list[float]:
+        return times(of(result, kind), "blockscale", peer)
 
-    forward, weight = times("fprop", "cublaslt_fp8"), times("wgrad", "cublaslt_fp8")
-    few = min(*times("few rows", "cublaslt_fp8"), *times("few rows", "bf16"))
+    forward, weight = beside("fprop", "cublaslt_fp8"), beside("wgrad", "cublaslt_fp8")
+    few = min(*beside("few rows", "cublaslt_fp8"), *beside("few rows", "bf16"))
     reached = (
         f"In the geometric mean: forward {mean(forward):.3f} of cuBLASLt's speed (goal 1.16), the "
-        f"least {min(forward):.3f} (1.05), {mean(times('fprop', 'bf16')):.2f} of BF16's (1.80); "
+        f"least {min(forward):.3f} (1.05), {mean(beside('fprop', 'bf16')):.2f} of BF16's (1.80); "
         f"gradient of the weight {mean(weight):.3f} of cuBLASLt's (1.20); few rows at least "
         f"{few:.2f} of the better of both (1)."
     )
@@ -133,10 +155,8 @@ def groups() -> str:
     for row in result["rows"]:
         if "blockscale" not in row:
             continue
-        along, _, ends = row["kind"].partition(", ")
-        shape = ", ".join(str(row[extent]) for extent in ("groups", "rows", "n", "k"))
         ratio = f"{row['blockscale'] / row['bf16']:.2f}"
-        lines.append([f"{along}, {ends}", shape, *against_roofline(result, row), ratio])
+        lines.append([row["kind"], shape_of(row), *against_roofline(result, row), ratio])
     header = ["groups along", "G, T, N, K", *WORK, "x BF16"]
     even, ragged = of(result, "rows, even"), of(result, "rows, ragged")
     less = [
@@ -144,7 +164,7 @@ def groups() -> str:
     ]
     reached = (
         "In the geometric mean: even groups along the rows "
-        f"{mean([row['blockscale'] / row['bf16'] for row in even]):.2f} of BF16's speed (goal "
+        f"{mean(times(even, 'blockscale', 'bf16')):.2f} of BF16's speed (goal "
         f"2.05); ragged ones are {round(min(less))} to {round(max(less))}% slower than even ones "
         "(goal: 5 at most)."
     )
@@ -157,9 +177,8 @@ def layers() -> str:
     recipes = ("fp8_blockwise", "fp8_blockwise ahead", "mxfp4", "mxfp4 ahead")
     lines = []
     for row in of(result, "layer"):
-        shape = ", ".join(str(row[extent]) for extent in "mnk")
         ours = [f"{row[name]:,.0f} ({row[name] / row['bf16']:.2f})" for name in recipes]
-        lines.append([shape, f"{row['bf16']:,.0f}", *ours])
+        lines.append([shape_of(row), f"{row['bf16']:,.0f}", *ours])
     header = ["M, N, K", "BF16", "FP8 (x BF16; goal 1.65)", "W ahead", "MXFP4", "W ahead"]
     return "\n\n".join([table(header, lines), where(result)])
 
@@ -170,8 +189,7 @@ def experts() -> str:
     ways = ("forward", "both")
     lines = []
     for row in of(result, "layer"):
-        shape = ", ".join(str(row[extent]) for extent in ("groups", "rows", "n", "k"))
-        line = [shape, " / ".join(f"{row[f'bf16 {way}']:,.0f}" for way in ways)]
+        line = [shape_of(row), " / ".join(f"{row[f'bf16 {way}']:,.0f}" for way in ways)]
         for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
             for ahead in ("", " ahead"):
                 name = recipe + ahead
@@ -198,7 +216,7 @@ def experts() -> str:
 
 def host() -> str:
     """The host's time for small layers as multiples of PyTorch's."""
-    result = results("h200")
+    result = results(GPU)
     cases = {row["case"]: row for row in result["rows"] if row["case"].startswith("host, ")}
     lines = []
     for recipe in ("fp8_blockwise", "mxfp8", "nvfp4"):

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 
 import blockscale as bs
 import products
-from blockscale.cli.bench import reached, read
-from blockscale.cli.bench_cases import BESIDE, GROUPED_SHAPE, GROUPS, ODD
+from blockscale.cli.bench import reached
+from blockscale.cli.bench_cases import BESIDE, ODD
 from blockscale.cli.bench_chart import SHORTER, WIDE, draw
-from tables import RESULTS, ROOT, Row, between, results, table, where
+from tables import GPU, ROOT, Row, between, results, table, where
 
-GPU_RESULTS = RESULTS / "h200.json"
 GPU_PICTURE = ROOT / "docs" / "bench" / "h200.png"
 
 GPU_SHAPE = [16384, 8192]  # of the table of quantizers
@@ -115,10 +114,10 @@ def goals(rows: Iterable[Row]) -> str:
             kind = "of the other layouts"
         elif not shape:
             kind = "of the products"
+        elif "groups" in row:
+            kind = f"in {row['groups']} uneven groups of {'x'.join(map(str, shape))}"
         elif shape in ODD:
-            odd = " and ".join("x".join(map(str, s)) for s in ODD if s != GROUPED_SHAPE)
-            grouped = "x".join(map(str, GROUPED_SHAPE))
-            kind = f"at the odd shapes {odd} and in {GROUPS} uneven groups of {grouped}"
+            kind = f"at the odd shapes {' and '.join('x'.join(map(str, s)) for s in ODD)}"
         elif list(shape) == GPU_SHAPE:
             kind = f"at {'x'.join(map(str, shape))}"
         else:
@@ -136,7 +135,7 @@ def goals(rows: Iterable[Row]) -> str:
 
 def bench_gpu() -> str:
     """The quantizers at the largest shape, and how many goals were reached anywhere."""
-    result = read(GPU_RESULTS)
+    result = results(GPU)
     rows = [row for row in result["rows"] if row.get("shape") == GPU_SHAPE]
     peers = beside(rows, "of_copy")
     lines = quantizers(rows, "of_copy")
@@ -161,7 +160,7 @@ def bench_gpu() -> str:
 
 def host() -> str:
     """The time a call takes from the CPU that launches it, where the GPU does not limit."""
-    cases = {row["case"]: row for row in read(GPU_RESULTS)["rows"]}
+    cases = {row["case"]: row for row in results(GPU)["rows"]}
     ways = ("inference", "forward", "forward+backward")
     recipes = ("fp8_blockwise", "mxfp8", "nvfp4")
     rows = [["`nn.Linear`", *(f"{cases[f'host, nn.Linear, {way}']['us']:.0f}" for way in ways)]]
@@ -249,7 +248,7 @@ def main() -> None:
         if not check:
             (ROOT / page).write_text(new)
     if not check:
-        GPU_PICTURE.write_bytes(draw(read(GPU_RESULTS)))
+        GPU_PICTURE.write_bytes(draw(results(GPU)))
 
 
 if __name__ == "__main__":

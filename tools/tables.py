@@ -11,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
+GPU, DENSE, GROUPED = "h200", "h200_gemm", "h200_grouped"  # of RESULTS
+
 Row = dict[str, Any]
 
 
@@ -37,11 +39,14 @@ def mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def ratios(rows: Sequence[Row], ours: str, peer: str, inverse: bool = False) -> str:
-    """Least, greatest and geometric mean of how many times a peer's speed we have; of times, the
-    other way round. Shapes that the peer refuses are only counted."""
-    found = [row[ours] / row[peer] for row in rows if not isinstance(row[peer], str)]
-    found = [1 / ratio for ratio in found] if inverse else found
+def times(rows: Sequence[Row], ours: str, peer: str) -> list[float]:
+    """How many times a peer's figure ours is, without shapes that the peer refuses."""
+    return [row[ours] / row[peer] for row in rows if not isinstance(row[peer], str)]
+
+
+def ratios(rows: Sequence[Row], ours: str, peer: str) -> str:
+    """Their least, greatest and geometric mean. Shapes that the peer refuses are only counted."""
+    found = times(rows, ours, peer)
     refused = len(rows) - len(found)
     rest = f" ({refused} refused)" if refused else ""
     return f"{between(found, '.2f')}, mean {mean(found):.2f}{rest}"

@@ -85,7 +85,10 @@ class Linear(torch.nn.Linear):
                 self._move_rng()
             if type(weight) not in USUAL:
                 self._rng_state.breaks = True
-            key = (self._seed, self._rng_state.offset_on(self._seed.device))
+            offset = self._rng_state.offset
+            if offset.device != self._seed.device:  # of a model that lies on several
+                offset = offset.to(self._seed.device)
+            key = (self._seed, offset)
         return linear_with_key(input, weight, self.bias, recipe, key)
 
     def extra_repr(self) -> str:

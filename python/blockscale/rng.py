@@ -126,7 +126,6 @@ class RngState:
         with torch.inference_mode(False):
             self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
             self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.elsewhere: dict[torch.device, torch.Tensor] = {}  # `offset` on other devices
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
         """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0."""
@@ -147,17 +146,6 @@ class RngState:
         if device.type != "meta" and self.offset.device != device:
             self.offset = self.offset.to(device)
             self.upcoming = self.upcoming.to(device)
-            self.elsewhere.pop(device, None)
-
-    def offset_on(self, device: torch.device) -> torch.Tensor:
-        """`offset` for a layer on this device: of a model that lies on several, one on each."""
-        if self.offset.device == device:
-            return self.offset
-        there = self.elsewhere.get(device)
-        if there is None:
-            with torch.inference_mode(False):
-                there = self.elsewhere[device] = self.offset.to(device)
-        return there
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Forward pre-hook of the root: a forward begins; one that will be differentiated counts.
@@ -167,8 +155,6 @@ class RngState:
         """
         if self.draws and _is_outside_backward():
             self.offset.copy_(self.upcoming)
-            for there in self.elsewhere.values():
-                there.copy_(self.upcoming)
             if torch.is_grad_enabled():
                 self.upcoming.add_(1)
 
@@ -198,8 +184,6 @@ class RngState:
             # Through .data: what a compiled block saved of this offset is this very value again,
             # so its version must not move.
             self.offset.data.copy_(value)
-            for there in self.elsewhere.values():
-                there.data.copy_(value)
 
         for tensor in tensors:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]

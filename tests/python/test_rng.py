@@ -11,6 +11,7 @@ import torch
 from bits import raw
 from blockscale.rng import layer_seed
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 STOCHASTIC = (
@@ -302,24 +303,24 @@ def test_the_offset_changes_in_place_only() -> None:
     assert (state.offset, state.upcoming) == tensors
 
 
-def test_a_forward_has_one_offset_on_every_device() -> None:
-    """Of layers that lie on several: here one that no layer lies on, in memory of the CPU."""
-    model = net()
-    state = next(layer for layer in model.modules() if isinstance(layer, bs.nn.Linear))._rng_state
-    assert state.offset_on(torch.device("cpu")) is state.offset
-    meta = state.offset_on(torch.device("meta"))
-    assert meta.is_meta
-    assert state.offset_on(torch.device("meta")) is meta
-    other = torch.device("cuda", 1)
-    state.elsewhere[other] = there = torch.full((), -1)
-    bs.set_step(model, 3)
-    first, second = model(batch(0)), model(batch(0))
-    assert state.offset_on(other) is there
-    assert there == state.offset == (3 << 16) + 1
-    first.sum().backward()  # recomputation would read the first forward's
-    assert there == state.offset == 3 << 16
-    second.sum().backward()
-    assert there == state.offset == (3 << 16) + 1
+def test_random_bits_follow_layers_to_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs that need not be there: nothing of a fake tensor is computed."""
+    found = []
+
+    def record(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found.append([str(tensor.device) for tensor in rest[-1]])
+        return x
+
+    monkeypatch.setattr(bs.nn, "linear_with_key", record)
+    devices = ["cuda:0", "cuda:1", "cuda:0"]
+    with FakeTensorMode():
+        layers = [nn.Linear(8, 8, bias=False, device="meta") for _ in devices]
+        for layer, device in zip(layers, devices, strict=True):
+            layer.weight = nn.Parameter(torch.empty(8, 8, device=device))
+        bs.convert(nn.Sequential(*layers), "nvfp4")
+        for layer, device in zip(layers, devices, strict=True):
+            layer(torch.empty(4, 8, device=device))
+    assert found == [[device, device] for device in devices]  # of seed and offset
 
 
 def test_a_model_that_is_converted_in_inference_mode_can_be_trained() -> None:

@@ -216,34 +216,37 @@ def read(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-SHARES = ("of_copy", "of_linear", "of_bf16")  # more is better
+# What a case is measured against, its share and its goal in words, and whether more is better.
+MEASURES = {
+    "of_copy": ("{:.0%} of copy", "≥ {:.0%}", True),
+    "of_linear": ("{:.0%} of linear", "≥ {:.0%}", True),
+    "of_bf16": ("{:.2f}x BF16", "≥ {:.2f}x", True),
+    "of_empty": ("{:.1f}x an empty kernel", "≤ {:.0f}x", False),
+}
+
+
+def measure_of(row: Row) -> str | None:
+    """Which of them, if any."""
+    return next((name for name in MEASURES if name in row), None)
 
 
 def share(row: Row) -> str:
     """How a case stands to what it is measured against."""
-    if "of_copy" in row:
-        return f"{row['of_copy']:.0%} of copy"
-    if "of_linear" in row:
-        return f"{row['of_linear']:.0%} of linear"
-    if "of_bf16" in row:
-        return f"{row['of_bf16']:.2f}x BF16"
-    return f"{row['of_empty']:.1f}x an empty kernel" if "of_empty" in row else ""
+    name = measure_of(row)
+    return MEASURES[name][0].format(row[name]) if name else ""
 
 
 def goal(row: Row) -> str:
     """What it should reach."""
-    if row.get("goal") is None:
-        return ""
-    if "of_copy" in row or "of_linear" in row:
-        return f"≥ {row['goal']:.0%}"
-    return f"≤ {row['goal']:.0f}x" if "of_empty" in row else f"≥ {row['goal']:.2f}x"
+    name = measure_of(row)
+    return MEASURES[name][1].format(row["goal"]) if name and row.get("goal") is not None else ""
 
 
 def reached(row: Row) -> bool:
     """Whether a case with a goal is there."""
-    if "of_empty" in row:
-        return bool(row["of_empty"] <= row["goal"])
-    return any(row[share] >= row["goal"] for share in SHARES if share in row)
+    name = measure_of(row)
+    assert name is not None
+    return bool(row[name] >= row["goal"] if MEASURES[name][2] else row[name] <= row["goal"])
 
 
 def origin(where: dict[str, Any]) -> str:

@@ -77,8 +77,8 @@ LAYOUTS = {
 LAYOUT_GOAL = 0.97
 # Rows of experts, of uneven numbers.
 GROUPED_SHAPE, GROUPS = (32768, 2880), 32
-# On odd shapes one direction without more work than rounding has other goals.
-ODD: tuple[Shape, ...] = ((10007, 2880), (4099, 5003), GROUPED_SHAPE)
+# On odd shapes, and in groups, one direction without more work than rounding has other goals.
+ODD: tuple[Shape, ...] = ((10007, 2880), (4099, 5003))
 ODD_GOALS = {0.94: 0.88, 0.92: 0.85}
 
 # 1024 x 1024 takes as long as the device needs to start it; this many times an empty kernel's.
@@ -170,7 +170,8 @@ class Data:
         """The goals are a GPU's."""
         if self.device != "cuda":
             return None
-        return ODD_GOALS.get(goal, goal) if self.shape in ODD else goal
+        odd = self.shape in ODD or self.offsets is not None
+        return ODD_GOALS.get(goal, goal) if odd else goal
 
     def part(self, x: Tensor, axis: int) -> Tensor:
         """Two matrices, or 128 lines along the axis, on the CPU. By themselves they quantize to
