@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,34 @@ def sustained(replay: Callable[[], Any], calls: int, took: float) -> tuple[float
     watcher.start()
     repeats = max(1, round(0.5 / (took * calls)))
     begin = time.perf_counter()
-    each = between_events(lambda: [replay() for _ in range(repeats)], 1, 1) / 1e6 / repeats
-    end = time.perf_counter()
-    over.set()
-    watcher.join()
+    try:
+        each = between_events(lambda: [replay() for _ in range(repeats)], 1, 1) / 1e6 / repeats
+        end = time.perf_counter()
+    finally:
+        over.set()
+        watcher.join()
     # The first half was to warm it.
     return each / calls, statistics.median(clock for at, clock in seen if (begin + end) / 2 < at)
+
+
+def speeds(
+    ours: Callable[[], Any],
+    peers: Mapping[str, Callable[[], Any]],
+    work: float,
+    runs: int,
+    calls: int,
+) -> dict[str, Any]:
+    """TFLOP/s for `work` of 10^12 operations: ours and the peers' in bursts, or why they refuse;
+    then ours that lasts, with its clock, which comes last because it warms the device."""
+    took, replay = replayed(ours, runs, calls)
+    found: dict[str, Any] = {"blockscale": work / took}
+    for name, peer in peers.items():
+        try:
+            found[name] = work / seconds(peer, runs, calls)
+        except RuntimeError as refusal:  # cuBLASLt asks for multiples of 16
+            found[name] = str(refusal).splitlines()[0]
+    lasting, clock = sustained(replay, calls, took)
+    return found | {"sustained": work / lasting, "clock_mhz": clock}
 
 
 def with_backward(

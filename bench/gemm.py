@@ -16,7 +16,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
-from common import options, replayed, seconds, sustained, with_backward, write
+from common import options, seconds, speeds, with_backward, write
 
 # M, N, K. A 1x128 by B 128x128: what the forward pass and the input's gradient multiply.
 FPROP = (
@@ -64,22 +64,11 @@ def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
     error = float((got - want).norm() / want.norm())
     if error > 5e-3:
         raise SystemExit(f"{kind} {m} x {n} x {k}: relative error {error}")
-    row: dict[str, Any] = {"kind": kind, "m": m, "n": n, "k": k, "relative_error": error}
-    calls: dict[str, Callable[[], Any]] = {
-        "blockscale": lambda: bs.matmul(a, b, out_dtype=out),
-        "cublaslt_fp8": peer,
-        "bf16": lambda: x @ w.t(),
-    }
-    for name, call in calls.items():
-        try:
-            took, replay = replayed(call, RUNS, CALLS)
-            row[name] = round(2e-12 * m * n * k / took, 1)
-            if name == "blockscale":
-                took, row["clock_mhz"] = sustained(replay, CALLS, took)
-                row["sustained"] = round(2e-12 * m * n * k / took, 1)
-        except RuntimeError as refusal:  # cuBLASLt asks for multiples of 16
-            row[name] = str(refusal).splitlines()[0]
-    return row
+    peers: dict[str, Callable[[], Any]] = {"cublaslt_fp8": peer, "bf16": lambda: x @ w.t()}
+    ours = functools.partial(bs.matmul, a, b, out_dtype=out)
+    found = speeds(ours, peers, 2e-12 * m * n * k, RUNS, CALLS)
+    rounded = {key: v if isinstance(v, str) else round(v, 1) for key, v in found.items()}
+    return {"kind": kind, "m": m, "n": n, "k": k, "relative_error": error, **rounded}
 
 
 def layer(m: int, n: int, k: int) -> dict[str, Any]:

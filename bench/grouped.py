@@ -15,7 +15,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
-from common import options, replayed, seconds, sustained, with_backward, write
+from common import options, seconds, speeds, with_backward, write
 
 # Groups, rows of all, N, K: groups of rows, and groups along the contraction axis.
 BY_ROWS = (
@@ -53,18 +53,6 @@ def check(got: torch.Tensor, want: torch.Tensor, what: object) -> float:
     return error
 
 
-def speeds(ours: Callable[[], Any], peer: Callable[[], Any], work: float) -> dict[str, float]:
-    """TFLOP/s of both for `work` of 10^12 operations, and ours for half a second."""
-    took, replay = replayed(ours, RUNS, CALLS)
-    lasting, mhz = sustained(replay, CALLS, took)
-    return {
-        "blockscale": work / took,
-        "bf16": work / seconds(peer, RUNS, CALLS),
-        "sustained": work / lasting,
-        "clock_mhz": mhz,
-    }
-
-
 def by_rows(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, Any]:
     x, w, offsets = normal(rows, k), normal(groups, n, k), ends(groups, rows, ragged)
     a = bs.quantize(x, "fp8_1x128", layout="mn_major", offsets=offsets)
@@ -74,8 +62,9 @@ def by_rows(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, A
     got = bs.grouped_matmul(a, b, offsets)
     error = check(got[last], part @ of_last.t(), (groups, rows, n, k))
     ours = functools.partial(bs.grouped_matmul, a, b, offsets)
-    peer = functools.partial(torch._grouped_mm, x, w.mT, offsets)
-    return {"relative_error": error, **speeds(ours, peer, 2e-12 * rows * n * k)}
+    peers = {"bf16": functools.partial(torch._grouped_mm, x, w.mT, offsets)}
+    found = speeds(ours, peers, 2e-12 * rows * n * k, RUNS, CALLS)
+    return {"relative_error": error, **found}
 
 
 def by_contraction(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict[str, Any]:
@@ -85,8 +74,9 @@ def by_contraction(groups: int, rows: int, n: int, k: int, ragged: bool) -> dict
     parts = [q.dequantize(torch.float32)[last] for q in (a, b)]
     ours = functools.partial(bs.grouped_matmul, a, b, offsets, None, torch.float32)
     error = check(ours()[-1], parts[0].t() @ parts[1], (groups, rows, n, k))
-    peer = functools.partial(torch._grouped_mm, dy.t(), x, offsets)
-    return {"relative_error": error, **speeds(ours, peer, 2e-12 * rows * n * k)}
+    peers = {"bf16": functools.partial(torch._grouped_mm, dy.t(), x, offsets)}
+    found = speeds(ours, peers, 2e-12 * rows * n * k, RUNS, CALLS)
+    return {"relative_error": error, **found}
 
 
 def layer(groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
