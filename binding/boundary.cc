@@ -34,7 +34,7 @@ ScalarType torch_dtype(Format format) {
   }
 }
 
-// Shapes of the stored tensors (architecture page: stored shapes). Non-linear layouts are flat,
+// Shapes of the stored tensors (specification, section 13). Non-linear layouts are flat,
 // but for mn_major, which is a transposed and padded matrix.
 struct Sizes {
   std::vector<int64_t> codes, scales, outer;

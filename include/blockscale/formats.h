@@ -1,4 +1,4 @@
-// Number formats: one traits table and one generic encode/decode (numerics sections 2 and 3).
+// Number formats: one traits table and one generic encode/decode (specification, sections 2 and 3).
 //
 // Every fact about a format lives in the table below; everything else (largest value, NaN code,
 // smallest normal) is derived from it. All functions are constexpr, allocation-free and usable on

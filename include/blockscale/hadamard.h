@@ -1,4 +1,4 @@
-// The Hadamard transform of one block (numerics section 8), in place, FP32.
+// The Hadamard transform of one block (specification, section 8), in place, FP32.
 #pragma once
 
 #include "blockscale/rounding.h"

@@ -1,4 +1,4 @@
-// Index maps and sizes of every storage layout (the layouts page of the specification).
+// Index maps and sizes of every storage layout (specification, section 12).
 //
 // A layout maps (row, column) of a matrix of scales, or of code bytes, to an offset. All are
 // bijections between the padded matrix and the buffer.

@@ -1,5 +1,5 @@
 // The counter RNG (Philox4x32-7, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// SC 2011) and how coordinates become counters (numerics section 7).
+// SC 2011) and how coordinates become counters (specification, section 7).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Stochastic rounding and the scale rules (numerics sections 4 and 6). constexpr, host and device.
+// Stochastic rounding and the scale rules (specification, sections 4 and 6). constexpr, for host
+// and device.
 #pragma once
 
 #include "blockscale/formats.h"

@@ -1,4 +1,4 @@
-// QuantSpec: everything that decides the bits of a quantized operand (numerics section 9).
+// QuantSpec: everything that decides the bits of a quantized operand (specification, section 9).
 #pragma once
 
 #include <string>

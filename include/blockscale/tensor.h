@@ -50,9 +50,9 @@ inline void store_element(const Matrix& x, int64_t i, float value) {
   }
 }
 
-// A quantized operand (numerics section 1) of a batch of logical matrices [rows, columns]. Each
-// matrix of the batch is its own: its own outer scale and its own scale tiling. With groups it is
-// one matrix, [rows, columns], and so are its groups.
+// A quantized operand (specification, section 1) of a batch of logical matrices [rows, columns].
+// Each matrix of the batch is its own: its own outer scale and its own scale tiling. With groups it
+// is one matrix, [rows, columns], and so are its groups.
 template <class Byte, class Float>
 struct BasicQuantized {
   Byte* codes = nullptr;   // batch x code_bytes

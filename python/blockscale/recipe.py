@@ -249,7 +249,7 @@ def _fp4(family: str) -> Recipe:
 
 
 def _named_recipes() -> dict[str, Recipe]:
-    """The named recipes (numerics section 9), one row each."""
+    """The named recipes (specification, section 9), one row each."""
     mxfp4_wgrad = "mxfp4[hadamard=16:0x0]"
     fp8, mxfp8, mxfp4 = "fp8_1x128", "mxfp8", "mxfp4"
     rows = (

@@ -10,7 +10,7 @@
 
 namespace blockscale::cpu {
 
-// `line` and `pos` are those of numerics section 7, for one matrix of the batch.
+// `line` and `pos` are those of section 7 of the specification, for one matrix of the batch.
 struct Direction {
   // Writes the outer scales. `amaxes`: those of the part's matrices; `streams`: whether the whole
   // output is stored past the caches.

@@ -4,8 +4,8 @@
 // Where the processor has a BF16 dot product and the operands are exact in BF16, panels hold pairs
 // of BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and E8M0 scales, the codes
 // alone for FP32 scales, which multiply the sum of each block. Otherwise panels hold fl(scale *
-// code) in FP32. Either way every product is exact or rounded once, and the error bound of numerics
-// section 10 holds with c = 1 + 4/K.
+// code) in FP32. Either way every product is exact or rounded once, and the error bound of the
+// specification (section 10) holds with c = 1 + 4/K.
 #include "cpu/cpu.h"
 #include "cpu/dot_bf16.h"
 #include "parts.h"

@@ -1,4 +1,4 @@
-// Vector forms of the scale rules (numerics section 4), one block to a lane.
+// Vector forms of the scale rules (specification, section 4), one block to a lane.
 
 #if defined(BLOCKSCALE_SCALES_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_SCALES_INL

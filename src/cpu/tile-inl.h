@@ -95,7 +95,7 @@ HWY_INLINE TileView<T> load_tile(const ConstMatrix& x, const TileArea& area, int
   return {out, columns, rows, columns};
 }
 
-// ---- Hadamard transform (numerics section 8) ----
+// ---- Hadamard transform (specification, section 8) ----
 
 // Values whose NaNs are short, and so are those of the transform: what bf16_high() wants.
 HWY_INLINE VF load_short(const float* p) { return shorten_nan(load_values(p)); }

@@ -1,5 +1,5 @@
 // The definition of quantization, one element at a time. Slow on purpose; read it with the
-// numerics page beside it.
+// specification beside it.
 #include <algorithm>
 #include <cstring>
 #include <vector>

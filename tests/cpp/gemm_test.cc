@@ -1,4 +1,4 @@
-// GEMM against sums of the decoded numbers in double precision (numerics section 10).
+// GEMM against sums of the decoded numbers in double precision (specification, section 10).
 //
 // The bound. Let u = 2^-24, the rounding unit of FP32. A decoded operand scale * code is exact or,
 // with FP32 scales, rounded once: 2u for a product of two. A product may be rounded before it is

@@ -1,4 +1,4 @@
-// The Hadamard transform (numerics section 8).
+// The Hadamard transform (specification, section 8).
 #include "blockscale/hadamard.h"
 
 #include <gtest/gtest.h>

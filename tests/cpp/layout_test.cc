@@ -19,7 +19,7 @@ constexpr int64_t kExtents[] = {0,  1,  2,  3,  4,   5,   7,   8,   15,  16,  17
 
 const char* name(Layout l) { return kLayouts[static_cast<int>(l)].name; }
 
-// Rows and columns of the padded matrix, from the table of the layouts page.
+// Rows and columns of the padded matrix, from the table of layouts (specification, section 12).
 std::pair<int64_t, int64_t> padded(Layout l, int64_t rows, int64_t columns) {
   const auto up = [](int64_t n, int64_t m) { return n % m == 0 ? n : n + m - n % m; };
   switch (l) {
@@ -183,7 +183,7 @@ TEST(LayoutText, ALayoutOfCodesIsNoneOfScalesAndTheOtherWayRound) {
     EXPECT_ERROR(validate(kNvfp4, {l, Layout::linear}), name(l), "codes");
 }
 
-// The architecture page's table of stored shapes, for x [R, C].
+// The table of stored shapes (specification, section 13), for x [R, C].
 struct Stored {
   int64_t codes_lines, codes_bytes_per_line, scale_rows, scale_columns;
 };

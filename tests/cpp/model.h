@@ -1,5 +1,5 @@
 // An independent model of the number formats and scale rules, in double precision and by search
-// instead of bit arithmetic. It restates the tables of the specification (numerics sections 2 to 4)
+// instead of bit arithmetic. It restates the tables of the specification (sections 2 to 4)
 // and shares no fact with formats.h but the names.
 #pragma once
 

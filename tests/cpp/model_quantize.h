@@ -1,5 +1,6 @@
-// Numerics sections 1, 4, 5, 6, 7 and 8 written down a second time, for one small matrix: in double
-// precision, with the models of the formats and rules, and nothing of the library but Philox.
+// Sections 1, 4, 5, 6, 7 and 8 of the specification, written down a second time, for one small
+// matrix: in double precision, with the models of the formats and rules, and nothing of the library
+// but Philox.
 #pragma once
 
 #include <optional>

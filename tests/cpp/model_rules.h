@@ -1,5 +1,6 @@
-// The scale rules of numerics section 4, transcribed to double precision: products of two floats
-// are exact in double, and a double quotient or sum rounded to float is the correctly rounded one.
+// The scale rules (specification, section 4) transcribed to double precision: products of two
+// floats are exact in double, and a double quotient or sum rounded to float is the correctly
+// rounded one.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Philox4x32 against Random123's published answers, and coordinates to counters (numerics 7).
+// Philox4x32 against Random123's published answers, and coordinates to counters (specification,
+// section 7).
 #include "blockscale/philox.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Stochastic rounding and the 16-bit floats (numerics sections 6 and 8).
+// Stochastic rounding and the 16-bit floats (specification, sections 6 and 8).
 #include "blockscale/rounding.h"
 
 #include <gtest/gtest.h>

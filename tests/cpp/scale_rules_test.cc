@@ -1,4 +1,4 @@
-// The scale rules against a transcription in double precision (numerics section 4).
+// The scale rules against a transcription in double precision (specification, section 4).
 #include <gtest/gtest.h>
 
 #include <cfloat>

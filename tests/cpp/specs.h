@@ -1,4 +1,5 @@
-// Every valid spec, generated from the table of numerics section 9 and the refusals of section 6.
+// Every valid spec, generated from the table of section 9 of the specification and the refusals of
+// section 6.
 #pragma once
 
 #include <vector>

@@ -255,7 +255,7 @@ def test_amax() -> None:
 
 @pytest.mark.parametrize("amax", [math.nan, math.inf])
 def test_an_amax_tensor_that_is_not_finite_is_data(amax: float) -> None:
-    """Section 5 of the numerics: the whole result is NaN, and codes are 0."""
+    """Section 5 of the specification: the whole result is NaN, and codes are 0."""
     q = bs.quantize(X, "nvfp4", amax=torch.tensor(amax))
     assert q.outer is not None
     assert q.outer.isnan()

@@ -2,7 +2,7 @@
 
 ml_dtypes casts, torchao's MX quantizer, TransformerEngine's NVFP4 arithmetic (which torchao's
 training kernels are tested against), and a float64 transcription of the FP8 rules. Where a peer is
-known to differ (numerics section 11), exactly those cases are left out, and counted.
+known to differ (specification, section 11), exactly those cases are left out, and counted.
 """
 
 from __future__ import annotations

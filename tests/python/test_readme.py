@@ -44,11 +44,21 @@ def test_the_blocks_of_a_page_run(page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_and_pictures_exist(page: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#\s]+)\)", prose):
-        assert (page.parent / target).exists() or "://" in target, target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]+)?\)", prose):
+        if "://" in target:
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), (target, anchor)

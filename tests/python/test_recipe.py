@@ -11,7 +11,7 @@ import blockscale as bs
 import pytest
 import torch
 
-TABLE = {  # numerics section 9: element, scale, block, outer, rule
+TABLE = {  # specification, section 9: element, scale, block, outer, rule
     "fp8_1x128": ("e4m3fn", "fp32", (1, 128), False, "amax"),
     "fp8_128x128": ("e4m3fn", "fp32", (128, 128), False, "amax"),
     "mxfp8": ("e4m3fn", "e8m0", (1, 32), False, "rceil"),

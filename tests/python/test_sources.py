@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-GPU = Path(__file__).resolve().parents[2] / "src" / "gpu"
-CUDA = GPU.parent / "cuda"
+ROOT = Path(__file__).resolve().parents[2]
+GPU, CUDA = ROOT / "src" / "gpu", ROOT / "src" / "cuda"
 
 
 def test_every_kernel_waits_for_the_ones_before() -> None:
@@ -23,5 +23,22 @@ def test_every_kernel_waits_for_the_ones_before() -> None:
 def test_the_gemm_reads_nothing_as_constant() -> None:
     """It finds its first tile before it waits. What __ldg() loads counts as written before the
     kernel began, so the compiler brings it in front of the wait."""
-    for source in {*CUDA.rglob("*.cu"), *CUDA.rglob("*.h")}:
-        assert not re.search(r"__ldg\(\w|load_once\(", source.read_text()), source.name
+    sources = {*CUDA.rglob("*.cu"), *CUDA.rglob("*.h")}
+    assert len(sources) > 8
+    for source in sources:
+        assert not re.search(r"__ldg\((?!\))|load_once\(", source.read_text()), source.name
+
+
+def test_cited_sections_of_the_specification_exist() -> None:
+    specification = (ROOT / "docs" / "specification.md").read_text()
+    sections = set(re.findall(r"^## (\d+)\. ", specification, flags=re.MULTILINE))
+    cited = 0
+    for folder in ("include", "src", "binding", "python", "tests", "bench"):
+        for source in (ROOT / folder).rglob("*"):
+            if source.suffix in {".h", ".cc", ".cu", ".py"} and source != Path(__file__).resolve():
+                text = re.sub(r"\n\s*(//|#)?", " ", source.read_text())
+                assert not re.search(r"numerics,? section|layouts page", text), source
+                for numbers in re.findall(r"specification,? \(?sections? ([\d, and]+)", text):
+                    assert set(re.findall(r"\d+", numbers)) <= sections, source
+                    cited += 1
+    assert cited > 20

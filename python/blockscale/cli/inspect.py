@@ -26,7 +26,8 @@ DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHUNK_ELEMENTS = 1 << 22  # read at a time
 CHUNK_ROWS = 128  # a chunk is whole tiles of every spec
-ROUNDING_OF_DECODE = 2.0**-20  # numerics, section 6: what a maximum may lose without saturating
+# What a maximum may lose without saturating (specification, section 6).
+ROUNDING_OF_DECODE = 2.0**-20
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 // The FP8 GEMM of Hopper: D = alpha * (A B^T) [+ bias] [+ D], A [m, k] in blocks of 1x128, B [n, k]
-// in blocks of 128x128 or 1x128, FP32 scales (numerics section 10).
+// in blocks of 128x128 or 1x128, FP32 scales (specification, section 10).
 //
 // One warpgroup brings tiles of both operands into a ring of stages, 128 codes of the contraction
 // axis each, by the copy engine; two or three others multiply them with wgmma. A stage is one block

@@ -91,8 +91,8 @@ BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, const Sig
   return signs.with(permute_bytes(join_nibbles(w), join_nibbles(w + 4), 0x5410));
 }
 
-// E2M1, stochastic, by numerics section 6. Times 2^-14, E2M1's magnitudes below its smallest normal
-// are FP16's below its own, so that the bits of FP16 count units of 2^-9 between neighbours,
+// E2M1, stochastic (specification, section 6). Times 2^-14, E2M1's magnitudes below its smallest
+// normal are FP16's below its own, so that the bits of FP16 count units of 2^-9 between neighbours,
 // whatever the binade. Cut there, FP32 gives F to ten bits, and no more of them count: the last is
 // the half that t rounds by. What FP32 rounds in y + 1 moves F up where y < 1 is within 2^-24 of
 // the next unit: half of an FP32 unit, added first and cut again, which does nothing to y >= 1.
@@ -199,7 +199,7 @@ BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const
   return encode([&](float y, int) { return encode_nearest(e, y); });
 }
 
-// ---- the Hadamard transform of a run (numerics section 8) ----
+// ---- the Hadamard transform of a run (specification, section 8) ----
 
 // The signs as factors, and with the quarter that follows the sums.
 struct TransformSigns {

@@ -1,4 +1,4 @@
-// Block amax -> stored scale and the multiplier of the block's elements (numerics section 4).
+// Block amax -> stored scale and the multiplier of the block's elements (specification, section 4).
 #pragma once
 
 #include "gpu/groups/groups.h"
