@@ -1,6 +1,6 @@
 # The front door. `make help` lists the commands; every one sets up what it needs and redoes nothing.
 PYTHON ?= python3
-BUILD ?= build
+BUILD := build
 JOBS ?= $(shell nproc)
 OUT ?= runs/train
 ARGS ?=
@@ -69,11 +69,11 @@ gpu_sources = $(shell find src/gpu -name '*.cu')
 archs := 80 89 100a 120a
 archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (nothing is run)
 	@if ! command -v nvcc >/dev/null; then echo "archs: nvcc was not found; nothing to compile"; exit 0; fi; \
-	for arch in $(archs); do for source in $(gpu_sources); do echo $$arch $$source; done; done | \
+	for arch in $(archs); do for source in $(gpu_sources) $(wildcard src/cuda/*.cu); do echo $$arch $$source; done; done | \
 	    xargs -P $(JOBS) -L 1 sh -c 'nvcc -std=c++20 -O1 -Xcicc -O1 -Xptxas -O0 -fmad=false -Werror all-warnings \
 	        -gencode arch=compute_$$0,code=sm_$$0 -Iinclude -Isrc \
 	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -DBLOCKSCALE_SAMPLE -cubin -o /dev/null $$1' && \
-	echo "compiled src/gpu for: $(archs)"
+	echo "compiled src/gpu and src/cuda for: $(archs)"
 
 # The same code as HIP: by Debian's hipcc, host side and all, and for a newer chip by a newer clang.
 # At -O1 clang 19 takes minutes for a file of FP4 kernels.

@@ -1,6 +1,7 @@
 #include "device.h"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -26,12 +27,25 @@ std::string device_text(const Device& device) {
   }
 }
 
-// Why tensors of this kind of device cannot be worked on; empty when they can.
-std::string refusal(DeviceType type) {
-  if (type != DeviceType::CUDA) return "this build has no backend for it";
+// Why tensors of this device cannot be worked on; empty when they can.
+std::string refusal(const Device& device) {
+  if (device.type() != DeviceType::CUDA) return "this build has no backend for it";
+  if (!aoti_torch_get_current_cuda_stream) return "this PyTorch is built without CUDA";
+  const torch::stable::accelerator::DeviceGuard guard(device.index());
   for (const Backend& backend : backends())
     if (backend.name == "cuda" && !backend.available) return backend.reason;
-  return aoti_torch_get_current_cuda_stream ? "" : "this PyTorch is built without CUDA";
+  return "";
+}
+// Whether this GPU runs the kernels. Asked once for each: the answer takes a look at the driver and
+// loads a kernel.
+bool runs_kernels(const Device& device) {
+  constexpr int kDevices = 64;
+  static std::atomic<bool> known[kDevices];
+  const auto index = static_cast<size_t>(device.index());
+  if (index < kDevices && known[index]) return true;
+  if (!refusal(device).empty()) return false;
+  if (index < kDevices) known[index] = true;
+  return true;
 }
 
 // torch's own: a dimension without elements counts as one.
@@ -47,13 +61,9 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
 Place::Place(const char* op, const char* argument, const Tensor& first)
     : op_(op), first_(argument), device_(first.device()), memory_(device_) {
   if (device_.type() == DeviceType::CPU) return;
-  if (cuda()) {
-    // Asked once: the answer takes a look at the driver and loads a kernel.
-    static const std::string reason = refusal(DeviceType::CUDA);
-    if (reason.empty()) return;
-  }
+  if (cuda() && runs_kernels(device_)) return;
   fail(op, std::string(argument) + ".device", device_text(device_), "cpu",
-       "move it with .cpu(): " + refusal(device_.type()));
+       "move it with .cpu(): " + refusal(device_));
 }
 
 void Place::check(const char* argument, const Tensor& tensor) const {

@@ -69,6 +69,22 @@ void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t ba
   if (memory == Memory::host) check_offsets(op, groups, rows);
 }
 
+// GPUs count lines and codes of a line in 31 bits, scales of a matrix in 32, and of a line of
+// mfma_16x16 16 times its bytes in 31.
+template <class Byte, class Float>
+void check_counts(const char* op, const char* name, const BasicQuantized<Byte, Float>& q,
+                  const StoredShape& s) {
+  const auto refuse = [&](const char* need) {
+    fail(op, name, extents(q.rows, q.columns), std::string(need) + " on a GPU",
+         "quantize parts of it, each with its origin");
+  };
+  constexpr int64_t kLimit = int64_t{1} << 31;
+  if (s.lines >= kLimit || s.padded >= kLimit) refuse("extents below 2^31, in whole blocks,");
+  if (s.scale_count > 2 * kLimit) refuse("at most 2^32 scales of a matrix, with padding,");
+  if (q.layout.codes == Layout::mfma_16x16 && s.code_columns >= kLimit / 16)
+    refuse("lines of less than 2^27 bytes in mfma_16x16");
+}
+
 template <class Byte, class Float>
 void check_quantized(const char* op, const char* name, const BasicQuantized<Byte, Float>& q,
                      Memory memory) {
@@ -86,7 +102,9 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
     fail(op, name, "null scales", "a pointer to scales");
   if (!q.outer && q.spec.outer && q.matrices() != 0)
     fail(op, name, "null outer", "a pointer to one FP32 a matrix: the spec has an outer scale");
-  if (memory == Memory::device && reinterpret_cast<uintptr_t>(q.codes) % 16 != 0)
+  if (memory == Memory::host) return;
+  check_counts(op, name, q, s);
+  if (reinterpret_cast<uintptr_t>(q.codes) % 16 != 0)
     fail(op, name, "codes off a multiple of 16 bytes", "codes at a multiple of 16 on a GPU");
 }
 

@@ -40,11 +40,13 @@ BLOCKSCALE_HD constexpr int64_t rounded_parts(int64_t total, int64_t count, int6
   return (total + count * (multiple - 1)) / multiple * multiple;
 }
 
-// Where groups begin is a sum over those before, whose rows are rounded up to these multiples,
-// powers of two; so many of these rows are one row (axis -1), or one byte and one scale (axis -2),
-// of the layouts' matrices.
+// A group begins behind the rows of those before it, each rounded up to whole units.
 struct GroupUnits {
+  // In rows of x, powers of two: of the positions that random bits belong to, and of the places of
+  // codes and of scales in their buffers.
   int64_t position = 1, codes = 1, scales = 1;
+  // Rows of x to a row of the layout's matrix of codes, or of scales (axis -1); to a byte of codes,
+  // or a scale, of a line (axis -2).
   int64_t per_code = 1, per_scale = 1;
 };
 BLOCKSCALE_HD constexpr GroupUnits group_units(const QuantSpec& spec, const StorageLayout& layout,

@@ -27,15 +27,17 @@ const Executor& default_executor();
 
 // Where the operators below run on a GPU: the overloads that take a Stream read and write device
 // memory, launch their kernels in stream order and return without waiting. Everything a pointer
-// leads to (data, amax, keys, outputs) is memory of the stream's device.
+// leads to (data, amax, keys, outputs) is memory of the stream's device. There extents are below
+// 2^31, and the codes of operands begin at multiples of 16 bytes.
 class Stream {
  public:
   virtual ~Stream() = default;
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done. Its size depends on shapes
-  // alone: one FP32 a matrix for an amax that is not given, a BF16 copy of x for a Hadamard
-  // transform wider than 16, with groups some bytes for each of them and for 128 rows of x, and a
-  // copy of the scales of both directions of elements of a byte, `linear` and not square.
+  // alone. Quantizers ask for one FP32 a matrix for an amax that is not given, a BF16 copy of x for
+  // a Hadamard transform wider than 16, with groups some bytes for each of them and for 128 rows of
+  // x, and a copy of the scales of both directions of elements of a byte, `linear` and not square;
+  // gemm for the scales that it copies and for MXFP4 as FP8 (below).
   virtual void* workspace(int64_t bytes) const = 0;
 };
 
@@ -122,21 +124,25 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 //                          group is empty its sum is 0.
 // With accumulate, what has no sum stays as it is. On a GPU offsets are read when the kernel runs;
 // where they decrease or pass the end, all of D is NaN.
+//
+// On a GPU: FP8 with FP32 scales and MXFP4, on compute capability 9.0. Codes of FP8 are linear; the
+// elements of a row of D lie beside each other, and a batch of D is one matrix below the other;
+// there are at most 1024 groups, and rows in groups have blocks of one row. Scales of FP8 are best
+// mn_major, and A in 1x128 blocks: others are copied into that form, in the workspace (4 bytes a
+// scale). Both operands in MXFP4 become FP8 there (a byte a code), exactly where the scales of a
+// line of B, and of 128 codes of a line of A, are within 2^28 of each other; else a value is wrong
+// by at most 2^-31 of the largest among those; B's scales come last, and sums overflow where those
+// of |A| along a line pass 7e33.
+// Sums run within 128 of K in the tensor cores' precision, across them in FP32.
 struct GemmOptions {
   float alpha = 1.0f;
   const float* device_alpha = nullptr;  // on a GPU: one more factor, read when the kernel runs
   const void* bias = nullptr;           // N values, added to every row; with groups N for each
-  DType bias_dtype = DType::f32;        // FP32 in host memory
+  DType bias_dtype = DType::f32;        // f32 where the bias is in host memory
   bool accumulate = false;              // add to D (FP32 only) instead of overwriting it
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
-// On a GPU: FP8 with FP32 scales and MXFP4, on compute capability 9.0. Scales of FP8 are best
-// mn_major, and A in 1x128 blocks: others are copied into that form, in the workspace (4 bytes a
-// scale). Both operands in MXFP4 become FP8 there (a byte a code), exactly where the scales of a
-// line of B, and of 128 codes of a line of A, are within 2^28 of each other; else a value is wrong
-// by at most 2^-31 of the largest among those.
-// Sums run within 128 of K in the tensor cores' precision, across them in FP32.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
 // What gemm needs of operands of this spec on a kind of device ("cpu", "cuda"), in words; empty

@@ -17,8 +17,8 @@ inline constexpr uint32_t kPhiloxW0 = 0x9E3779B9, kPhiloxW1 = 0xBB67AE85;
 inline constexpr int kPhiloxRounds = 7;
 inline constexpr int kElementsPerPhilox = 16;  // one byte each
 
-// Both halves of a product. On a GPU in one instruction: of C++'s the compiler makes another, which
-// adds zero to the upper half.
+// Both halves of a product. On a GPU as inline PTX, which is one instruction: to the plain C++ the
+// compiler adds a second one, which adds zero to the upper half.
 struct PhiloxProduct {
   uint32_t low, high;
 };

@@ -82,6 +82,9 @@ BLOCKSCALE_HD constexpr uint8_t e8m0_byte(ScaleRule rule, Format element, float 
 // The exact multiplier 2^(127 - byte) of an E8M0 block.
 BLOCKSCALE_HD constexpr float e8m0_inv(uint8_t byte) { return exp2i(127 - byte); }
 
+// Two-level scaling is of E2M1 elements.
+inline constexpr float kE2m1Max = max_value(Format::e2m1);
+
 // Two-level scaling, tensor part: S_enc from the tensor's amax (finite, >= 0).
 struct OuterScale {
   float enc;
@@ -89,7 +92,7 @@ struct OuterScale {
 };
 BLOCKSCALE_HD constexpr OuterScale outer_scale(Format scale, float tensor_amax) {
   if (tensor_amax == 0.0f) return {1.0f, 1.0f};
-  float enc = 6.0f * max_value(scale) / tensor_amax;
+  float enc = kE2m1Max * max_value(scale) / tensor_amax;
   if (enc > kFloatMax) enc = kFloatMax;  // an overflowed quotient is +Inf
   if (enc == 0.0f) enc = 1.0f;
   return {enc, 1.0f / enc};
@@ -103,7 +106,7 @@ struct BlockScale {
 BLOCKSCALE_HD constexpr BlockScale two_level_scale(Format scale, ScaleRounding rounding, float amax,
                                                    OuterScale outer) {
   const float largest = max_value(scale);
-  const float wanted = amax * (outer.enc * (1.0f / 6.0f));
+  const float wanted = amax * (outer.enc * (1.0f / kE2m1Max));
   const float clamped = wanted < largest ? wanted : largest;
   const RoundingDirection direction =
       rounding == ScaleRounding::up ? RoundingDirection::up : RoundingDirection::nearest_even;

@@ -74,7 +74,7 @@ struct TwoLevelScales {
         encoder(spec.scale),
         decoder(spec.scale),
         mask(hn::Set(DU(), traits(spec.scale).magnitude_mask())),
-        enc(hn::Set(DF(), outer.enc * (1.0f / 6.0f))),
+        enc(hn::Set(DF(), outer.enc * (1.0f / kE2m1Max))),
         dec(hn::Set(DF(), outer.dec)) {}
   // encode_scale(): nearest even or up; amax >= 0, saturating.
   HWY_INLINE VU encode(VF wanted) const {

@@ -118,9 +118,11 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   g.device_alpha = options.device_alpha;
   g.bias = options.bias;
   g.bias_dtype = options.bias_dtype;
-  if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess)
+  if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess) {
+    (void)last_error();  // it is told here, and is none of the next launch
     fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
          "see `blockscale doctor`");
+  }
 }
 
 }  // namespace

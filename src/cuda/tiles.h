@@ -6,6 +6,9 @@
 
 namespace blockscale::cuda {
 
+// Shared memory that a block of threads may ask for, in bytes.
+inline constexpr int kMostSharedBytes = 227 * 1024;
+
 struct TileShape {
   int groups;         // math warpgroups
   bool side_by_side;  // along N; else one below the other
@@ -17,7 +20,7 @@ struct TileShape {
   bool split;         // on one tile, a part of K each; else they share an operand
   bool e5m2;          // also compiled for any operands of E5M2
 
-  // Where both are E5M2 and columns share scales, every tile is: MXFP4 becomes that.
+  // With two operands of E5M2 and 128x128 scales, which is what MXFP4 becomes, every tile is.
   constexpr bool compiled(bool square, bool a_e5m2, bool b_e5m2) const {
     return e5m2 || !(a_e5m2 || b_e5m2) || (square && a_e5m2 && b_e5m2);
   }
@@ -30,13 +33,15 @@ struct TileShape {
   constexpr int unit_rows() const { return rows() * (pairs_columns() ? 1 : sharing()); }
   constexpr int unit_columns() const { return columns() * (pairs_columns() ? sharing() : 1); }
 
-  // Of the output, 64 rows of 128 bytes each, a warpgroup stages in shared memory at once as many
-  // as fit beside the stages of codes and scales, barriers and 1024 groups.
+  // Chunks of the output, 64 rows of 128 bytes, that a warpgroup stages in shared memory at once:
+  // as many as fit beside the stages, which have codes and an FP32 scale for each of their lines
+  // and barriers, and the table of 1024 groups.
   constexpr int chunks(bool square) const {
+    constexpr int kLineBytes = 128 + 4, kBarrierBytes = 256, kGroupBytes = 10 * 1024;
     if (split || n % 64 != 0) return 0;
-    const int stage = (rows() + columns()) * (128 + 4) + 256;
-    const int left = 227 * 1024 - 10240 - (square ? stages : line_stages) * stage;
-    const int fit = left / (groups * 8192), all = waves * n / 64;
+    const int stage = (rows() + columns()) * kLineBytes + kBarrierBytes;
+    const int left = kMostSharedBytes - kGroupBytes - (square ? stages : line_stages) * stage;
+    const int fit = left / (groups * 64 * 128), all = waves * n / 64;
     return fit < all ? fit : all;
   }
 };

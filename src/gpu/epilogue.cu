@@ -19,6 +19,7 @@ struct FinishParams {
   int64_t count;
   int64_t columns;
   int64_t group_rows;  // of D, where a group is a matrix of its own
+  bool vectors;        // kWidth elements of D may be stored at once
   Epilogue e;
 };
 
@@ -109,7 +110,7 @@ BLOCKSCALE_DEVICE float finished(const FinishParams& p, const GroupRows& row, in
 BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const float* v) {
   if (p.dtype == DType::f32) {
     float* to = static_cast<float*>(p.d) + at;
-    if (count == kWidth) {
+    if (count == kWidth && p.vectors) {
       *reinterpret_cast<float4*>(to) = {v[0], v[1], v[2], v[3]};
       return;
     }
@@ -128,7 +129,7 @@ BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const
     };
     pairs = {pair(v[0], v[1]), pair(v[2], v[3])};
   }
-  if (count == kWidth) {
+  if (count == kWidth && p.vectors) {
     *reinterpret_cast<uint2*>(to) = pairs;
     return;
   }
@@ -186,8 +187,11 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
 void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& e, const Stream& stream) {
   const int64_t count = d.batch * d.rows * d.columns;
   if (count == 0) return;
-  const FinishParams p{sums.data, sums.dtype, sums.row_stride, d.data, d.dtype,
-                       count,     d.columns,  d.rows,          e};
+  const auto address = reinterpret_cast<uintptr_t>(d.data);
+  const FinishParams p{sums.data, sums.dtype, sums.row_stride,
+                       d.data,    d.dtype,    count,
+                       d.columns, d.rows,     address % (kWidth * dtype_bytes(d.dtype)) == 0,
+                       e};
   const auto blocks = static_cast<unsigned>(ceil_div(count, kBlockValues));
   if (e.groups.count > 0)
     start(finish_kernel<true>, blocks, kThreads, 0, native(stream), p);

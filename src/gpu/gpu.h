@@ -26,11 +26,11 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
 inline bool is_mxfp4(const QuantSpec& spec) {
   return spec.element == Format::e2m1 && spec.scale == Format::e8m0;
 }
-// The operands of a GEMM in MXFP4 as operands in FP8, in the workspace. Of a 128 codes of a line
-// share a scale, of b a whole line does, so that it can wait until the sums are done; blocks of
-// 128x128 with scales of 1 stand in for it meanwhile. Values stay what they are but in blocks whose
-// scale is less than 2^-28 of the largest among those that come to share one: there an error of at
-// most 2^-31 of the largest value.
+// The operands of a GEMM in MXFP4 as operands in FP8, in the workspace. In `a`, 128 codes of a line
+// share an FP32 scale. In `b` a whole line shares one, which is in `line_scales` and multiplies the
+// sums at the end; its blocks of 128x128 have scales of 1. Values stay what they are, but in blocks
+// whose scale is less than 2^-28 of the largest among those that come to share one: there an error
+// of at most 2^-31 of the largest value.
 //
 // Both are linear, and codes start at multiples of 16 bytes. In groups, rows of a lie among its
 // scales as they do among its codes.
@@ -78,7 +78,7 @@ struct Epilogue {
   GroupEnds groups{};
 };
 // `sums` has the extents of D (a batch is one matrix below the other), FP32 or BF16, and starts at
-// a multiple of 16 bytes; so does D, which is contiguous. An FP32 `d` may be `sums` itself.
+// a multiple of 16 bytes. D is contiguous. An FP32 `d` may be `sums` itself.
 void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
             const Stream& stream);
 

@@ -1,7 +1,7 @@
 // What follows the sums of a GEMM on a GPU: from equal sums, the bits that the CPU's GEMM gives.
 #include <gtest/gtest.h>
 
-#ifdef BLOCKSCALE_CUDA
+#if defined(BLOCKSCALE_CUDA) || defined(BLOCKSCALE_EMULATE)
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -15,28 +15,34 @@
 namespace blockscale::testing {
 namespace {
 
-// Host bytes on the device, with guards around them.
+// Host bytes on the device, so many bytes behind a multiple of 16, with guards around them.
 class OnDevice {
  public:
-  OnDevice(const void* from, size_t size)
-      : host_(guarded(from, size)), memory_(host_.all(), host_.all_size()) {}
+  OnDevice(const void* from, size_t size, size_t behind = 0)
+      : host_(guarded(from, size, behind)),
+        behind_(behind),
+        memory_(host_.all(), host_.all_size()) {}
   template <class T = void>
   T* data() const {
-    return reinterpret_cast<T*>(memory_.at(Guarded::kGuard));
+    return reinterpret_cast<T*>(memory_.at(Guarded::kGuard) + behind_);
   }
   std::vector<uint8_t> read() {
+    const std::vector<uint8_t> before(host_.data(), host_.data() + behind_);
     memory_.read(host_.all(), host_.all_size());
     EXPECT_TRUE(host_.guards_whole()) << "written beside D";
-    return {host_.data(), host_.data() + host_.size()};
+    EXPECT_TRUE(std::equal(before.begin(), before.end(), host_.data())) << "written before D";
+    return {host_.data() + behind_, host_.data() + host_.size()};
   }
 
  private:
-  static Guarded guarded(const void* from, size_t size) {
-    Guarded bytes(static_cast<int64_t>(size));
-    std::memcpy(bytes.data(), from, size);
+  static Guarded guarded(const void* from, size_t size, size_t behind) {
+    static_assert(Guarded::kGuard % 16 == 0);
+    Guarded bytes(static_cast<int64_t>(behind + size));
+    std::memcpy(bytes.data() + behind, from, size);
     return bytes;
   }
   Guarded host_;
+  size_t behind_;
   Memory memory_;
 };
 
@@ -49,15 +55,17 @@ std::vector<uint8_t> stored(const std::vector<float>& values, DType dtype) {
 
 struct EpilogueTest : public ::testing::TestWithParam<uint64_t> {
   void SetUp() override {
+#ifdef BLOCKSCALE_CUDA
     for (const Backend& b : backends())
       if (b.name == "cuda" && !b.available) GTEST_SKIP() << b.reason;
+#endif
     std::printf("seed %llu\n", static_cast<unsigned long long>(GetParam()));
   }
 };
 INSTANTIATE_TEST_SUITE_P(Seeds, EpilogueTest, ::testing::ValuesIn(test_seeds()));
 
-// Every dtype, with and without each part of the formula, extents that no vector divides, outer
-// scales whose product leaves FP32's range, and values that are not numbers.
+// Every dtype, with and without each part of the formula, extents that no vector divides, D at any
+// element, outer scales whose product leaves FP32's range, and values that are not numbers.
 TEST_P(EpilogueTest, GivesTheBitsOfTheCpuFromItsSums) {
   for (int i = 0; i < 60; ++i) {
     Random random(GetParam() * 1000003 + static_cast<uint64_t>(i));
@@ -105,7 +113,7 @@ TEST_P(EpilogueTest, GivesTheBitsOfTheCpuFromItsSums) {
     OnDevice device_sums(sums.data(), sums.size() * 4), scales(outers, sizeof outers),
         device_bias(bias_bytes.data(), bias_bytes.size());
     const std::vector<uint8_t> initial = stored(before, dtype);
-    OnDevice d(initial.data(), initial.size());
+    OnDevice d(initial.data(), initial.size(), random.below(8) * dtype_bytes(dtype));
     const bool in_place = dtype == DType::f32 && !options.accumulate && random.one_in(2);
     const TestStream stream;
     gpu::Epilogue e;

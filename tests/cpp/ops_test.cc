@@ -112,6 +112,35 @@ TEST_F(Refused, NullPointersAndNegativeExtents) {
   expect_untouched();
 }
 
+// Before anything is launched: no memory is looked at, and there need be no GPU.
+TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
+  class NoStream final : public Stream {
+    void* handle() const override { throw std::logic_error("used"); }
+    void* workspace(int64_t) const override { throw std::logic_error("used"); }
+  };
+  const int64_t limit = int64_t{1} << 31;
+  const auto expect_refused = [&](const QuantSpec& spec, const char* layout, int64_t rows,
+                                  int64_t columns, const char* need) {
+    ConstMatrix huge = x.view();
+    huge.rows = rows, huge.columns = columns;
+    Quantized q = out.view;
+    q.spec = spec, q.layout = parse_layout(layout), q.rows = rows, q.columns = columns;
+    EXPECT_ERROR(quantize(huge, q, {}, NoStream()), "quantize: out = [", need, "on a GPU", "parts");
+    Quantized to = q;
+    to.layout = {};
+    EXPECT_ERROR(relayout(as_const(q), to, NoStream()), "relayout: from = [", need);
+  };
+  expect_refused(kFp8_1x128, "linear", 1, limit - 1, "extents below 2^31, in whole blocks");
+  expect_refused(kNvfp4, "nv_128x4", limit / 2 + 1, 1, "at most 2^32 scales");
+  expect_refused(kNvfp4, "aiter_scale", limit / 4 + 1, 1, "at most 2^32 scales");
+  expect_refused(kMxfp4, "mfma_16x16", 1, limit / 8, "less than 2^27 bytes in mfma_16x16");
+  ConstMatrix wide = x.view();
+  wide.columns = limit;
+  Quantized q = out.view;
+  q.columns = limit;
+  EXPECT_ERROR(quantize(wide, q, {}, NoStream()), "quantize: x = [40, 2147483648]", "below 2^31");
+}
+
 TEST_F(Refused, DualTakesRowsThenColumns) {
   Output columns(kNvfp4, {}, -2, 40, 48);
   EXPECT_ERROR(quantize_dual(x.view(), columns.view, out.view), "axis", "-1 for the row operand");

@@ -409,6 +409,26 @@ TEST_P(QuantizeTest, ASliceOfABatchIsItsOwnMatrixWithLinesCountedThrough) {
   }
 }
 
+// A transform that is a pass of its own has one kernel, which takes any number of matrices. (Once,
+// as emulated threads take their time.)
+TEST(Quantize, MoreMatricesThanAGridHasAreTheReference) {
+  const int64_t matrices = kSweepStep > 1 ? 3 : (1 << 16) + 3;
+  QuantSpec spec = kMxfp8;
+  spec.hadamard.dim = 32;
+  Random random(6);
+  const Input x(DType::bf16, matrices, 1, 32, Strides::row_major,
+                [&](int64_t, int64_t, int64_t) { return static_cast<float>(random.normal()); });
+  Output want(spec, {}, -1, 1, 32, matrices);
+  reference::quantize(x.view(), want.view, {});
+  for (const std::string& backend : test_backends()) {
+    const std::unique_ptr<Runner> runner = make_runner(backend);
+    if (!runner->unavailable().empty()) continue;
+    Output got(spec, {}, -1, 1, 32, matrices);
+    runner->quantize(x, got, {});
+    EXPECT_TRUE(same_operand(got, want)) << backend;
+  }
+}
+
 #ifndef BLOCKSCALE_EMULATE
 TEST(Quantize, EveryInstructionSetGivesTheReference) {
   const std::vector<std::string> names = instruction_sets();

@@ -16,9 +16,6 @@
 
 namespace blockscale::sm90 {
 
-// Shared memory that a block of threads may ask for.
-inline constexpr int kMostSharedBytes = 227 * 1024;
-
 // Boxes lie in shared memory as wgmma reads them and store_boxes() writes them.
 inline bool make_map(CUtensorMap& map, CUtensorMapDataType type, const void* data,
                      const cuda::Extents& extents, int across, int down) {
@@ -35,6 +32,8 @@ struct TileOf {
   using type =
       Tile<s.groups, kInTurn || s.side_by_side, kInTurn ? 4 : s.waves, kInTurn ? s.n / 2 : s.n,
            kSquare ? s.stages : s.line_stages, s.cluster, s.split, s.chunks(kSquare)>;
+  static_assert(type::kRows == s.rows() && type::kColumns == s.columns());
+  static_assert(type::kUnitRows == s.unit_rows() && type::kUnitColumns == s.unit_columns());
 };
 
 // False where the copy engine cannot read them.
@@ -132,7 +131,7 @@ cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream
   using T = typename TileOf<kIndex, kSquare>::type;
   constexpr auto kKernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
   constexpr int kMostBytes = shared_bytes<T, kSquare>(kMaxGroups);
-  static_assert(kMostBytes <= kMostSharedBytes);
+  static_assert(kMostBytes <= cuda::kMostSharedBytes);
   if (const cudaError_t e = prepare<kKernel, kMostBytes>(device); e != cudaSuccess) return e;
 
   GemmParams p{};

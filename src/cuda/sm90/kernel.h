@@ -30,8 +30,8 @@ struct Output {
 
 struct GemmParams {
   CUtensorMap a, b, d;
-  // mn_major: for every block along K a line of scales, of every row of A; of B of every row or of
-  // every 128 rows.
+  // mn_major: a line of scales for each block along K. A line has one for each row of A, and for
+  // each row, or each 128 rows, of B.
   const float* a_scales;
   const float* b_scales;
   int a_scale_line;       // values of a line of A's scales

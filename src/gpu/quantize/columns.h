@@ -136,7 +136,7 @@ BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int
   uint8_t* to =
       m.scales + static_cast<uint32_t>((tile_line + line) * s.scale_columns + first_block + b);
 #pragma unroll 1
-  for (; line < lines; line += kLines, to += kLines * s.scale_columns)
+  for (; line < lines; line += kLines, to += int64_t{kLines} * s.scale_columns)
     *to = stage.template scale<uint8_t>(line, kBlocks, b);
 }
 
@@ -220,7 +220,7 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
     uint8_t* to = m.codes + static_cast<int64_t>(tile_line + line) * s.line_bytes +
                   (kFp4 ? static_cast<unsigned>(pos) / 2 : static_cast<unsigned>(pos));
 #pragma unroll
-    for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += kLines * s.line_bytes)
+    for (int i = 0; i < kTile / kLines; ++i, line += kLines, to += int64_t{kLines} * s.line_bytes)
       if (line < lines) store(to, i);
   } else {
 #pragma unroll 1

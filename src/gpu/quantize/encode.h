@@ -54,15 +54,15 @@ inline constexpr float kNearestSafe = 0x1.bffffep+2f, kStochasticSafe = 6.003f;
 // Beyond, elements are cut first: for rounding to nearest to a BF16 within 2^-8 of 6 / inv, which
 // is encoded as 6 like all above it ...
 BLOCKSCALE_DEVICE uint32_t nearest_limit(float inv) {
-  const float six = __fmul_rn(6.0f, __frcp_rn(inv));
-  return to_bf16x2(six, six);
+  const float largest = __fmul_rn(kE2m1Max, __frcp_rn(inv));
+  return to_bf16x2(largest, largest);
 }
 // ... and otherwise v is replaced by what is encoded, and inv by 1; also where inv is so small that
 // it would lose bits in FP16's units.
 inline constexpr float kStochasticLeast = exp2i(-108);
 BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) v[i] = fmaxf(fminf(__fmul_rn(v[i], inv), 6.0f), -6.0f);
+  for (int i = 0; i < kRun; ++i) v[i] = fmaxf(fminf(__fmul_rn(v[i], inv), kE2m1Max), -kE2m1Max);
   inv = 1.0f;
 }
 

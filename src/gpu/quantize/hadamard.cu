@@ -76,13 +76,19 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
   const int64_t lines = axis == -1 ? y.rows : y.columns;
   const int64_t blocks = (axis == -1 ? y.columns : y.rows) / h.dim;
   if (lines * blocks * y.batch == 0) return;
-  const dim3 grid(static_cast<unsigned>(ceil_div(lines * blocks * 32, kThreads)),
-                  static_cast<unsigned>(y.batch));
-  auto* to = static_cast<uint16_t*>(const_cast<void*>(y.data));
+  constexpr int64_t kMost = 65535;  // matrices of a grid
   auto run = [&](auto kernel) {
-    start(kernel, grid, kThreads, 0, native(stream), source_of(x), h, axis, lines, blocks, to,
-          axis == -1 ? y.row_stride : y.column_stride, axis == -1 ? y.column_stride : y.row_stride,
-          y.batch_stride, plan ? *plan : Plan{});
+    for (int64_t first = 0; first < y.batch; first += kMost) {
+      const dim3 grid(static_cast<unsigned>(ceil_div(lines * blocks * 32, kThreads)),
+                      static_cast<unsigned>(std::min(y.batch - first, kMost)));
+      ConstMatrix from = x;
+      from.data =
+          static_cast<const uint8_t*>(x.data) + first * x.batch_stride * dtype_bytes(x.dtype);
+      auto* to = static_cast<uint16_t*>(const_cast<void*>(y.data)) + first * y.batch_stride;
+      start(kernel, grid, kThreads, 0, native(stream), source_of(from), h, axis, lines, blocks, to,
+            axis == -1 ? y.row_stride : y.column_stride,
+            axis == -1 ? y.column_stride : y.row_stride, y.batch_stride, plan ? *plan : Plan{});
+    }
   };
   if (h.dim == 32)
     run(hadamard_kernel<32>);

@@ -20,9 +20,10 @@ void launch(QuantizeParams& p, NativeStream stream) {
       set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
   start(kKernel, blocks, kThreads, kBytes, stream, p);
 }
-// Lines of a thread, of `lines` with `runs` runs each. The threads of FP4 have much to do before
-// they start: there are as many as the multiprocessors hold at a time, or, where that would leave
-// each with many lines, enough rounds of them for the last one not to count.
+// Lines of a thread, of `lines` with `runs` runs each. A thread of FP4 has much to do before its
+// first line, so there are no more threads than run at a time while each has kMost lines at most.
+// Beyond that each has kOften lines, or half of them if the work is light and there would be fewer
+// than kRounds rounds of threads, the last of which may be almost empty.
 template <Pass kPass>
 int lines_of_a_thread(int64_t runs, int64_t lines) {
   if (!kPass.fp4()) return lines_of_a_thread(runs * lines, kDirectLines);
@@ -45,10 +46,10 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
                   static_cast<unsigned>(p.row.out.batch));
   start(rows_kernel<Row, In>, grid, kDirectThreads, 0, stream, d);
 }
-// Tiles that lie beside each other and are this many in a row, as a shift: all, up to 128, for rows
-// alone and, where they are not more than 64, for both directions of FP8, as memory takes whole
-// rows faster; else kSideways, as columns leave scales in sectors that tiles below each other
-// share.
+// How many tiles that lie beside each other are worked on in turn before the row below, as a shift.
+// Rows alone, and both directions of FP8 with at most 64 tiles in a row: the whole row, up to 128
+// tiles, as memory takes whole rows faster. Else kSideways, as tiles below each other share sectors
+// of the columns' scales.
 template <Pass kRow, Pass kColumn, bool kGrouped>
 int sideways_of(const QuantizeParams& p) {
   constexpr int kFew = kSidewaysShift, kMost = 7;
@@ -105,7 +106,7 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
   start(kKernel, dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows),
         sizeof(Memory), stream, d);
 }
-// Whether they go faster so: where a tile takes many instructions, a few percent.
+// Whether that is faster: by a few percent, where a tile takes many instructions.
 template <Pass kRow, Pass kColumn>
 inline constexpr bool kCopied = kCopyEngine&& kColumn.fp4() &&
                                 ((kColumn.hadamard && (kRow.present() || kColumn.two_level() ||
@@ -143,9 +144,9 @@ using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
 template <Format kScale>
 using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
 
-// What is not plain is wanted in both directions where rows are those of groups, which also have no
-// square blocks, and of FP32 and FP16: they are what a layer's x and W may be, and only FP4's dy is
-// not plain. The rest runs as `any`, which keeps the number of kernels down.
+// Of groups, and of FP32 and FP16, kernels with a transform or stochastic rounding are compiled for
+// both directions at once alone, as the gradients of layers have them, and of groups none with
+// square blocks. The rest runs as `any`, which keeps the number of kernels down.
 template <class Row, class Column>
 constexpr bool common() {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;

@@ -41,12 +41,12 @@ struct Side {
 
 // The outer scale of one matrix, in the form its blocks need.
 struct Outer {
-  float sixth;  // fl(S_enc * fl(1/6))
+  float sixth;  // fl(S_enc * fl(1 / kE2m1Max))
   float dec;
   uint32_t limit;  // amaxes from here on make blocks of NaN; 0 when `dec` is NaN
   float unusual;   // 0, or NaN where 1 / (scale * dec) may be no normal number
 };
-BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / 6.0f, 1, kInfBits, 0}; }
+BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / kE2m1Max, 1, kInfBits, 0}; }
 BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
   if (!s.out.spec.outer) return no_outer();
   const float a = s.amax[batch];
@@ -54,7 +54,7 @@ BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
   const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
                                                             : outer_scale(Format::ue5m3, a);
   const bool ordinary = outer.dec > exp2i(-90) && outer.dec < exp2i(90);
-  return {__fmul_rn(outer.enc, 1.0f / 6.0f), outer.dec, kInfBits,
+  return {__fmul_rn(outer.enc, 1.0f / kE2m1Max), outer.dec, kInfBits,
           ordinary ? 0.0f : bit_cast<float>(kNanBits)};
 }
 
