@@ -23,7 +23,7 @@ import blockscale as bs
 import torch
 from blockscale.cli.bench import provenance
 from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
-from blockscale.cli.trainer import make_optimizer
+from blockscale.cli.trainer import make_optimizer, update
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -99,11 +99,16 @@ def seconds(body: Callable[[], Any], least: float = 0.5) -> float:
 
 
 def matmul_rows(n: int = 2048) -> list[Row]:
-    """bs.matmul, decode included, against torch.mm in FP32 on the same threads."""
+    """bs.matmul, decode included, beside torch.mm on the same threads; shares are of its FP32."""
     x, w = torch.randn(n, n), torch.randn(n, n)
     reference = x @ w.t()
     peer = seconds(lambda: x @ w.t())
-    rows: list[Row] = [{"case": f"torch.mm float32 {n}^3", "gflops": 2 * n**3 / peer / 1e9}]
+    x16, w16 = x.bfloat16(), w.bfloat16()
+    peer16 = seconds(lambda: x16 @ w16.t())
+    rows: list[Row] = [
+        {"case": f"torch.mm {dtype} {n}^3", "gflops": 2 * n**3 / took / 1e9}
+        for dtype, took in (("float32", peer), ("bfloat16", peer16))
+    ]
     for name in bs.recipe_names():
         recipe = bs.recipe(name)
         if recipe.fprop_x is None or recipe.fprop_w is None:
@@ -125,23 +130,12 @@ def matmul_rows(n: int = 2048) -> list[Row]:
     return rows
 
 
-def train_step(
-    model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
-) -> None:
-    """Forward, backward and update, as `blockscale train` does them."""
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def step_rows(steps: int = 9) -> list[Row]:
     """One training step of the preset `tiny` in every recipe, interleaved."""
     preset = PRESETS["tiny"]
     batch, length = preset.batch_size, preset.seq_len
     tokens = torch.randint(256, (batch, length + 1))
-    runs: dict[str, Callable[[], None]] = {}
+    runs: dict[str, Callable[[], Any]] = {}
     for name in bs.recipe_names():
         model = LanguageModel(preset, length)
         model.initialize(0)
@@ -149,7 +143,7 @@ def step_rows(steps: int = 9) -> list[Row]:
         optimizer = make_optimizer(model, 1e-3)
         bs.attach(model, optimizer)
 
-        runs[name] = functools.partial(train_step, model, optimizer, tokens)
+        runs[name] = functools.partial(update, model, optimizer, tokens[:, :-1], tokens[:, 1:])
         runs[name]()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(steps):

@@ -61,8 +61,8 @@ def stored_shapes(
 ) -> StoredShapes:
     """Shapes of the stored tensors; works on symbolic sizes too. `groups`: 0 for none.
 
-    The formulas are those of the specification, section 13, and of groups.h for groups; every number in them
-    (block, codes per byte, multiples) comes from the core.
+    The formulas are those of the specification, section 13, and of groups.h for groups; every
+    number in them (block, codes per byte, multiples) comes from the core.
     """
     rows, columns = matrix_extents(shape, batch_dims)
     lines, contraction = (rows, columns) if axis == -1 else (columns, rows)

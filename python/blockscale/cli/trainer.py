@@ -92,12 +92,9 @@ class Trainer:
             self.cell.seed, self.step + 1, self.batch_size, self.seq_len
         )
         self.model.train()
-        with self._bf16():
-            loss = self.model(tokens.to(self.device), targets.to(self.device))
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss, norm = update(
+            self.model, self.optimizer, tokens.to(self.device), targets.to(self.device)
+        )
         self.step += 1
         return loss.item(), norm.item()
 
@@ -105,7 +102,7 @@ class Trainer:
         begin = time.perf_counter()
         total, count = 0.0, 0
         self.model.eval()
-        with torch.no_grad(), self._bf16():
+        with torch.no_grad(), bf16(self.device):
             for tokens, targets in self.corpus.validation_batches(self.batch_size, self.seq_len):
                 tokens, targets = tokens.to(self.device), targets.to(self.device)
                 total += self.model(tokens, targets, "sum").item()
@@ -115,8 +112,23 @@ class Trainer:
         self.folder.append(self.cell, self.step, validation_loss=loss, seconds=seconds)
         progress.say(f"{self.cell!s:<22}  step {self.step:>5}  validation loss {loss:.4f} nats")
 
-    def _bf16(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16)
+
+def bf16(device: torch.device) -> torch.autocast:
+    """What the model runs in."""
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward, backward, clipping and the optimizer's step; the loss and the gradient's norm."""
+    with bf16(tokens.device):
+        loss = model(tokens, targets)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
