@@ -196,10 +196,10 @@ def matmul(
     FP32 sums, and outer scales and bias are applied to those. Specs with FP32 block scales
     (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: their own block-scaled GEMM runs on GPUs of
     compute capability 9.0 (H100, H200), and others refuse them. There it multiplies two operands
-    of `mxfp4` too, about twice as fast as BF16: their codes become codes of E5M2, exactly where the
-    scales of a row of b, and of 128 codes of a row of a, are within 2^28 of each other; else with
-    an error of at most 2^-31 of the largest value among those. Within 128 codes the tensor cores
-    add with 13 bits below the largest product or sum.
+    of `mxfp4` too, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes become
+    codes of E5M2, exactly where the scales of a row of b, and of 128 codes of a row of a, are
+    within 2^28 of each other; else with an error of at most 2^-31 of the largest value among those.
+    Within 128 codes the tensor cores add with 13 bits below the largest product or sum.
 
     Args:
         a, b: operands; the extents of their axes must be equal. The other extent of each (leading
