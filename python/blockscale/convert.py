@@ -65,13 +65,14 @@ def convert(
             model in DistributedDataParallel, what it wraps is converted.
         recipe: for layers that no rule matches.
         rules: {regular expression: recipe or None}, searched in the qualified names of linear
-            layers; the first that matches decides, None leaves the layer alone.
-        skip: layers left alone: a name, or a part of one between dots; "lm_head" also skips
-            "model.lm_head" and everything inside it.
-        seed: of the random bits.
+            layers that `skip` does not name; the first that matches decides, None leaves the layer
+            alone.
+        skip: layers left alone, whatever the rules say of them: a name, or a part of one between
+            dots; "lm_head" also skips "model.lm_head" and everything inside it.
+        seed: of the random bits, any int.
 
     Returns:
-        A printable report: each module, its recipe, or why it was left alone.
+        A Report, which prints as a table: each module, its recipe, or why it was left alone.
 
     Raises:
         TypeError, ValueError: an unknown recipe, a rule or skip that matches nothing, or a model
