@@ -72,6 +72,8 @@ def quantize_weight(
     if w.dtype not in FLOATS:
         fail("quantize_weight", "w.dtype", w.dtype, FLOATS_TEXT)
     check_dense("quantize_weight", "w", w)
+    if not isinstance(backward, bool):
+        fail_type("quantize_weight", "backward", backward, "a bool")
     chosen = recipe_named(recipe)
     specs = (chosen.fprop_w, chosen.dgrad_w)
     stochastic = any(s is not None and s.stochastic for s in specs)

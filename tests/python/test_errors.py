@@ -55,6 +55,8 @@ def test_wrong_types() -> None:
     type_error(lambda: bs.dequantize(X), "dequantize: q = a Tensor", "quantize it first")  # type: ignore[arg-type]
     type_error(lambda: bs.linear(X, None), "linear: w = None; need a tensor")  # type: ignore[arg-type]
     type_error(lambda: bs.linear(X, X, rng=3), "linear: rng = an int")  # type: ignore[arg-type]
+    type_error(lambda: bs.Rng(1).role([]), "rng: role = a list; need 'x', 'w' or 'dy'")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize_weight(X, backward="no"), "quantize_weight: backward = a str")  # type: ignore[arg-type]
     type_error(
         lambda: bs.linear(X, X, recipe="mxfp8", quantized_weight=bs.quantize(X, "mxfp8")),  # type: ignore[arg-type]
         "linear: quantized_weight = a QuantizedTensor; need a QuantizedWeight; ",
