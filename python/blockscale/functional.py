@@ -53,8 +53,9 @@ def linear(
         w: [N, K], likewise.
         bias: [N], likewise.
         recipe: a Recipe or the name of one.
-        rng: the key of the random bits; needed where the recipe rounds stochastically. Its seed is
-            the layer's: each operand derives its own (`Rng.role`).
+        rng: the key of the random bits; needed only where an operand that is made in this call, or
+            in its backward, draws some. In "nvfp4" dy's alone do, so that inference needs no key.
+            Its seed is the layer's: each operand derives its own (`Rng.role`).
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
             none (hooks on w's gradient do not run). Every backward adds, one that is asked for x's
@@ -63,7 +64,7 @@ def linear(
             gradients are the same, w's too; w's values are not read.
 
     Returns:
-        [..., N].
+        [..., N] in the dtype said above, on x's device.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.
@@ -105,7 +106,7 @@ def grouped_linear(
         recipe, rng, accumulate_into, quantized_weight: as for `linear`.
 
     Returns:
-        [T, N].
+        [T, N] in the dtype that `linear` gives, on x's device.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.

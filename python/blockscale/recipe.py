@@ -129,7 +129,7 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
             What they mean is said at the attributes of `Spec`.
 
     Returns:
-        A Spec; the copy shares nothing that could change.
+        A Spec; `name` stays as it is.
 
     Raises:
         TypeError: the name is neither text nor a Spec.
