@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import blockscale as bs
-from blockscale.cli import bench_cases
+from blockscale.cli import bench_cases, bench_run
 from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
 from blockscale.cli.errors import CliError, device_name
@@ -136,7 +136,7 @@ def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> di
             else:
                 status.update(escape(text))
 
-        copy, rows = bench_cases.run(device, shapes or default, say)
+        copy, rows = bench_run.run(device, shapes or default, say)
     where = provenance(device) | {"load_average": load, "copy_tb_per_s": copy}
     return {"provenance": where, "rows": rows}
 
