@@ -250,7 +250,7 @@ def _check_skip(skip: list[str], named: Mapping[str, torch.nn.Module]) -> None:
     for entry in skip:
         if not any(_is_part(entry, name) for name in named):
             names = {part for name in named for part in (name, name.rpartition(".")[2]) if part}
-            remedy = did_you_mean(entry, sorted(names))
+            remedy = did_you_mean(entry, sorted(names)) or "print(model) shows the names"
             fail("convert", "skip", repr(entry), "the name of a module", remedy)
 
 

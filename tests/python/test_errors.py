@@ -13,6 +13,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from blockscale._errors import did_you_mean, edit_distance, nearest
 from torch import nn
 
 OPS = torch.ops.blockscale
@@ -44,6 +45,40 @@ def test_unknown_names() -> None:
     value_error(lambda: bs.quantize(X, "nvfp4", layout="nv_128x3"), "layout: name = 'nv_128x3'",
                 "did you mean 'nv_128x4'?")  # fmt: skip
     value_error(lambda: bs.linear(X, X, recipe="mxpf8"), "recipe: name = 'mxpf8'", "'mxfp8'")
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("nvpf4", "nvfp4"),  # 2 edits of 5 letters
+        ("NVFP4", "nvfp4"),
+        ("fp8", "mxfp8"),
+        ("fp8_1x218", "fp8_1x128"),
+        ("foo", None),
+        ("nonsense", None),
+        ("", None),
+    ],
+)
+def test_only_what_is_near_is_suggested(name: str, suggested: str | None) -> None:
+    known = bs.spec_names()
+    assert nearest(name, known) == suggested
+    assert did_you_mean(name, known) == (f"did you mean {suggested!r}?" if suggested else "")
+    assert nearest(name, ()) is None
+
+
+def test_edits() -> None:
+    for a, b, edits in (("", "", 0), ("", "abc", 3), ("kitten", "sitting", 3), ("ab", "ba", 2)):
+        assert edit_distance(a, b) == edit_distance(b, a) == edits
+
+
+def test_nonsense_gets_no_suggestion() -> None:
+    with pytest.raises(ValueError, match=r"^recipe: operand = 'foo'; need [^;]+$"):
+        bs.recipe("nvfp4").replace(foo=None)
+    with pytest.raises(ValueError, match=r"^recipe: name = 'nonsense'; need [^;]+$"):
+        bs.recipe("nonsense")
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=r"^convert: skip = 'head'; .*; print\(model\) shows"):
+        bs.convert(model, "nvfp4", skip=["head"])
 
 
 def test_wrong_types() -> None:
