@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from blockscale.cli import train as cli_train
 from blockscale.cli.data import Corpus, load_corpus
+from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, LanguageModel
 from blockscale.cli.report import command, deviation_of, results, smoothed
 from blockscale.cli.run_folder import Cell, RunFolder, create_run
-from blockscale.cli.trainer import learning_rate
+from blockscale.cli.trainer import Trainer, learning_rate
 
 RECIPES = "bf16,nvfp4"
 SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
@@ -115,6 +117,29 @@ def test_sigkill_and_resume_change_no_bit(
     for name in ("bf16-seed0.safetensors", "nvfp4-seed0.safetensors"):
         paths = [folder / "checkpoints" / name for folder in (out, whole[0])]
         assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "noted"),
+    [([], True, True), (["--device", "cpu"], True, False), ([], False, False)],
+)
+def test_a_gpu_that_is_not_used_is_noted(
+    words: list[str],
+    gpu: bool,
+    noted: bool,
+    tmp_path: Path,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(Trainer, "run", lambda trainer, progress: None)  # nothing is trained
+    monkeypatch.setattr(cli_train, "write_report", lambda folder, corpus: None)
+    monkeypatch.setattr(cli_train, "print_table", lambda folder, console: None)
+    monkeypatch.setattr(cli_train, "use_reproducible_kernels", lambda device: None)
+    assert main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ("note: a GPU is available; --device cuda uses it" in lines) == noted
 
 
 def test_ctrl_c_tells_how_to_resume(tmp_path: Path, text: str) -> None:

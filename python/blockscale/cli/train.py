@@ -95,6 +95,8 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
     saved = run_folder.read_settings(path, (*SETTINGS, *FACTS)) if args.resume else {}
     settings = choose_settings(args, saved)
     check_device(settings)
+    if args.device is None and not saved and torch.cuda.is_available():
+        console.print("note: a GPU is available; --device cuda uses it", highlight=False)
     if args.recipes is None and not saved:
         for name in left_out(settings["device"]):
             reason = why_not(name, settings["device"])
