@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import io
 import json
 import math
 import os
@@ -19,9 +21,11 @@ from blockscale.cli import train as cli_train
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, LanguageModel
+from blockscale.cli.provenance import ORIGIN
 from blockscale.cli.report import command, deviation_of, results, smoothed
-from blockscale.cli.run_folder import Cell, RunFolder, create_run
+from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
 from blockscale.cli.trainer import Trainer, learning_rate
+from rich.console import Console
 
 RECIPES = "bf16,nvfp4"
 SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
@@ -314,6 +318,23 @@ def test_reported_command_repeats_the_run() -> None:
         "blockscale train --recipes bf16,nvfp4 --steps 2 --seeds 2 --seed 4 --batch-size 3 "
         "--seq-len 5 --data '/a b' /c --lr 0.5"
     )
+
+
+def test_date_and_commit_are_stated_and_decide_nothing(whole: tuple[Path, str]) -> None:
+    folder, _ = whole
+    saved = json.loads((folder / "settings.json").read_text())
+    before = saved["environment"]
+    assert datetime.datetime.fromisoformat(before["date"]).tzinfo == datetime.timezone.utc
+    report = (folder / "report.md").read_text()
+    assert all(f"| {key} | {before[key]} |" in report for key in ORIGIN if key in before)
+    later = before | {"date": "2031-01-01T00:00:00+00:00", "commit": "1234"}
+    assert run_id(saved) == run_id(saved | {"environment": later})
+    assert run_id(saved) != run_id(saved | {"environment": later | {"threads": 99}})
+    console = Console(file=io.StringIO(), record=True)
+    cli_train.warn_of_changes(before, later, console)
+    assert console.export_text() == ""
+    cli_train.warn_of_changes(before, later | {"torch": "9"}, console)
+    assert f"note: torch {before['torch']} -> 9 since" in console.export_text()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
