@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import subprocess
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from blockscale.cli import bench
 from blockscale.cli.bench_clock import CudaClock, between_events, captured
+from blockscale.cli.provenance import provenance
 
 
 def options(description: str) -> argparse.Namespace:
@@ -99,15 +99,11 @@ def with_backward(
 
 def write(rows: list[dict[str, Any]], unit: str, given: argparse.Namespace) -> None:
     """One JSON of the rows with where they were measured, if `options` asked for it."""
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": given.commit or bench.commit(),
+    where = provenance("cuda") | {
         "multiprocessors": torch.cuda.get_device_properties().multi_processor_count,
         "copy_tb_per_s": CudaClock().copy_speed(),
-        "unit": unit,
-        "rows": rows,
     }
+    if given.commit:
+        where["commit"] = given.commit
     if given.out:
-        bench.write(given.out, result)
+        bench.write(given.out, {"provenance": where, "unit": unit, "rows": rows})

@@ -21,8 +21,8 @@ from typing import Any
 
 import blockscale as bs
 import torch
-from blockscale.cli.bench import provenance
 from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
+from blockscale.cli.provenance import provenance
 from blockscale.cli.trainer import make_optimizer, update
 from rich.console import Console
 from rich.markup import escape

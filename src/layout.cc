@@ -15,7 +15,7 @@ StorageLayout parse_layout(std::string_view text) {
     while (index < kLayoutCount && name != kLayouts[index].name) ++index;
     if (index == kLayoutCount)
       fail("layout", "name", quoted(name), "one of " + join(names, ", "),
-           "did you mean " + quoted(nearest(name, names)) + "?");
+           did_you_mean(name, names));
     const bool scales = kLayouts[index].for_scales;
     bool& taken = scales ? has_scales : has_codes;
     if (taken)

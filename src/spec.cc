@@ -49,8 +49,7 @@ int index_of(const char* const (&names)[kCount], std::string_view name, const ch
   for (size_t i = 0; i < kCount; ++i)
     if (name == names[i]) return static_cast<int>(i);
   const std::vector<std::string> all(std::begin(names), std::end(names));
-  fail("spec", argument, quoted(name), "one of " + join(all, ", "),
-       "did you mean " + quoted(nearest(name, all)) + "?");
+  fail("spec", argument, quoted(name), "one of " + join(all, ", "), did_you_mean(name, all));
 }
 
 Format parse_format(std::string_view name, bool element) {
@@ -61,7 +60,7 @@ Format parse_format(std::string_view name, bool element) {
     all.push_back(kFormats[i].name);
   }
   fail("spec", element ? "element" : "scale", quoted(name), "one of " + join(all, ", "),
-       "did you mean " + quoted(nearest(name, all)) + "?");
+       did_you_mean(name, all));
 }
 
 std::optional<uint64_t> parse_number(std::string_view text) {
@@ -265,8 +264,7 @@ QuantSpec parse_spec(std::string_view text) {
     }
     names.push_back(f.name);
   }
-  fail("spec", "name", quoted(name), "one of " + join(names, ", "),
-       "did you mean " + quoted(nearest(name, names)) + "?");
+  fail("spec", "name", quoted(name), "one of " + join(names, ", "), did_you_mean(name, names));
 }
 
 QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
@@ -301,8 +299,7 @@ QuantSpec with_changes(const QuantSpec& base, std::string_view changes) {
     } else if (key == "scale") {
       check_scale(family, spec, value);
     } else {
-      fail("spec", "change", quoted(key), "one of " + join(kKeys, ", "),
-           "did you mean " + quoted(nearest(key, kKeys)) + "?");
+      fail("spec", "change", quoted(key), "one of " + join(kKeys, ", "), did_you_mean(key, kKeys));
     }
   }
   check_family_has(family, spec);

@@ -25,6 +25,8 @@ std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"
 
 namespace {
 
+char lower(char c) { return 'A' <= c && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
+
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -32,7 +34,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
     size_t diagonal = row[0]++;
     for (size_t j = 0; j < b.size(); ++j) {
       const size_t above = row[j + 1];
-      row[j + 1] = std::min({above + 1, row[j] + 1, diagonal + (a[i] != b[j])});
+      row[j + 1] = std::min({above + 1, row[j] + 1, diagonal + (lower(a[i]) != lower(b[j]))});
       diagonal = above;
     }
   }
@@ -41,10 +43,13 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 
 }  // namespace
 
-std::string nearest(std::string_view name, const std::vector<std::string>& candidates) {
-  return *std::min_element(candidates.begin(), candidates.end(), [&](const auto& a, const auto& b) {
-    return edit_distance(name, a) < edit_distance(name, b);
-  });
+std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates) {
+  const std::string& nearest =
+      *std::min_element(candidates.begin(), candidates.end(), [&](const auto& a, const auto& b) {
+        return edit_distance(name, a) < edit_distance(name, b);
+      });
+  if (2 * edit_distance(name, nearest) > std::max(name.size(), nearest.size())) return "";
+  return "did you mean " + quoted(nearest) + "?";
 }
 
 }  // namespace blockscale

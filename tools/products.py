@@ -13,6 +13,7 @@ from tables import (
     Row,
     between,
     mean,
+    provenance,
     ratios,
     results,
     table,
@@ -102,8 +103,9 @@ def against_roofline(result: Row, row: Row) -> list[str]:
     """Work, bytes, the speed in a burst; then the speed that lasts, the clock it comes to, and what
     the tensor cores could do at that clock, or the memory, if that is less."""
     work = 2 * row["rows" if "rows" in row else "m"] * row["n"] * row["k"]
-    tensor = result["multiprocessors"] * FLOPS_A_CYCLE * row["clock_mhz"] / 1e6
-    memory = work / bytes_of(row) * result["copy_tb_per_s"]
+    machine = provenance(result)
+    tensor = machine["multiprocessors"] * FLOPS_A_CYCLE * row["clock_mhz"] / 1e6
+    memory = work / bytes_of(row) * machine["copy_tb_per_s"]
     limit = min(tensor, memory)
     return [
         f"{work / 1e9:,.1f}" if work < 1e10 else f"{work / 1e9:,.0f}",

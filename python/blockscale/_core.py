@@ -6,9 +6,14 @@ import ctypes
 import functools
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from blockscale._errors import fail_type
+
+if TYPE_CHECKING:
+    from blockscale.recipe import Spec
 
 # The C functions, and how many texts each is asked with.
 _FUNCTIONS: Final = {
@@ -49,10 +54,12 @@ _library = _load()
 
 def _ask(name: str, *texts: str) -> str:
     """The answer of one C function; ValueError with its text when it fails."""
+    # C would take a NUL for the end, and read another text than was given.
+    given = [t.encode(errors="backslashreplace").replace(b"\0", rb"\x00") for t in texts]
     capacity = 4096
     while True:
         out = ctypes.create_string_buffer(capacity)
-        length = getattr(_library, name)(*(t.encode() for t in texts), out, capacity)
+        length = getattr(_library, name)(*given, out, capacity)
         if abs(length) < capacity:
             break
         capacity = abs(length) + 1
@@ -76,8 +83,22 @@ def facts() -> dict[str, Any]:
 def describe() -> dict[str, Any]:
     """What this build holds, and what of it this machine can run.
 
-    Keys: version, instruction_set, instruction_sets, specs, elements (name, bits, max), scales,
-    layouts, hadamard_sizes, backends (name, available, reason).
+    Returns:
+        A new dict with the keys
+
+        - version: text.
+        - instruction_sets: those that the CPU backend was built for and this machine has, the best
+          first, in the names of the library Highway: "AVX3" is AVX-512, also with an ending such as
+          "AVX3_SPR" for later parts of it; "AVX2", "SSE4", ... are what they say.
+        - instruction_set: the one in use, the first of them.
+        - specs: the named specs.
+        - elements: dicts of name, bits (of a code) and max (the largest value).
+        - scales: the formats of block scales.
+        - layouts: dicts of name, applies (to "codes", "scales" or "both"), scale_bytes (of a scale
+          that it takes; 0: any), row_multiple and column_multiple (what it pads a matrix to, in
+          rows and in columns of what is stored).
+        - hadamard_sizes: the transforms that specs may have.
+        - backends: dicts of name, available and reason (why it is not; else empty).
     """
     return {**facts(), "backends": json.loads(_ask("bs_backends"))}
 
@@ -101,18 +122,42 @@ def spec_facts_with(text: str, changes: str) -> dict[str, Any]:
 
 
 def explain(
-    spec: object,
+    spec: str | Spec,
     layout: str = "linear",
     device: str | torch.device = "cpu",
     operation: str = "",
 ) -> str:
-    """Why `spec` in `layout` cannot run on `device`, as its error would say; "" when it can.
-
-    With `operation`, "matmul" or "grouped_matmul": by which kernel or path operands of this spec
-    are multiplied there, or the error of that operator; asked of the current GPU for "cuda".
+    """Why `spec` in `layout` cannot run on `device`, or how operands of it are multiplied there.
 
     Never raises for a bad name: the refusal is the answer.
+
+    Args:
+        spec: a Spec, or a spec's text such as "nvfp4".
+        layout: as for `quantize`.
+        device: "cpu", "cuda", or a torch.device; of several GPUs it is the current one.
+        operation: "" to ask about the operators on one operand; "matmul" or "grouped_matmul" to ask
+            how two operands of this spec are multiplied.
+
+    Returns:
+        What the error would say, in one line. When there is none: "", or with `operation` the
+        kernel or path of the product in words.
+
+    Raises:
+        TypeError: an argument of another type than these.
     """
+    from blockscale.recipe import Spec
+
+    if not isinstance(spec, str | Spec):
+        fail_type("explain", "spec", spec, "a Spec, or a spec's text such as 'nvfp4'")
+    texts: dict[str, tuple[object, str]] = {
+        "layout": (layout, "a layout's name such as 'linear'"),
+        "operation": (operation, "'matmul', 'grouped_matmul' or ''"),
+    }
+    for name, (value, need) in texts.items():
+        if not isinstance(value, str):
+            fail_type("explain", name, value, need)
+    if not isinstance(device, str | torch.device):
+        fail_type("explain", "device", device, "a device's name such as 'cpu', or a torch.device")
     kind = str(device).split(":")[0]
     refusal = _ask("bs_explain", str(spec), layout, kind)
     if refusal or not operation:

@@ -1,18 +1,20 @@
-"""Fake kernels of the operators in ops.py: shape, dtype and stride of every result, without data.
-Importing this registers them, and that no operator has a derivative."""
+"""Fake kernels of all operators: shape, dtype and stride of every result, without data. Importing
+this registers them, and that no operator has a derivative."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from blockscale._errors import fail
-from blockscale.recipe import spec
-from blockscale.tensor import stored_shapes
+from blockscale.functional import backward_draws, check_arguments, specs_of
+from blockscale.recipe import Spec, spec
+from blockscale.tensor import gemm_layout, stored_shapes
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LIBRARY: Final = torch.library.Library("blockscale", "IMPL")  # type: ignore[no-untyped-call]
@@ -158,6 +160,110 @@ def _fake_matmul(
     return a_codes.new_empty((*batch, a_rows, b_rows), dtype=out_dtype)
 
 
+# --- linear and its relatives ---------------------------------------------------------------------
+
+
+def _fake_kept(
+    x: torch.Tensor, operands: list[tuple[torch.Tensor, Spec, int, int]], axis: int, offset: bool
+) -> torch.Tensor:
+    """The memory of operands of (a tensor, by a spec, in groups, as a batch), stored as GEMMs read
+    them; in groups along axis -2 only."""
+    size = 0
+    behind = torch.int64.itemsize if offset else 0
+    for tensor, s, groups, batch_dims in operands:
+        shapes = stored_shapes(s, axis, tensor.shape, gemm_layout(s), batch_dims, groups)
+        size = -(-size // 128) * 128 + math.prod(shapes.codes)
+        behind += math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
+        behind += math.prod(shapes.scales) * s.scale_bytes
+    return x.new_empty(size + behind, dtype=torch.uint8)
+
+
+def _fake_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: str,
+    dx: bool = False,
+    dw: bool = False,
+    seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    quantized_w: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    check_arguments(x, w, bias, recipe, dx, dw, seed, offset, offsets)
+    specs = specs_of(recipe)
+    made = [x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=dtype or x.dtype)]
+    groups = 0 if offsets is None else offsets.shape[0]
+    kept = [
+        (tensor, s, parts, batch)
+        for tensor, s, needed, parts, batch in (
+            (x, specs["wgrad_x"], dw, groups, 0),
+            (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
+        )
+        if needed and s is not None
+    ]
+    draws = backward_draws(specs, dx, dw)
+    return [*made, _fake_kept(x, kept, -2, draws)] if kept or draws else made
+
+
+def _fake_quantize_weight(
+    w: torch.Tensor,
+    recipe: str,
+    dgrad: bool,
+    seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    specs = specs_of(recipe)
+    wanted = ((specs["fprop_w"], -1), (specs["dgrad_w"] if dgrad else None, -2))
+    return [
+        _fake_kept(w, [(w, s, 0, w.dim() - 2)], axis, False) for s, axis in wanted if s is not None
+    ]
+
+
+def _fake_linear_backward(
+    dy: torch.Tensor,
+    saved: list[torch.Tensor],
+    recipe: str,
+    k: int,
+    dx: bool,
+    dw: bool,
+    db: bool,
+    offsets: torch.Tensor | None = None,
+    x_dtype: torch.dtype | None = None,
+    w_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    n = dy.shape[-1]
+    gradients = []
+    if dx:
+        gradients.append(dy.new_empty((*dy.shape[:-1], k), dtype=x_dtype or dy.dtype))
+    if dw:
+        batch = () if offsets is None else offsets.shape
+        gradients.append(dy.new_empty((*batch, n, k), dtype=w_dtype or dy.dtype))
+    if db:
+        gradients.append(dy.new_empty((n,), dtype=bias_dtype or dy.dtype))
+    return gradients
+
+
+def _fake_linear_backward_into(
+    dy: torch.Tensor,
+    saved: list[torch.Tensor],
+    recipe: str,
+    k: int,
+    dx: bool,
+    db: bool,
+    offsets: torch.Tensor | None,
+    into: torch.Tensor,
+    x_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = (dx, False, db, offsets, x_dtype, None, bias_dtype)
+    made = _fake_linear_backward(dy, saved, recipe, k, *call)
+    none = dy.new_empty(0, dtype=torch.float32)
+    return made[0] if dx else none, made[-1] if db else none.clone()
+
+
 _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "quantize": _fake_quantize,
     "quantize_dual": _fake_quantize_dual,
@@ -165,6 +271,10 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "dequantize": _fake_dequantize,
     "relayout": _fake_relayout,
     "matmul": _fake_matmul,
+    "linear": _fake_linear,
+    "quantize_weight": _fake_quantize_weight,
+    "linear_backward": _fake_linear_backward,
+    "linear_backward_into": _fake_linear_backward_into,
 }
 for _name, _fake in _FAKES.items():
     register_fake(_name, _fake)

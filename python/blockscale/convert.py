@@ -65,13 +65,14 @@ def convert(
             model in DistributedDataParallel, what it wraps is converted.
         recipe: for layers that no rule matches.
         rules: {regular expression: recipe or None}, searched in the qualified names of linear
-            layers; the first that matches decides, None leaves the layer alone.
-        skip: layers left alone: a name, or a part of one between dots; "lm_head" also skips
-            "model.lm_head" and everything inside it.
-        seed: of the random bits.
+            layers that `skip` does not name; the first that matches decides, None leaves the layer
+            alone.
+        skip: layers left alone, whatever the rules say of them: a name, or a part of one between
+            dots; "lm_head" also skips "model.lm_head" and everything inside it.
+        seed: of the random bits, any int.
 
     Returns:
-        A printable report: each module, its recipe, or why it was left alone.
+        A Report, which prints as a table: each module, its recipe, or why it was left alone.
 
     Raises:
         TypeError, ValueError: an unknown recipe, a rule or skip that matches nothing, or a model
@@ -118,6 +119,9 @@ def convert(
 
 def revert(model: torch.nn.Module) -> list[str]:
     """Make every converted layer of `model` a plain `nn.Linear` again, in place.
+
+    Args:
+        model: a module; of one in DistributedDataParallel, what it wraps.
 
     Returns:
         The qualified names of the layers that were converted.
@@ -246,7 +250,7 @@ def _check_skip(skip: list[str], named: Mapping[str, torch.nn.Module]) -> None:
     for entry in skip:
         if not any(_is_part(entry, name) for name in named):
             names = {part for name in named for part in (name, name.rpartition(".")[2]) if part}
-            remedy = did_you_mean(entry, sorted(names))
+            remedy = did_you_mean(entry, sorted(names)) or "print(model) shows the names"
             fail("convert", "skip", repr(entry), "the name of a module", remedy)
 
 
@@ -365,7 +369,13 @@ def _state(operation: str, model: torch.nn.Module) -> RngState:
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Count `optimizer`'s steps as the model's: each advances the offset of its random bits.
 
-    Of several optimizers, attach one. Attaching the same one again changes nothing.
+    Of several optimizers, attach one. Attaching the same one again changes nothing. A step that a
+    gradient scaler skips does not count.
+
+    Args:
+        model: a converted one, or one in DistributedDataParallel.
+        optimizer: whose `step` is called, once for each update; or a wrapper with that one as its
+            attribute `optimizer`.
 
     Raises:
         TypeError, ValueError: not an optimizer, or the model is not converted.
@@ -388,12 +398,32 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def advance(model: torch.nn.Module) -> None:
-    """An optimizer step has ended: the next forward is forward 0 of the next step."""
+    """An optimizer step has ended: the next forward is forward 0 of the next step.
+
+    For loops whose optimizer cannot be attached; call it once after each step.
+
+    Args:
+        model: a converted one.
+
+    Raises:
+        TypeError, ValueError: not a model, or not converted.
+    """
     _state("advance", model).advance()
 
 
 def rng_state(model: torch.nn.Module) -> dict[str, int]:
-    """{"step", "forward", "seed"}: steps ended, forwards begun since, the seed of `convert`."""
+    """Where the random bits of a model stand. Waits for the device.
+
+    Args:
+        model: a converted one.
+
+    Returns:
+        {"step": optimizer steps ended, "forward": forwards with gradients begun since then (0 where
+        the recipe draws no bits), "seed": that of `convert`}.
+
+    Raises:
+        TypeError, ValueError: not a model, or not converted.
+    """
     state = _state("rng_state", model)
     step, forward = state.position()
     return {"step": step, "forward": forward, "seed": state.seed}
@@ -401,6 +431,10 @@ def rng_state(model: torch.nn.Module) -> dict[str, int]:
 
 def set_step(model: torch.nn.Module, step: int) -> None:
     """Continue as if `step` optimizer steps had ended; forward 0.
+
+    Args:
+        model: a converted one.
+        step: `rng_state(model)["step"]` of the run to continue, 0 or more, below 2^47.
 
     Raises:
         TypeError, ValueError: not an int, negative, or the model is not converted.

@@ -3,7 +3,6 @@ recipe."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,11 +11,10 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from blockscale._errors import fail, fail_type, message
-from blockscale._fakes import register_fake
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, gemm_layout, stored_shapes
+from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -53,8 +51,9 @@ def linear(
         w: [N, K], likewise.
         bias: [N], likewise.
         recipe: a Recipe or the name of one.
-        rng: the key of the random bits; needed where the recipe rounds stochastically. Its seed is
-            the layer's: each operand derives its own (`Rng.role`).
+        rng: the key of the random bits; needed only where an operand that is made in this call, or
+            in its backward, draws some. In "nvfp4" dy's alone do, so that inference needs no key.
+            Its seed is the layer's: each operand derives its own (`Rng.role`).
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
             none (hooks on w's gradient do not run). Every backward adds, one that is asked for x's
@@ -63,7 +62,7 @@ def linear(
             gradients are the same, w's too; w's values are not read.
 
     Returns:
-        [..., N].
+        [..., N] in the dtype said above, on x's device.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.
@@ -105,7 +104,7 @@ def grouped_linear(
         recipe, rng, accumulate_into, quantized_weight: as for `linear`.
 
     Returns:
-        [T, N].
+        [T, N] in the dtype that `linear` gives, on x's device.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.
@@ -165,7 +164,7 @@ def linear_with_key(
         return y
     except Exception as error:
         failure = error
-    _check(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
+    check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
     raise failure
 
 
@@ -200,7 +199,7 @@ def _linear_over_mesh(
     seed, offset = key or (None, None)
     grad = torch.is_grad_enabled()
     dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
-    _check(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
+    check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
     y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, _autocast_dtype(x) or x.dtype)
     return y
 
@@ -307,7 +306,7 @@ class _Linear(torch.autograd.Function):
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
 
 
-def _check(
+def check_arguments(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -343,8 +342,8 @@ def _check(
         fail(op, "bias.shape", list(bias.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
     if offsets is not None:
         _check_ends(op, offsets, w)
-    specs = _specs(recipe)
-    draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or _backward_draws(specs, dx, dw)
+    specs = specs_of(recipe)
+    draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or backward_draws(specs, dx, dw)
     if draws and (seed is None or offset is None):
         need = f"a key for random bits: recipe {label or recipe} rounds stochastically"
         fail(op, "rng", "None", need, "pass rng=bs.Rng(seed, offset)")
@@ -364,7 +363,7 @@ def _check_ends(operation: str, offsets: torch.Tensor, w: torch.Tensor) -> None:
     torch._check_value(one_each, refusal)  # type: ignore[no-untyped-call]
 
 
-def _specs(recipe: str) -> dict[str, Spec | None]:
+def specs_of(recipe: str) -> dict[str, Spec | None]:
     """The operands of a recipe's text."""
     specs = (None if text == "none" else spec(text) for text in recipe.split(" "))
     return dict(zip(OPERANDS, specs, strict=True))
@@ -374,116 +373,6 @@ def _stochastic(*specs: Spec | None) -> bool:
     return any(s is not None and s.stochastic for s in specs)
 
 
-def _backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
+def backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
     """Whether dy's operands round stochastically, of those that will be made."""
     return (dx and _stochastic(specs["dgrad_dy"])) or (dw and _stochastic(specs["wgrad_dy"]))
-
-
-# --- fake kernels: shape, dtype and stride of every result, without data --------------------------
-
-
-def _fake_kept(
-    x: torch.Tensor, operands: list[tuple[torch.Tensor, Spec, int, int]], axis: int, offset: bool
-) -> torch.Tensor:
-    """The memory of operands of (a tensor, by a spec, in groups, as a batch), stored as GEMMs read
-    them; in groups along axis -2 only."""
-    size = 0
-    behind = torch.int64.itemsize if offset else 0
-    for tensor, s, groups, batch_dims in operands:
-        shapes = stored_shapes(s, axis, tensor.shape, gemm_layout(s), batch_dims, groups)
-        size = -(-size // 128) * 128 + math.prod(shapes.codes)
-        behind += math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
-        behind += math.prod(shapes.scales) * s.scale_bytes
-    return x.new_empty(size + behind, dtype=torch.uint8)
-
-
-def _fake_linear(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    recipe: str,
-    dx: bool = False,
-    dw: bool = False,
-    seed: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    quantized_w: list[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    _check(x, w, bias, recipe, dx, dw, seed, offset, offsets)
-    specs = _specs(recipe)
-    made = [x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=dtype or x.dtype)]
-    groups = 0 if offsets is None else offsets.shape[0]
-    kept = [
-        (tensor, s, parts, batch)
-        for tensor, s, needed, parts, batch in (
-            (x, specs["wgrad_x"], dw, groups, 0),
-            (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
-        )
-        if needed and s is not None
-    ]
-    draws = _backward_draws(specs, dx, dw)
-    return [*made, _fake_kept(x, kept, -2, draws)] if kept or draws else made
-
-
-def _fake_quantize_weight(
-    w: torch.Tensor,
-    recipe: str,
-    dgrad: bool,
-    seed: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    specs = _specs(recipe)
-    wanted = ((specs["fprop_w"], -1), (specs["dgrad_w"] if dgrad else None, -2))
-    return [
-        _fake_kept(w, [(w, s, 0, w.dim() - 2)], axis, False) for s, axis in wanted if s is not None
-    ]
-
-
-def _fake_linear_backward(
-    dy: torch.Tensor,
-    saved: list[torch.Tensor],
-    recipe: str,
-    k: int,
-    dx: bool,
-    dw: bool,
-    db: bool,
-    offsets: torch.Tensor | None = None,
-    x_dtype: torch.dtype | None = None,
-    w_dtype: torch.dtype | None = None,
-    bias_dtype: torch.dtype | None = None,
-) -> list[torch.Tensor]:
-    n = dy.shape[-1]
-    gradients = []
-    if dx:
-        gradients.append(dy.new_empty((*dy.shape[:-1], k), dtype=x_dtype or dy.dtype))
-    if dw:
-        batch = () if offsets is None else offsets.shape
-        gradients.append(dy.new_empty((*batch, n, k), dtype=w_dtype or dy.dtype))
-    if db:
-        gradients.append(dy.new_empty((n,), dtype=bias_dtype or dy.dtype))
-    return gradients
-
-
-def _fake_linear_backward_into(
-    dy: torch.Tensor,
-    saved: list[torch.Tensor],
-    recipe: str,
-    k: int,
-    dx: bool,
-    db: bool,
-    offsets: torch.Tensor | None,
-    into: torch.Tensor,
-    x_dtype: torch.dtype | None = None,
-    bias_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call = (dx, False, db, offsets, x_dtype, None, bias_dtype)
-    made = _fake_linear_backward(dy, saved, recipe, k, *call)
-    none = dy.new_empty(0, dtype=torch.float32)
-    return made[0] if dx else none, made[-1] if db else none.clone()
-
-
-register_fake("linear", _fake_linear)
-register_fake("quantize_weight", _fake_quantize_weight)
-register_fake("linear_backward", _fake_linear_backward)
-register_fake("linear_backward_into", _fake_linear_backward_into)

@@ -17,7 +17,26 @@ from blockscale._errors import did_you_mean, fail, fail_type
 class Spec:
     """How one operand is quantized. Made by `spec`; `str(spec)` is its canonical text.
 
-    Everything but the text is what the core says about that text.
+    Everything but the text is what the core says about that text; specs are equal when their texts
+    are. docs/specification.md defines the bits.
+
+    Attributes:
+        text: the canonical text, such as "nvfp4[block=16x16]".
+        family: the named spec that it is a copy of, such as "nvfp4".
+        element: the format of the codes, such as "e2m1" (`describe()["elements"]`).
+        scale: the format of the block scales: "e8m0", "e4m3", "ue5m3" or "fp32".
+        block: (lines, codes along the axis) that share a scale; (1, 16) are 16 codes of one line.
+        scale_rule: how a block's scale comes from its largest value: "floor", "ceil", "even" or
+            "rceil" (MX), "amax" or "pow2" (FP32 scales), "two_level" (nvfp4, amdfp4).
+        scale_rounding: "nearest" (ties to even), or "up" in two-level specs, of the scales.
+        rounding: "nearest" (ties to even) or "stochastic", of the elements.
+        outer: whether an FP32 scale of the whole tensor multiplies the block scales.
+        hadamard: the size of the Hadamard transform along the axis, in values; 0 for none.
+        hadamard_mask: its signs: bit i is set where value i of each run of `hadamard` is negated.
+        codes_per_byte: 2 where an element has 4 bits, else 1.
+        scale_bytes: bytes of one scale, 1 or 4.
+        extent_multiple: what the extent of the axis is padded to, in values, before blocks are
+            counted: the size of the transform, or 1.
     """
 
     text: str
@@ -25,7 +44,7 @@ class Spec:
     element: str = dataclasses.field(compare=False)
     scale: str = dataclasses.field(compare=False)
     block: tuple[int, int] = dataclasses.field(compare=False)
-    rule: str = dataclasses.field(compare=False)
+    scale_rule: str = dataclasses.field(compare=False)
     scale_rounding: str = dataclasses.field(compare=False)
     rounding: str = dataclasses.field(compare=False)
     outer: bool = dataclasses.field(compare=False)
@@ -43,6 +62,7 @@ class Spec:
 
     @property
     def stochastic(self) -> bool:
+        """Whether rounding draws random bits."""
         return self.rounding == "stochastic"
 
     @property
@@ -68,6 +88,7 @@ _SCALE_DTYPES: Final = {
 def _spec_from_text(text: str, changes: str = "") -> Spec:
     facts = dict(_core.spec_facts_with(text, changes) if changes else _core.spec_facts(text))
     facts["block"] = tuple(facts["block"])
+    facts["scale_rule"] = facts.pop("rule")  # under the name that `spec` takes it by
     facts["hadamard_mask"] = int(facts["hadamard_mask"], 16)
     return Spec(**facts)
 
@@ -105,8 +126,13 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
         changes: element="e5m2", block=(16, 16), rounding="nearest" or "stochastic", scale_rule
             (MX: "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
             "nearest" or "up", outer=False, hadamard=None, 16, or (16, 0xd7e8) with its sign mask.
+            What they mean is said at the attributes of `Spec`.
+
+    Returns:
+        A Spec; `name` stays as it is.
 
     Raises:
+        TypeError: the name is neither text nor a Spec.
         ValueError: unknown name or change, or a combination that means nothing, with the reason.
     """
     if not isinstance(name, str | Spec):
@@ -118,7 +144,7 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
 
 
 def spec_names() -> tuple[str, ...]:
-    """The named specs."""
+    """The names that `spec` knows."""
     return tuple(_core.facts()["specs"])
 
 
@@ -135,13 +161,30 @@ OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
 class Recipe:
     """A spec for each operand of the three GEMMs of a linear layer; None is high precision.
 
-    `name` is only a label: recipes are equal when their operands are.
+    An operand that is None keeps the dtype of the layer's result, BF16 in a BF16 model or autocast;
+    PyTorch's own GEMM multiplies it with the other one, decoded.
+
+    Args:
+        name: only a label: recipes are equal when their operands are.
+        fprop_x: x [M, K] of y = x·Wᵀ, quantized along axis -1 (K).
+        fprop_w: W [N, K] of y = x·Wᵀ, along axis -1 (K).
+        dgrad_dy: dy [M, N] of dx = dy·W, along axis -1 (N).
+        dgrad_w: W [N, K] of dx = dy·W, along axis -2 (N).
+        wgrad_dy: dy [M, N] of dW = dyᵀ·x, along axis -2 (M).
+        wgrad_x: x [M, K] of dW = dyᵀ·x, along axis -2 (M).
 
     Attributes:
         text: the operands as the operators take them: their texts in the order of `OPERANDS`.
         high_precision: no operand is quantized.
         stochastic: some operand draws random bits.
+        draws_dx: dgrad_dy does, so that a backward to x needs a key.
+        draws_dw: wgrad_dy does, so that a backward to W needs a key.
         cuda_needs: what its GEMMs still need on a GPU; empty for a recipe that runs there.
+
+    Raises:
+        TypeError: an operand that is neither a Spec nor None, or a name that is no text.
+        ValueError: two operands of a GEMM that cannot be multiplied: with different Hadamard
+            transforms, or block lengths.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -155,12 +198,13 @@ class Recipe:
     text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
     high_precision: bool = dataclasses.field(default=True, init=False, repr=False, compare=False)
     stochastic: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
-    # Whether the operand of dy that x's gradient, or w's, reads draws random bits.
     draws_dx: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     draws_dw: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     cuda_needs: str = dataclasses.field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            fail_type("recipe", "name", self.name, "text, a label")
         operands = [getattr(self, operand) for operand in OPERANDS]
         for operand, value in zip(OPERANDS, operands, strict=True):
             if value is not None and not isinstance(value, Spec):
@@ -202,17 +246,18 @@ class Recipe:
             why = f"{gemm} sums block by block along its contraction axis"
             compare("block length", blocks, why, f"use one family for {a} and {b}")
 
-    def replace(self, **operands: Spec | str | None) -> Recipe:
+    def replace(self, *, name: str | None = None, **operands: Spec | str | None) -> Recipe:
         """A copy with some operands replaced.
 
         Args:
+            name: of the copy; None for this one's with the changes in brackets.
             operands: fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x: a Spec, its text, or
-                None for high precision. `name` renames the copy.
+                None for high precision.
 
         Raises:
+            TypeError: an operand of another type, or a name that is no text.
             ValueError: an unknown operand, or operands that cannot be multiplied.
         """
-        name = operands.pop("name", None)
         for key in operands:
             if key not in OPERANDS:
                 fail(
@@ -225,7 +270,7 @@ class Recipe:
         specs = {k: None if v is None else spec(v) for k, v in operands.items()}
         changed = ",".join(f"{k}={'none' if v is None else v}" for k, v in specs.items())
         label = f"{self.name}[{changed}]" if changed else self.name
-        return dataclasses.replace(self, name=str(name or label), **specs)  # type: ignore[arg-type]
+        return dataclasses.replace(self, name=label if name is None else name, **specs)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return self.name
@@ -277,7 +322,8 @@ def recipe(name: str | Recipe) -> Recipe:
     """A named recipe (`recipe_names`); a Recipe is returned as it is.
 
     Raises:
-        ValueError: unknown name; the message names the nearest.
+        TypeError: neither text nor a Recipe.
+        ValueError: unknown name; the message lists the known ones.
     """
     if isinstance(name, Recipe):
         return name
@@ -295,5 +341,5 @@ def recipe(name: str | Recipe) -> Recipe:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The named recipes."""
+    """The names that `recipe` knows."""
     return tuple(_RECIPES)

@@ -63,7 +63,12 @@ class Rng:
         """The Rng of one operand role of a linear layer: "x", "w" or "dy".
 
         seed + k · 0x9E3779B97F4A7C15 modulo 2^64, with k = 1, 2, 3.
+
+        Raises:
+            TypeError, ValueError: another role.
         """
+        if not isinstance(name, str):
+            fail_type("rng", "role", name, "'x', 'w' or 'dy'")
         if name not in _ROLES:
             fail("rng", "role", repr(name), f"one of {', '.join(_ROLES)}")
         step = _signed(_ROLES[name] * _GOLDEN)

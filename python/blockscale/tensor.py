@@ -108,19 +108,19 @@ class QuantizedTensor:
     Attributes:
         codes: element codes, lines of the contraction axis (for axis -2: transposed); torch's
             FP8 dtype, or uint8 with two FP4 codes (or one FP6 code) to a byte.
-        scales: block scales (decode scales), in `layout`.
+        scales: block scales (what codes are multiplied by), `spec.scale_dtype`, in `layout`.
         outer: FP32 scale of the whole tensor, a scalar or [E], or [G] with groups; None when the
             spec has none.
         spec: how it was quantized.
         axis: -1 (blocks along rows) or -2 (down columns): the contraction axis of its GEMM.
         shape: the logical shape that was quantized.
-        layout: storage layout, e.g. "linear", "nv_128x4", "mfma_16x16+aiter_scale".
+        layout: storage layout, e.g. "linear", "nv_128x4", "mfma_16x16+aiter_scale" (`quantize`).
         batch_dims: 1 when dimension 0 is a batch of separate matrices, else 0.
         offsets: [G] int32 or int64, cumulative ends of the groups of rows that were quantized each
             alone; None when there are none. Where each lies is said in docs/groups.md.
 
     Raises:
-        ValueError: the tensors' shapes, dtypes or devices are not what the rest says.
+        TypeError, ValueError: the tensors' shapes, dtypes or devices are not what the rest says.
     """
 
     codes: torch.Tensor
@@ -139,6 +139,7 @@ class QuantizedTensor:
 
     @property
     def device(self) -> torch.device:
+        """Where its tensors lie."""
         return self.codes.device
 
     @property

@@ -19,9 +19,10 @@ class QuantizedWeight:
 
     Attributes:
         recipe: whose operands these are.
-        shape: of the weight.
+        shape: of the weight, [N, K] or [E, N, K].
         backward: whether the operand of x's gradient is there.
-        operands: the memory of fprop's and of dgrad's, of those that the recipe quantizes.
+        operands: the memory of fprop's and of dgrad's, uint8 each, of those that the recipe
+            quantizes.
     """
 
     recipe: Recipe
@@ -32,7 +33,11 @@ class QuantizedWeight:
     def operands_of(
         self, w: torch.Tensor, recipe: Recipe, dx: bool, operation: str
     ) -> list[torch.Tensor]:
-        """The operands, for a call with this w and recipe that may ask for x's gradient."""
+        """The operands, for a call with this w and recipe that may ask for x's gradient.
+
+        Raises:
+            ValueError: made by another recipe, of another shape, or without backward.
+        """
         name = "quantized_weight"
         if self.recipe is not recipe and self.recipe != recipe:
             fail(operation, name, f"of recipe {self.recipe}", f"recipe {recipe}, as in this call")
@@ -60,9 +65,14 @@ def quantize_weight(
 
     Args:
         w: [N, K], or [E, N, K] for `grouped_linear`, float32, bfloat16 or float16.
-        recipe: a Recipe or the name of one.
-        rng: the layer's key, where the recipe rounds w stochastically.
+        recipe: a Recipe or the name of one; of its operands fprop_w and dgrad_w count.
+        rng: the layer's key; needed where the recipe rounds w stochastically, as none of the named
+            ones does.
         backward: also make what x's gradient reads.
+
+    Returns:
+        A QuantizedWeight on w's device: a byte an element in FP8, half of one in FP4, and scales;
+        twice that with backward.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.
@@ -72,6 +82,8 @@ def quantize_weight(
     if w.dtype not in FLOATS:
         fail("quantize_weight", "w.dtype", w.dtype, FLOATS_TEXT)
     check_dense("quantize_weight", "w", w)
+    if not isinstance(backward, bool):
+        fail_type("quantize_weight", "backward", backward, "a bool")
     chosen = recipe_named(recipe)
     specs = (chosen.fprop_w, chosen.dgrad_w)
     stochastic = any(s is not None and s.stochastic for s in specs)

@@ -105,6 +105,18 @@ TEST(SpecRefusal, UnknownNamesNameTheNearest) {
   EXPECT_ERROR(parse_spec("nvfp4[rounding=random]"), "'random'", "nearest, stochastic");
   EXPECT_ERROR(parse_spec("mxfp8[scale_rule=cell]"), "'cell'", "did you mean 'ceil'?");
   EXPECT_ERROR(parse_spec("nvfp4[scale_rounding=down]"), "'down'", "nearest, up");
+  EXPECT_ERROR(parse_spec("NVFP4"), "did you mean 'nvfp4'?");
+}
+
+TEST(SpecRefusal, NamesLikeNoOtherGetNoSuggestion) {
+  for (const char* text : {"nvfp4[foo=1]", "nonsense", ""}) {
+    try {
+      parse_spec(text);
+      ADD_FAILURE() << text;
+    } catch (const Error& error) {
+      EXPECT_EQ(std::string_view(error.what()).find("did you mean"), std::string_view::npos);
+    }
+  }
 }
 
 TEST(SpecRefusal, BrokenTextIsNotGuessedAt) {

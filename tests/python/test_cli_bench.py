@@ -11,7 +11,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from blockscale.cli import bench, bench_cases, bench_chart
+from blockscale.cli import bench, bench_cases, bench_chart, bench_run
 from blockscale.cli.bench_clock import CpuClock
 from blockscale.cli.main import main
 from torch import Tensor
@@ -24,7 +24,7 @@ SHAPES = ("300x288", "3x40x72")
 @pytest.fixture
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
     """Runs the command on the CPU with five calls a case: exit status and folder."""
-    monkeypatch.setattr(bench_cases, "CpuClock", functools.partial(CpuClock, least=0.0))
+    monkeypatch.setattr(bench_run, "CpuClock", functools.partial(CpuClock, least=0.0))
 
     def run(*shapes: str) -> tuple[int, Path]:
         words = [word for shape in shapes for word in ("--shape", shape)]
@@ -112,7 +112,7 @@ def test_a_peer_with_other_codes_is_left_out(
     def zeros(x: Tensor) -> tuple[Tensor, ...]:
         return (torch.zeros(x.shape, dtype=torch.uint8),)
 
-    monkeypatch.setattr(bench_cases, "torchao", lambda device: {name: zeros})
+    monkeypatch.setattr(bench_run, "torchao", lambda device: {name: zeros})
     status, folder = measure("128x256")
     assert status == 0
     assert f"note: {name} is left out: WrongAnswer" in capsys.readouterr().out
@@ -147,7 +147,7 @@ def test_a_wrong_layout_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_earlier_run_is_printed_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_cases, "run", None)  # nothing is measured
+    monkeypatch.setattr(bench_run, "run", None)  # nothing is measured
     assert main(["bench", "--from", str(H200), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     found = bench.read(H200)

@@ -36,6 +36,10 @@ OPTIONS = [
      "--preset = tinny; need one of tiny, small, gpt-124m; did you mean tiny?"),
     (["--preset", ""],
      "--preset = ; need one of tiny, small, gpt-124m; choose one of these"),
+    (["--preset", "TINNY"],
+     "--preset = TINNY; need one of tiny, small, gpt-124m; did you mean tiny?"),
+    (["--preset", "huge"],
+     "--preset = huge; need one of tiny, small, gpt-124m; choose one of these"),
     (["--data", ""], "--data = ''; need an existing file or folder; check the path"),
     (["--recipes", "bf16,nvpf4"],
      "--recipes = nvpf4; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; did "

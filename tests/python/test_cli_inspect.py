@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from blockscale.cli import inspect
+from blockscale.cli import doctor, inspect
 from blockscale.cli.main import main
 from commands import refusal
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -206,12 +208,21 @@ def test_bad_options(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
+def test_doctor_speaks_of_avx_512() -> None:
+    """describe() has the names of Highway, which counts AVX-512 as a third AVX."""
+    about = bs.describe() | {"instruction_sets": ["AVX3_SPR", "AVX3", "AVX2", "SSE4"]}
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(doctor.facts(about))
+    assert "AVX-512_SPR (usable here too: AVX-512, AVX2, SSE4)" in console.export_text()
+
+
 def test_doctor_names_backends_recipes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     about = bs.describe()
     assert torch.__version__ in out
-    assert about["instruction_set"] in out
+    best, *others = map(doctor.processor_name, about["instruction_sets"])
+    assert best + (f" (usable here too: {', '.join(others)})" if others else "") in out
     for name in (*bs.recipe_names(), *(b["name"] for b in about["backends"])):
         assert name in out
     line = next(line for line in out.splitlines() if "│ nvfp4" in line)

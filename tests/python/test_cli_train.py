@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import io
 import json
 import math
 import os
@@ -15,11 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from blockscale.cli import train as cli_train
 from blockscale.cli.data import Corpus, load_corpus
+from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, LanguageModel
+from blockscale.cli.provenance import ORIGIN
 from blockscale.cli.report import command, deviation_of, results, smoothed
-from blockscale.cli.run_folder import Cell, RunFolder, create_run
-from blockscale.cli.trainer import learning_rate
+from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
+from blockscale.cli.trainer import Trainer, learning_rate
+from rich.console import Console
 
 RECIPES = "bf16,nvfp4"
 SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
@@ -115,6 +121,29 @@ def test_sigkill_and_resume_change_no_bit(
     for name in ("bf16-seed0.safetensors", "nvfp4-seed0.safetensors"):
         paths = [folder / "checkpoints" / name for folder in (out, whole[0])]
         assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "noted"),
+    [([], True, True), (["--device", "cpu"], True, False), ([], False, False)],
+)
+def test_a_gpu_that_is_not_used_is_noted(
+    words: list[str],
+    gpu: bool,
+    noted: bool,
+    tmp_path: Path,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(Trainer, "run", lambda trainer, progress: None)  # nothing is trained
+    monkeypatch.setattr(cli_train, "write_report", lambda folder, corpus: None)
+    monkeypatch.setattr(cli_train, "print_table", lambda folder, console: None)
+    monkeypatch.setattr(cli_train, "use_reproducible_kernels", lambda device: None)
+    assert main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ("note: a GPU is available; --device cuda uses it" in lines) == noted
 
 
 def test_ctrl_c_tells_how_to_resume(tmp_path: Path, text: str) -> None:
@@ -289,6 +318,23 @@ def test_reported_command_repeats_the_run() -> None:
         "blockscale train --recipes bf16,nvfp4 --steps 2 --seeds 2 --seed 4 --batch-size 3 "
         "--seq-len 5 --data '/a b' /c --lr 0.5"
     )
+
+
+def test_date_and_commit_are_stated_and_decide_nothing(whole: tuple[Path, str]) -> None:
+    folder, _ = whole
+    saved = json.loads((folder / "settings.json").read_text())
+    before = saved["environment"]
+    assert datetime.datetime.fromisoformat(before["date"]).tzinfo == datetime.timezone.utc
+    report = (folder / "report.md").read_text()
+    assert all(f"| {key} | {before[key]} |" in report for key in ORIGIN if key in before)
+    later = before | {"date": "2031-01-01T00:00:00+00:00", "commit": "1234"}
+    assert run_id(saved) == run_id(saved | {"environment": later})
+    assert run_id(saved) != run_id(saved | {"environment": later | {"threads": 99}})
+    console = Console(file=io.StringIO(), record=True)
+    cli_train.warn_of_changes(before, later, console)
+    assert console.export_text() == ""
+    cli_train.warn_of_changes(before, later | {"torch": "9"}, console)
+    assert f"note: torch {before['torch']} -> 9 since" in console.export_text()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

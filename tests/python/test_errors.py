@@ -13,6 +13,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from blockscale._errors import did_you_mean, edit_distance, nearest
 from torch import nn
 
 OPS = torch.ops.blockscale
@@ -46,6 +47,40 @@ def test_unknown_names() -> None:
     value_error(lambda: bs.linear(X, X, recipe="mxpf8"), "recipe: name = 'mxpf8'", "'mxfp8'")
 
 
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("nvpf4", "nvfp4"),  # 2 edits of 5 letters
+        ("NVFP4", "nvfp4"),
+        ("fp8", "mxfp8"),
+        ("fp8_1x218", "fp8_1x128"),
+        ("foo", None),
+        ("nonsense", None),
+        ("", None),
+    ],
+)
+def test_only_what_is_near_is_suggested(name: str, suggested: str | None) -> None:
+    known = bs.spec_names()
+    assert nearest(name, known) == suggested
+    assert did_you_mean(name, known) == (f"did you mean {suggested!r}?" if suggested else "")
+    assert nearest(name, ()) is None
+
+
+def test_edits() -> None:
+    for a, b, edits in (("", "", 0), ("", "abc", 3), ("kitten", "sitting", 3), ("ab", "ba", 2)):
+        assert edit_distance(a, b) == edit_distance(b, a) == edits
+
+
+def test_nonsense_gets_no_suggestion() -> None:
+    with pytest.raises(ValueError, match=r"^recipe: operand = 'foo'; need [^;]+$"):
+        bs.recipe("nvfp4").replace(foo=None)
+    with pytest.raises(ValueError, match=r"^recipe: name = 'nonsense'; need [^;]+$"):
+        bs.recipe("nonsense")
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=r"^convert: skip = 'head'; .*; print\(model\) shows"):
+        bs.convert(model, "nvfp4", skip=["head"])
+
+
 def test_wrong_types() -> None:
     type_error(lambda: bs.quantize([1.0], "nvfp4"), "quantize: x = a list; need a tensor")  # type: ignore[arg-type]
     type_error(lambda: bs.quantize(X, 4), "quantize: spec = an int", "'nvfp4'")  # type: ignore[arg-type]
@@ -55,6 +90,8 @@ def test_wrong_types() -> None:
     type_error(lambda: bs.dequantize(X), "dequantize: q = a Tensor", "quantize it first")  # type: ignore[arg-type]
     type_error(lambda: bs.linear(X, None), "linear: w = None; need a tensor")  # type: ignore[arg-type]
     type_error(lambda: bs.linear(X, X, rng=3), "linear: rng = an int")  # type: ignore[arg-type]
+    type_error(lambda: bs.Rng(1).role([]), "rng: role = a list; need 'x', 'w' or 'dy'")  # type: ignore[arg-type]
+    type_error(lambda: bs.quantize_weight(X, backward="no"), "quantize_weight: backward = a str")  # type: ignore[arg-type]
     type_error(
         lambda: bs.linear(X, X, recipe="mxfp8", quantized_weight=bs.quantize(X, "mxfp8")),  # type: ignore[arg-type]
         "linear: quantized_weight = a QuantizedTensor; need a QuantizedWeight; ",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import blockscale as bs
 import pytest
@@ -101,7 +101,7 @@ def test_is_the_composition_of_its_pieces(recipe: str, device: torch.device) -> 
 def nearest(name: str) -> bs.Recipe:
     """The recipe without random bits, which belong to a group's place."""
     r = bs.recipe(name)
-    specs = {
+    specs: dict[str, Any] = {
         operand: bs.spec(getattr(r, operand), rounding="nearest")
         for operand in ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
     }

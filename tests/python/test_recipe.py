@@ -11,7 +11,7 @@ import blockscale as bs
 import pytest
 import torch
 
-TABLE = {  # specification, section 9: element, scale, block, outer, rule
+TABLE = {  # specification, section 9: element, scale, block, outer, scale_rule
     "fp8_1x128": ("e4m3fn", "fp32", (1, 128), False, "amax"),
     "fp8_128x128": ("e4m3fn", "fp32", (128, 128), False, "amax"),
     "mxfp8": ("e4m3fn", "e8m0", (1, 32), False, "rceil"),
@@ -26,7 +26,7 @@ def test_named_specs_are_the_table() -> None:
     assert set(bs.spec_names()) == set(TABLE)
     for name, facts in TABLE.items():
         s = bs.spec(name)
-        assert (s.element, s.scale, s.block, s.outer, s.rule) == facts
+        assert (s.element, s.scale, s.block, s.outer, s.scale_rule) == facts
         assert str(s) == name
         assert s.rounding == "nearest"
         assert s.scale_rounding == "nearest"
@@ -112,6 +112,13 @@ def test_specs_that_mean_nothing(name: str, changes: dict[str, Any], words: list
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("text", "shown"), [("nvfp4\0", r"nvfp4\x00"), ("\ud800", r"\ud800")])
+def test_a_text_reaches_the_core_whole(text: str, shown: str) -> None:
+    with pytest.raises(ValueError, match=r"^spec: name = ") as error:
+        bs.spec(text)
+    assert f"'{shown}'" in str(error.value)
+
+
 def test_named_recipes_are_the_table() -> None:
     rows: dict[str, Sequence[str | None]] = {
         "bf16": [None] * 6,
@@ -149,6 +156,21 @@ def test_a_recipe_is_a_value() -> None:
     assert hash(changed) != hash(base)
     assert pickle.loads(pickle.dumps(changed)) == changed
     assert base.replace() == base
+    assert base.replace(name="").name == ""
+
+
+def test_what_recipes_draw() -> None:
+    """Of dy's operands: draws_dx is that of x's gradient, draws_dw that of W's."""
+    mxfp8 = bs.recipe("mxfp8")
+    assert (mxfp8.draws_dx, mxfp8.draws_dw) == (False, False)
+    assert (bs.recipe("nvfp4").draws_dx, bs.recipe("nvfp4").draws_dw) == (True, True)
+    random = "mxfp8[rounding=stochastic]"
+    for gemm, (dx, dw) in {"dgrad": (True, False), "wgrad": (False, True)}.items():
+        operand: dict[str, Any] = {f"{gemm}_dy": random}
+        changed = mxfp8.replace(**operand)
+        assert (changed.draws_dx, changed.draws_dw) == (dx, dw)
+    assert mxfp8.replace(fprop_x=random).stochastic
+    assert not mxfp8.replace(fprop_x=random).draws_dx
 
 
 @pytest.mark.parametrize(
@@ -178,6 +200,9 @@ def test_unknown_recipe_names_the_nearest() -> None:
         bs.recipe("nvpf4")
     with pytest.raises(TypeError, match=r"recipe: name = an int; need a name such as 'nvfp4'"):
         bs.recipe(4)  # type: ignore[arg-type]
+    for make in (bs.Recipe, lambda name: bs.recipe("nvfp4").replace(name=name)):
+        with pytest.raises(TypeError, match=r"^recipe: name = an int; need text, a label$"):
+            make(4)  # type: ignore[arg-type]
 
 
 def test_explain_says_what_the_error_would() -> None:
@@ -187,6 +212,11 @@ def test_explain_says_what_the_error_would() -> None:
     assert "one-byte scales" in bs.explain("fp8_1x128", layout="nv_128x4")
     assert "packed FP4 codes" in bs.explain("mxfp8", layout="mfma_16x16")
     assert bs.explain("nvfp4", device="tpu") == "explain: device = 'tpu'; need one of cpu, cuda"
+    for argument in ("layout", "operation", "device"):
+        with pytest.raises(TypeError, match=f"^explain: {argument} = an int; need .*'"):
+            bs.explain("nvfp4", **{argument: 3})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^explain: spec = an int; need a Spec, or .*'nvfp4'$"):
+        bs.explain(3)  # type: ignore[arg-type]
     cuda = next(b for b in bs.describe()["backends"] if b["name"] == "cuda")
     assert bs.explain("nvfp4", device=torch.device("cuda:0")) == cuda["reason"]
 

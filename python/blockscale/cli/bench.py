@@ -5,12 +5,9 @@ GPU against the CPU, bit for bit."""
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,10 +20,11 @@ from rich.markup import escape
 from rich.table import Table
 
 import blockscale as bs
-from blockscale.cli import bench_cases
+from blockscale.cli import bench_cases, bench_run
 from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
 from blockscale.cli.errors import CliError, device_name
+from blockscale.cli.provenance import provenance
 from blockscale.cli.run_folder import write_atomically
 
 LIMIT = 1 << 31  # elements of an input; three of them are held
@@ -136,60 +134,9 @@ def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> di
             else:
                 status.update(escape(text))
 
-        copy, rows = bench_cases.run(device, shapes or default, say)
+        copy, rows = bench_run.run(device, shapes or default, say)
     where = provenance(device) | {"load_average": load, "copy_tb_per_s": copy}
     return {"provenance": where, "rows": rows}
-
-
-def provenance(device: str) -> dict[str, Any]:
-    """Where and from what the numbers come."""
-    facts = bs.describe()
-    where = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "device": device,
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": facts["instruction_set"],
-        "blockscale": facts["version"],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if device == "cuda":
-        query = "--query-gpu=clocks.sm,clocks.mem,driver_version"
-        where |= {
-            "gpu": torch.cuda.get_device_name(),
-            "clocks_after_and_driver": output("nvidia-smi", query, "--format=csv,noheader"),
-            "cuda": torch.version.cuda,
-        }
-    return where
-
-
-def output(*words: str, cwd: Path | None = None) -> str:
-    """What a command prints; nothing where it is missing or fails."""
-    try:
-        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def commit() -> str:
-    """The commit that this file is of, with `+changes`; nothing when it is installed by itself."""
-    here = Path(__file__).resolve()
-    if not output("git", "ls-files", here.name, cwd=here.parent):
-        return ""
-    changed = output("git", "status", "--porcelain", "--untracked-files=no", cwd=here.parent)
-    return output("git", "rev-parse", "HEAD", cwd=here.parent) + ("+changes" if changed else "")
-
-
-def cpu_name() -> str:
-    """The processor, as the kernel names it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def write(path: Path, found: dict[str, Any]) -> None:

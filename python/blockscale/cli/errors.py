@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+from blockscale import _errors
 
 
 class CliError(Exception):
@@ -27,8 +28,8 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """The remedy for an unknown name, after a message that lists the known ones."""
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else "choose one of these"
+    close = _errors.nearest(name, known)
+    return "choose one of these" if close is None else f"did you mean {close}?"
 
 
 def device_name(text: str) -> str:

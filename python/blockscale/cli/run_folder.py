@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from blockscale.cli.errors import CliError
+from blockscale.cli.provenance import ORIGIN
 
 Row = dict[str, Any]
 
@@ -47,8 +48,7 @@ class RunFolder:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self.settings = settings
-        text = json.dumps(settings, sort_keys=True)
-        self.run_id = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.run_id = run_id(settings)
         self.rows: list[Row] = []
         self.checkpoints = path / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)
@@ -134,6 +134,13 @@ class RunFolder:
         content = save(weights, metadata={"trained_as": str(cell)})
         write_atomically(self.weights_path(cell), lambda file: file.write(content))
         self.checkpoint_path(cell).unlink(missing_ok=True)
+
+
+def run_id(settings: dict[str, Any]) -> str:
+    """The same for runs that do the same, whenever and from whichever commit."""
+    where = {k: v for k, v in settings.get("environment", {}).items() if k not in ORIGIN}
+    what = settings | ({"environment": where} if "environment" in settings else {})
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def create_run(path: Path, settings: dict[str, Any]) -> RunFolder:

@@ -23,6 +23,7 @@ from blockscale.cli.doctor import why_not
 from blockscale.cli.errors import CliError, device_name, integer, nearest, positive_float
 from blockscale.cli.model import PRESETS
 from blockscale.cli.progress import LiveProgress
+from blockscale.cli.provenance import ORIGIN, origin
 from blockscale.cli.report import print_table, write_report
 from blockscale.cli.run_folder import RunFolder
 from blockscale.cli.trainer import Trainer, use_reproducible_kernels
@@ -95,6 +96,8 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
     saved = run_folder.read_settings(path, (*SETTINGS, *FACTS)) if args.resume else {}
     settings = choose_settings(args, saved)
     check_device(settings)
+    if args.device is None and not saved and torch.cuda.is_available():
+        console.print("note: a GPU is available; --device cuda uses it", highlight=False)
     if args.recipes is None and not saved:
         for name in left_out(settings["device"]):
             reason = why_not(name, settings["device"])
@@ -185,11 +188,11 @@ def check_device(settings: dict[str, Any]) -> None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What besides the settings decides the bits of a result."""
-    gpu = {}
+    """Date and commit of a run, and what besides the settings decides the bits of its result."""
+    where: dict[str, Any] = {key: value for key, value in origin().items() if value}
     if device == "cuda":
-        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    return gpu | {
+        where |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return where | {
         "blockscale": bs.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -201,7 +204,9 @@ def environment(device: str) -> dict[str, Any]:
 def warn_of_changes(before: dict[str, Any], now: dict[str, Any], console: Console) -> None:
     """Another version or thread count may sum in another order; say so, do not refuse."""
     changed = [
-        f"{key} {before.get(key)} -> {now[key]}" for key in now if now[key] != before.get(key)
+        f"{key} {before.get(key)} -> {now[key]}"
+        for key in now
+        if key not in ORIGIN and now[key] != before.get(key)
     ]
     if changed:
         console.print(
