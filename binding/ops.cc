@@ -174,6 +174,11 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx=False, bool dw=False, "
       "Tensor? seed=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None, "
       "Tensor[]? quantized_w=None) -> Tensor[]");
+  // The same without defaults, for programs that keep operators and no autograd.Function: its
+  // derivative is registered in functional.py.
+  m.def(
+      "linear_exported(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, Tensor? seed, "
+      "Tensor? offset, Tensor? offsets, ScalarType? dtype, Tensor[]? quantized_w) -> Tensor[]");
   m.def(
       "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seed=None, Tensor? offset=None) "
       "-> Tensor[]");
@@ -196,6 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("relayout", TORCH_BOX(&relayout_op));
   m.impl("matmul", TORCH_BOX(&matmul_op));
   m.impl("linear", TORCH_BOX(&linear_op));
+  m.impl("linear_exported", TORCH_BOX(&linear_op));
   m.impl("quantize_weight", TORCH_BOX(&quantize_weight_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
   m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+from blockscale import _exported as _exported  # registers a derivative
 from blockscale import _fakes as _fakes  # registers the fake kernels
+from blockscale import _flops as _flops  # registers what products count for
 from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step

@@ -23,9 +23,6 @@ _LIBRARY: Final = torch.library.Library("blockscale", "IMPL")  # type: ignore[no
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
     """Register the fake kernel of an operator.
 
-    No result of it requires a gradient, whatever its arguments do: the derivatives are those of
-    autograd.Function in functional.py. By default PyTorch would warn in the backward, and go on.
-
     PyTorch also calls it where one argument of many is on meta: the result would be memory that
     nobody has written.
     """
@@ -42,7 +39,6 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"blockscale::{name}", checked)
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 
 
 def _fake_stored(
@@ -272,9 +268,14 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "relayout": _fake_relayout,
     "matmul": _fake_matmul,
     "linear": _fake_linear,
+    "linear_exported": _fake_linear,
     "quantize_weight": _fake_quantize_weight,
     "linear_backward": _fake_linear_backward,
     "linear_backward_into": _fake_linear_backward_into,
 }
 for _name, _fake in _FAKES.items():
     register_fake(_name, _fake)
+    # No result requires a gradient, whatever the arguments do: derivatives are those of
+    # autograd.Function in functional.py. By default PyTorch would warn in the backward, and go on.
+    if _name != "linear_exported":  # which has one: _exported.py
+        _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

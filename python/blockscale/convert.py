@@ -14,7 +14,7 @@ from blockscale.nn import Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState
-from blockscale.tensor import FLOATS, FLOATS_TEXT
+from blockscale.tensor import FLOATS, FLOATS_TEXT, is_dtensor, is_plain
 
 # What wrappers put into the names of what they wrap. A layer's random bits must not depend on
 # whether it is compiled, checkpointed, replicated or sharded.
@@ -278,6 +278,8 @@ def _unfit(module: torch.nn.Module) -> str:
     assert isinstance(module, torch.nn.Linear)
     if type(module) is torch.nn.Linear and "forward" in vars(module):
         return "its forward was replaced by another library: convert before that"
+    if not is_plain(module.weight) and not is_dtensor(module.weight):
+        return f"its weight is a tensor of type {type(module.weight).__name__}"
     if module.weight.dtype not in FLOATS:
         return f"its weight is {module.weight.dtype}, not {FLOATS_TEXT}"
     return ""
@@ -375,7 +377,7 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Args:
         model: a converted one, or one in DistributedDataParallel.
         optimizer: whose `step` is called, once for each update; or a wrapper with that one as its
-            attribute `optimizer`.
+            attribute `optimizer` or `optim`.
 
     Raises:
         TypeError, ValueError: not an optimizer, or the model is not converted.
@@ -390,11 +392,19 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "call bs.advance(model) after each step instead",
         )
     # One that wraps another, as Accelerate's does, may have no hooks; its steps are the other's.
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+    while inner := _wrapped(optimizer):
         optimizer = inner
     hooks = optimizer._optimizer_step_post_hooks.values()
     if not any(getattr(hook, "__self__", None) is state for hook in hooks):
         optimizer.register_step_post_hook(state.after_step)
+
+
+def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    for name in ("optimizer", "optim"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return inner
+    return None
 
 
 def advance(model: torch.nn.Module) -> None:

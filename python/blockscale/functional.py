@@ -14,7 +14,7 @@ from blockscale._errors import fail, fail_type, message
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense
+from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -56,8 +56,8 @@ def linear(
             Its seed is the layer's: each operand derives its own (`Rng.role`).
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
-            none (hooks on w's gradient do not run). Every backward adds, one that is asked for x's
-            gradient alone too. Not for `create_graph`, and not reset here.
+            none (hooks on w's gradient are called with None). Every backward adds, one that is
+            asked for x's gradient alone too. Not for `create_graph`, and not reset here.
         quantized_weight: what `quantize_weight` made of w as it is now. The result and the
             gradients are the same, w's too; w's values are not read.
 
@@ -135,7 +135,7 @@ def linear_with_key(
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
         return torch.nn.functional.linear(x, w, bias)
-    if not USUAL.issuperset((type(x), type(w))) and _over_mesh(x, w):
+    if not USUAL.issuperset((type(x), type(w))) and (is_dtensor(x) or is_dtensor(w)):
         return _linear_over_mesh(x, w, bias, recipe, key, offsets, into, quantized)
     dx = dw = db = False
     seed, offset = key or (None, None)
@@ -156,24 +156,18 @@ def linear_with_key(
         y: torch.Tensor
         watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         forward = _forward if watched else _forward_now
-        if not (dx or dw or db):
+        if watched and torch.compiler.is_exporting():
+            y = _linear_exported(x, w, bias, rest, into)
+        elif not (dx or dw or db):
             y = forward(x, w, bias, *rest)[0]
         else:
-            apply: Callable[..., Any] = _Linear.apply if watched else _apply
+            apply: Callable[..., Any] = LinearFunction.apply if watched else _apply
             y = apply(x, w, bias, (forward, recipe, rest, db, into))
         return y
     except Exception as error:
         failure = error
     check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
     raise failure
-
-
-def _over_mesh(*tensors: torch.Tensor) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def _linear_over_mesh(
@@ -244,7 +238,7 @@ def _check_into(
         fail(op, name, "given", "none: w needs no gradient", "leave it out")
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`:
     the operator and what it takes after the tensors, the recipe, whether the bias gets a gradient,
     and the buffer of w's, in one tuple because each argument costs time."""
@@ -258,10 +252,27 @@ class _Linear(torch.autograd.Function):
         call: tuple[Callable[..., Any], Recipe, tuple[Any, ...], bool, torch.Tensor | None],
     ) -> torch.Tensor:
         forward, recipe, rest, db, into = call
-        y: torch.Tensor
-        # The operator returns y and, in one tensor, what it has made; operands in high precision
-        # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
-        y, *saved = forward(x, w, bias, *rest)
+        made = forward(x, w, bias, *rest)
+        LinearFunction.keep(ctx, x, w, bias, made, recipe, rest, db, into)
+        y: torch.Tensor = made[0]
+        return y
+
+    @staticmethod
+    def keep(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        made: list[torch.Tensor],
+        recipe: Recipe,
+        rest: tuple[Any, ...],
+        db: bool,
+        into: torch.Tensor | None,
+    ) -> None:
+        """Save what the backward reads. The operator has made y and, in one tensor, operands; those
+        in high precision are the inputs."""
+        # No list is changed here: PyTorch 2.11's compiler does not trace it.
+        y, *saved = made
         text, dx, dw, seed, _, offsets, _, quantized_w = rest
         if dx and quantized_w is not None and recipe.dgrad_w is not None:
             saved = [*saved, quantized_w[-1]]
@@ -279,7 +290,6 @@ class _Linear(torch.autograd.Function):
             None if bias is None or bias.dtype is out else bias.dtype,
         )
         ctx.call = (text, w.shape[-1], dx, dw, db, dtypes, into)
-        return y
 
     @staticmethod
     @once_differentiable
@@ -301,9 +311,24 @@ class _Linear(torch.autograd.Function):
         return (*gradients, None)
 
 
+def _linear_exported(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    rest: tuple[Any, ...],
+    into: torch.Tensor | None,
+) -> torch.Tensor:
+    """y by an operator that has its derivative with it: torch.export keeps no autograd.Function."""
+    if into is not None:
+        need = "none in a program that is exported"
+        fail(_name(rest[5]), "accumulate_into", "given", need, "leave it out")
+    y: torch.Tensor = _ops.linear_exported.default(x, w, bias, *rest)[0]
+    return y
+
+
 # `apply` without what torch.autograd.Function does in Python before it, for functions with a
 # setup_context and for functorch: a tenth of a small layer's time.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, LinearFunction).apply
 
 
 def check_arguments(
@@ -330,6 +355,8 @@ def check_arguments(
         if tensor.dtype not in FLOATS and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
         check_dense(op, name, tensor)
+        if not (is_plain(tensor) or is_dtensor(tensor)):
+            fail(op, name, f"a {type(tensor).__name__}", "a plain tensor")
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
     grouped = offsets is not None

@@ -14,7 +14,7 @@ import torch
 from blockscale._errors import fail, fail_type
 from blockscale.recipe import Spec, spec
 from blockscale.rng import Rng
-from blockscale.tensor import QuantizedTensor, check_dense, matrix_extents
+from blockscale.tensor import QuantizedTensor, check_plain, matrix_extents
 
 _ops = torch.ops.blockscale
 
@@ -370,7 +370,7 @@ def _plain(operation: str, **values: object) -> None:
 def _tensor(operation: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         fail_type(operation, "x", x, "a tensor")
-    check_dense(operation, "x", x)
+    check_plain(operation, "x", x)
     return x.detach()
 
 

@@ -158,6 +158,8 @@ class RngState:
         An evaluation draws what the next one that counts will: a function of where the run stands,
         so that a resumed run evaluates alike.
         """
+        if torch.compiler.is_exporting():  # a program has no state that it could count in
+            return
         if self.draws and _is_outside_backward():
             self.offset.copy_(self.upcoming)
             if torch.is_grad_enabled():

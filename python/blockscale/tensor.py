@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from blockscale import _core
 from blockscale._errors import fail, fail_type
@@ -22,11 +23,39 @@ FLOATS_TEXT: Final = "float32, bfloat16 or float16"
 def check_dense(operation: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse what is not one tensor in strided memory."""
     if tensor.is_nested:
-        remedy = "torch.nested.to_padded_tensor makes one"
+        remedy = (
+            "torch.nested.to_padded_tensor makes one; a TransformerEncoder makes none if it is "
+            "converted as a whole, or made with enable_nested_tensor=False"
+        )
         fail(operation, name, "a nested tensor", "a tensor of one shape", remedy)
     if tensor.layout is not torch.strided:
         remedy = f"call {name}.to_dense() first"
         fail(operation, f"{name}.layout", tensor.layout, "torch.strided", remedy)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """No wrapper of other tensors, such as a DTensor or another library's quantized tensor."""
+    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return usual or not is_traceable_wrapper_subclass(tensor)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is cut over ranks. (Importing DTensor takes half a second, so not before it may be
+    one.)"""
+    if is_plain(tensor) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def check_plain(operation: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse what is not one tensor in strided memory, also wrappers of others."""
+    check_dense(operation, name, tensor)
+    if not is_plain(tensor):
+        local = is_dtensor(tensor)
+        remedy = f"pass {name}.to_local() or {name}.full_tensor()" if local else ""
+        fail(operation, name, f"a {type(tensor).__name__}", "a plain tensor", remedy)
 
 
 class StoredShapes(NamedTuple):
@@ -200,10 +229,16 @@ def check_stored(q: QuantizedTensor, operation: str) -> None:
     """Refuse a container whose tensors are not what its spec, axis, shape and layout say."""
     if not isinstance(q.spec, Spec):
         fail_type(operation, "spec", q.spec, "a Spec", "make one with bs.spec(name)")
+    for name in ("axis", "batch_dims"):
+        if not isinstance(getattr(q, name), int):
+            fail_type(operation, name, getattr(q, name), "an int")
     if q.axis not in (-1, -2):
         fail(operation, "axis", q.axis, "-1 or -2")
     if not isinstance(q.shape, tuple | list):
         fail_type(operation, "shape", q.shape, "a tuple of ints, the quantized tensor's shape")
+    for extent in q.shape:
+        if not isinstance(extent, int | torch.SymInt):
+            fail_type(operation, "shape", extent, "ints, the quantized tensor's shape")
     if not isinstance(q.layout, str):
         fail_type(operation, "layout", q.layout, "a layout's name such as 'linear'")
     if q.batch_dims not in (0, 1) or len(q.shape) < 1 + 2 * q.batch_dims:

@@ -10,7 +10,7 @@ from blockscale._errors import fail, fail_type
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense
+from blockscale.tensor import FLOATS, FLOATS_TEXT, check_plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ def quantize_weight(
         fail_type("quantize_weight", "w", w, "a tensor")
     if w.dtype not in FLOATS:
         fail("quantize_weight", "w.dtype", w.dtype, FLOATS_TEXT)
-    check_dense("quantize_weight", "w", w)
+    check_plain("quantize_weight", "w", w)
     if not isinstance(backward, bool):
         fail_type("quantize_weight", "backward", backward, "a bool")
     chosen = recipe_named(recipe)

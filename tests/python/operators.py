@@ -112,6 +112,8 @@ def linear_samples(of: Inputs) -> list[Sample]:
         made = OPS.quantize_weight(w, recipe.text, dx)
         samples.append(("quantize_weight", (w, recipe.text, dx)))
         samples.append(("linear", (*forward, made)))
+        tensors = [t.clone().requires_grad_(dx and dw) for t in (x, w, bias)]
+        samples += [("linear_exported", (*tensors, *forward[3:], q)) for q in (None, made)]
         if dw:
             into = (dy, saved, recipe.text, 70, dx, dx, None, of.ones(9, 70), F32, BF16)
             samples.append(("linear_backward_into", into))
@@ -134,6 +136,7 @@ def grouped_linear_samples(of: Inputs) -> list[Sample]:
         call = (dy, saved, recipe.text, 70)
         samples += [
             ("linear", forward),
+            ("linear_exported", (*forward, None, None)),
             ("linear_backward", (*call, True, True, False, of.ends)),
             ("linear_backward_into", (*call, True, False, of.ends, of.ones(3, 9, 70))),
         ]

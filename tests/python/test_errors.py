@@ -15,6 +15,7 @@ import pytest
 import torch
 from blockscale._errors import did_you_mean, edit_distance, nearest
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 OPS = torch.ops.blockscale
 X = torch.ones(4, 70)
@@ -234,6 +235,43 @@ def test_wrong_dtype(dtype: torch.dtype) -> None:
     value_error(lambda: bs.matmul(q, q, out_dtype=dtype), "matmul: out_dtype = ",
                 "need float32 or bfloat16")  # fmt: skip
     value_error(lambda: bs.matmul(q, q, bias=x[:, 0]), "matmul: bias.dtype = ", need)
+
+
+def test_wrappers_of_other_tensors() -> None:
+    """As those of other libraries, whose operators ours are not among."""
+    pair = TwoTensor(X, X)  # type: ignore[no-untyped-call]
+    for name, call in (
+        ("quantize: x", lambda: bs.quantize(pair, "mxfp8")),
+        ("amax: x", lambda: bs.amax(pair, "mxfp8")),
+        ("quantize_weight: w", lambda: bs.quantize_weight(pair, "mxfp8")),
+    ):
+        value_error(call, f"{name} = a TwoTensor; need a plain tensor")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0].weight = torch.nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))  # type: ignore[no-untyped-call]
+    report = bs.convert(model, "mxfp8")
+    assert report.skipped == [("0", "its weight is a tensor of type TwoTensor")]
+
+
+def test_weights_that_torchao_has_quantized() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    bs.convert(model, "mxfp8")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    value_error(lambda: model(torch.ones(4, 64)), "linear: w = a Int8Tensor; need a plain tensor")
+
+
+def test_entries_of_a_container() -> None:
+    q = bs.quantize(X, "nvfp4")
+    stored = (q.codes, q.scales, q.outer, q.spec)
+    for rest, words in (
+        ((-1, (4.0, 70)), ("shape = a float", "ints")),
+        ((-1, ("4", 70)), ("shape = a str", "ints")),
+        ((torch.tensor([-1, -1]), (4, 70)), ("axis = ", "an int")),
+    ):
+        with pytest.raises(TypeError, match="QuantizedTensor: ") as error:
+            bs.QuantizedTensor(*stored, *rest)
+        for word in words:
+            assert word in str(error.value)
 
 
 def test_wrong_device() -> None:

@@ -272,6 +272,25 @@ def test_an_optimizer_around_another_is_attached() -> None:
     assert bs.rng_state(model)["step"] == 1
 
 
+def test_pytorchs_own_wrapper_is_attached() -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    class NoAverager(PeriodicModelAverager):
+        def __init__(self) -> None:
+            pass
+
+        def average_parameters(self, params: object) -> None:
+            pass
+
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = PostLocalSGDOptimizer(inner, NoAverager())
+    bs.attach(model, optimizer)
+    optimizer.step()  # type: ignore[no-untyped-call]
+    assert bs.rng_state(model)["step"] == 1
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
     """A fused optimizer is called for it all the same, and finds out on the device."""
