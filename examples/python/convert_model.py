@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 
 RECIPE, STEPS, CONTEXT = "nvfp4", 40, 16
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# bs.explain gives the reason where this build cannot run on a GPU here.
+GPU = torch.cuda.is_available() and not bs.explain("nvfp4", device="cuda")
+DEVICE = "cuda" if GPU else "cpu"
 
 
 class NextByte(torch.nn.Module):
@@ -48,8 +50,7 @@ def make(seed: int) -> tuple[NextByte, torch.optim.Optimizer]:
 def train(
     model: NextByte, optimizer: torch.optim.Optimizer, data: torch.Tensor, steps: range
 ) -> list[float]:
-    """The loss of each step. A batch is a function of its step, so that a resumed run sees the
-    same ones."""
+    """The loss of each step. A batch is a function of its step, in a resumed run too."""
     criterion, losses = torch.nn.CrossEntropyLoss(), []
     for step in steps:
         random = torch.Generator().manual_seed(step)
@@ -67,9 +68,8 @@ def train(
 
 def main() -> None:
     sources = sorted(Path(bs.__file__).parent.glob("*.py"))
-    text = b"".join(source.read_bytes() for source in sources)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    half = STEPS // 2
+    text = bytearray().join(source.read_bytes() for source in sources)
+    data, half = torch.frombuffer(text, dtype=torch.uint8).long(), STEPS // 2
 
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer = make(seed=17)

@@ -81,7 +81,8 @@ def train(rank: int, ranks: int, device: torch.device) -> None:
 
 def main() -> None:
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    kind = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+    enough = torch.cuda.device_count() >= ranks and not bs.explain("nvfp4", device="cuda")
+    kind = "cuda" if enough else "cpu"
     device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 EXPERTS, TOP, WIDTH, HIDDEN, TOKENS = 8, 2, 128, 256, 300
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# bs.explain gives the reason where this build cannot run on a GPU here.
+GPU = torch.cuda.is_available() and not bs.explain("nvfp4", device="cuda")
+DEVICE = "cuda" if GPU else "cpu"
 
 
 class Experts(torch.nn.Module):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import blockscale as bs
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# bs.explain gives the reason where this build cannot run on a GPU here.
+GPU = torch.cuda.is_available() and not bs.explain("nvfp4", device="cuda")
+DEVICE = "cuda" if GPU else "cpu"
 # The magnitudes of E2M1, by the low three bits of a code; bit 3 is the sign.
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE)
 

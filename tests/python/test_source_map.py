@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "source.md").read_text()
-FOLDERS = ("src", "binding", "python/blockscale")
+FOLDERS = ("include", "src", "binding", "python/blockscale")
 BUILT = {"lib", "__pycache__"}
 
 
