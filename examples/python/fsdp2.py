@@ -2,14 +2,14 @@
 
 Run: torchrun --standalone --nproc-per-node 2 examples/python/fsdp2.py
 
-On the CPU ranks talk by Gloo; where there is a GPU for each rank, by NCCL. Ranks see different
-batches, so each draws random bits by a seed of its own. The end checks that all ranks hold the same
-weights and the same count of steps.
+Ranks talk by NCCL where there is a GPU for each, else by Gloo on the CPU. They see other batches,
+so each has a seed of its own. The end checks that all hold the same weights and count of steps.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 import blockscale as bs
 import torch
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        y: torch.Tensor = self.down(self.up(self.norm(x)).relu())
         return x + y
 
 
@@ -83,12 +83,15 @@ def main() -> None:
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     enough = torch.cuda.device_count() >= ranks and not bs.explain("nvfp4", device="cuda")
     kind = "cuda" if enough else "cpu"
-    device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
+    device = torch.device(f"cuda:{local}" if enough else "cpu")
+    if enough:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     train(dist.get_rank(), ranks, device)
     dist.barrier()  # nobody leaves while another still talks to it
+    if kind == "cpu":  # Gloo's threads may abort a process whose interpreter is ending
+        sys.stdout.flush()
+        os._exit(0)
     dist.destroy_process_group()
 
 
