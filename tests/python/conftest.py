@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 
 import blockscale as bs
@@ -49,7 +50,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def random() -> torch.Generator:
-    """Fresh numbers in every run; a failure shows the seed that brings them back."""
-    seed = secrets.randbits(32)
+    """Fresh numbers in every run; a failure shows the seed, which BLOCKSCALE_TEST_SEED=n brings
+    back."""
+    seed = int(os.environ.get("BLOCKSCALE_TEST_SEED") or secrets.randbits(32))
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)

@@ -31,8 +31,9 @@ def test_python_snippet_runs_and_converts_one_layer() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_generated_parts_are_up_to_date() -> None:
-    done = run(sys.executable, "tools/readme.py", "--check")
+@pytest.mark.parametrize("tool", ["readme", "api"])
+def test_generated_parts_are_up_to_date(tool: str) -> None:
+    done = run(sys.executable, f"tools/{tool}.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,0 +1,44 @@
+"""The programs of examples/python run to their end, whose assertions they are, on a GPU where the
+tests have one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "python"
+ON_RANKS = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# The launcher of each, and the last thing it says.
+EXAMPLES = {
+    "convert_model.py": ((), "the resumed run has the same losses, to the bit"),
+    "fsdp2.py": (("-m", *ON_RANKS), "hold the same weights"),
+    "moe_layer.py": ((), "nvfp4"),
+    "quantize_and_inspect.py": ((), "fp8_1x128"),
+}
+
+
+def test_no_example_is_left_out() -> None:
+    assert EXAMPLES.keys() == {file.name for file in FOLDER.glob("*.py")}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str) -> None:
+    launcher, said = EXAMPLES[name]
+    done = subprocess.run(
+        [sys.executable, *launcher, FOLDER / name],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    assert len(text.splitlines()) < 100
+    launcher = "torchrun --standalone --nproc-per-node 2" if EXAMPLES[name][0] else "python"
+    assert f"Run: {launcher} examples/python/{name}\n" in text
