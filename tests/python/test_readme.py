@@ -68,8 +68,11 @@ def test_the_blocks_of_a_page_run(page: str) -> None:
 
 def anchors(page: Path) -> set[str]:
     """Of its headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
-    return {"#" + re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+    made: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE):
+        made.append("#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))
+    # A heading that is there before gets a number.
+    return {a if made.index(a) == i else f"{a}-{made[:i].count(a)}" for i, a in enumerate(made)}
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
