@@ -21,6 +21,8 @@ from typing import Any
 
 import blockscale as bs
 import torch
+from blockscale.cli.bench import goal, share
+from blockscale.cli.bench_clock import CpuClock
 from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
 from blockscale.cli.provenance import provenance
 from blockscale.cli.trainer import make_optimizer, update
@@ -65,14 +67,14 @@ def core_rows(binary: Path) -> list[Row]:
         if "bytes_per_second" in b:
             row["gb_per_s"] = b["bytes_per_second"] / 1e9
             row["of_memcpy"] = b["bytes_per_second"] / copy
-            row["goal"] = goal(name)
+            row["goal"] = goal_of(name)
         else:
             row["gflops"] = b["flops"] / 1e9
         rows.append(row)
     return rows
 
 
-def goal(case: str) -> float | None:
+def goal_of(case: str) -> float | None:
     """What share of memcpy the case should reach, by kind."""
     op, _, rest = case.partition("/")
     changes = ("stochastic" in rest) + ("hadamard" in rest)
@@ -87,15 +89,9 @@ def goal(case: str) -> float | None:
     return GOALS.get((op, axis, width))
 
 
-def seconds(body: Callable[[], Any], least: float = 0.5) -> float:
-    """Median time of a call, over at least `least` seconds and five calls."""
-    body()
-    times: list[float] = []
-    while sum(times) < least or len(times) < 5:
-        start = time.perf_counter()
-        body()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def seconds(body: Callable[[], Any]) -> float:
+    """Median time of a call, over at least half a second and five calls."""
+    return CpuClock(0.5).microseconds(lambda _: body()) / 1e6
 
 
 def matmul_rows(n: int = 2048) -> list[Row]:
@@ -210,9 +206,9 @@ def print_rows(rows: list[Row]) -> None:
         if "mib" in row:
             table.add_row(escape(row["case"]), f"{row['mib']:.1f} MiB")
             continue
-        share = row.get("of_memcpy", row.get("of_torch_mm", row.get("of_bf16_step")))
-        cells = [row.get("ms"), row.get("gb_per_s"), row.get("gflops"), share, row.get("goal")]
-        table.add_row(escape(row["case"]), *("" if c is None else f"{c:.2f}" for c in cells))
+        figures = [row.get("ms"), row.get("gb_per_s"), row.get("gflops")]
+        cells = ["" if figure is None else f"{figure:.2f}" for figure in figures]
+        table.add_row(escape(row["case"]), *cells, share(row), goal(row))
     Console(width=120).print(table)
 
 

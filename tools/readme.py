@@ -192,17 +192,10 @@ def bench() -> str:
         f"{cases['torch.mm bfloat16 2048^3']['gflops']:.0f} in bfloat16. A training step of the "
         f"model above takes {between(steps, '.2f')} times as long as in BF16. torchao's `to_mx` "
         f"runs at {between(peers, '.1f')}% of `memcpy`. Goals reached: "
-        f"{sum(map(cpu_reached, with_goal))} of {len(with_goal)}."
+        f"{sum(map(reached, with_goal))} of {len(with_goal)}."
     )
     copy = f"memcpy {cases['memcpy']['gb_per_s']:.1f} GB/s; {where(result)}"
     return "\n\n".join([table(header, lines), text, copy])
-
-
-def cpu_reached(row: Row) -> bool:
-    """Whether a case of bench/run.py is there; a training step should take little time."""
-    if "of_bf16_step" in row:
-        return bool(row["of_bf16_step"] <= row["goal"])
-    return bool(row.get("of_torch_mm", row.get("of_memcpy")) >= row["goal"])
 
 
 PARTS = {

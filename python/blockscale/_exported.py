@@ -22,7 +22,9 @@ def _recipe_of(text: str) -> Recipe:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, w, bias, *rest = inputs
     db = bias is not None and ctx.needs_input_grad[2]
-    LinearFunction.keep(ctx, x, w, bias, output, _recipe_of(rest[0]), tuple(rest), db, None)
+    # What it saves, of a forward that has been.
+    call = (lambda *_: output, _recipe_of(rest[0]), tuple(rest), db, None)
+    LinearFunction.forward(ctx, x, w, bias, call)
     ctx.operation = "linear" if rest[5] is None else "grouped_linear"
     ctx.of_quantized_w = None if rest[7] is None else [None] * len(rest[7])
 

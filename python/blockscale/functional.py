@@ -252,27 +252,10 @@ class LinearFunction(torch.autograd.Function):
         call: tuple[Callable[..., Any], Recipe, tuple[Any, ...], bool, torch.Tensor | None],
     ) -> torch.Tensor:
         forward, recipe, rest, db, into = call
-        made = forward(x, w, bias, *rest)
-        LinearFunction.keep(ctx, x, w, bias, made, recipe, rest, db, into)
-        y: torch.Tensor = made[0]
-        return y
-
-    @staticmethod
-    def keep(
-        ctx: Any,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        made: list[torch.Tensor],
-        recipe: Recipe,
-        rest: tuple[Any, ...],
-        db: bool,
-        into: torch.Tensor | None,
-    ) -> None:
-        """Save what the backward reads. The operator has made y and, in one tensor, operands; those
-        in high precision are the inputs."""
-        # No list is changed here: PyTorch 2.11's compiler does not trace it.
-        y, *saved = made
+        y: torch.Tensor
+        # The operator returns y and, in one tensor, what it has made; operands in high precision
+        # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
+        y, *saved = forward(x, w, bias, *rest)
         text, dx, dw, seed, _, offsets, _, quantized_w = rest
         if dx and quantized_w is not None and recipe.dgrad_w is not None:
             saved = [*saved, quantized_w[-1]]
@@ -290,6 +273,7 @@ class LinearFunction(torch.autograd.Function):
             None if bias is None or bias.dtype is out else bias.dtype,
         )
         ctx.call = (text, w.shape[-1], dx, dw, db, dtypes, into)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -169,6 +169,9 @@ MEASURES = {
     "of_linear": ("{:.0%} of linear", "≥ {:.0%}", True),
     "of_bf16": ("{:.2f}x BF16", "≥ {:.2f}x", True),
     "of_empty": ("{:.1f}x an empty kernel", "≤ {:.0f}x", False),
+    "of_memcpy": ("{:.0%} of memcpy", "≥ {:.0%}", True),
+    "of_torch_mm": ("{:.2f}x torch.mm", "≥ {:.2f}x", True),
+    "of_bf16_step": ("{:.2f}x BF16's step", "≤ {:.0f}x", False),
 }
 
 
