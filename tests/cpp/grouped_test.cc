@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <set>
 
 #include "cases.h"
 #include "runner.h"
@@ -33,16 +34,22 @@ std::vector<int64_t> random_ends(Random& random, int64_t rows) {
   return ends;
 }
 
-// One random matrix, its groups, and what they shall become.
+using Specs = std::vector<QuantSpec>;
+
+// One random matrix, its groups, and what they shall become. With `specs`, of one compiled kernel:
+// one of them along that axis, and a matrix that kernel takes.
 struct GroupedCase {
-  GroupedCase(uint64_t seed, int i)
+  GroupedCase(uint64_t seed, int i, const Specs* specs = nullptr, int along = 0)
       : random(seed * 1000003 + static_cast<uint64_t>(i)),
-        spec(random.pick(valid_specs())),
+        spec(random.pick(specs ? *specs : valid_specs())),
         layout(random.pick(layouts_for(spec))),
-        axis(random.one_in(2) ? -1 : -2),
+        axis(specs              ? along
+             : random.one_in(2) ? -1
+                                : -2),
         rows(random_extent(random) * (random.one_in(4) ? 4 : 1)),
         columns(random_extent(random)),
-        x(random_dtype(random), 1, rows, columns, random.pick(kStrides), random_values(random)),
+        x(specs ? DType::bf16 : random_dtype(random), 1, rows, columns,
+          specs ? Strides::aligned_rows : random.pick(kStrides), random_values(random)),
         ends(random_ends(random, rows)),
         offsets(ends, random.one_in(2)),
         wanted(random, spec, axis, static_cast<int64_t>(ends.size())) {
@@ -206,6 +213,52 @@ TEST_P(GroupedTest, BothAxesInOnePassAreTheTwoPasses) {
     ASSERT_TRUE(same_operand(got_row, want_row)) << "rows";
     ASSERT_TRUE(same_operand(got_column, want_column)) << "columns";
     ASSERT_TRUE(c.x.untouched());
+  }
+}
+
+// Every kernel that is compiled for groups: along rows, along columns, at once.
+TEST_P(GroupedTest, EveryCompiledKernelIsTheReference) {
+  constexpr int kEach = 2;
+  std::set<const void*> kernels;
+  int wanted = 0;
+  auto check = [&](const Specs* rows_of, const Specs* columns_of) {
+    if (!is_compiled_of_groups(rows_of ? &rows_of->front() : nullptr,
+                               columns_of ? &columns_of->front() : nullptr))
+      return;
+    ++wanted;
+    for (int i = 0, seen = 0; seen < kEach && !HasFailure(); ++i) {
+      const GroupedCase c(seed(), 3000000 + 1000 * wanted + i, rows_of ? rows_of : columns_of,
+                          rows_of ? -1 : -2);
+      SCOPED_TRACE(c.text);
+      Output got = c.output(), want = c.output();
+      reference::quantize(c.x.view(), want.view, c.options());
+      if (rows_of && columns_of) {
+        Random random(seed() + i);
+        const QuantSpec other = random.pick(*columns_of);
+        const RandomOptions column(random, other, -2, static_cast<int64_t>(c.ends.size()));
+        const StorageLayout layout = random.pick(layouts_for(other));
+        Output got_column = c.output(other, layout, -2), want_column = c.output(other, layout, -2);
+        reference::quantize(c.x.view(), want_column.view, column.options);
+        runner->quantize_dual(c.x, got, got_column, c.options(), column.options, i);
+        EXPECT_TRUE(same_operand(got_column, want_column)) << "columns " << to_string(other);
+      } else {
+        runner->quantize(c.x, got, c.options(), i);
+      }
+      EXPECT_TRUE(same_operand(got, want));
+      if (c.rows * c.columns == 0) continue;  // runs no kernel of its own
+      kernels.insert(runner->last_kernel());
+      ++seen;
+    }
+  };
+  for (const Specs& specs : compiled_specs()) {
+    check(&specs, nullptr);
+    check(nullptr, &specs);
+    for (const Specs& others : compiled_specs())
+      if (is_compiled_pair(specs.front(), others.front())) check(&specs, &others);
+  }
+  EXPECT_GT(wanted, 0);
+  if (runner->last_kernel()) {
+    EXPECT_EQ(kernels.size(), static_cast<size_t>(wanted));
   }
 }
 
