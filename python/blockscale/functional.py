@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from blockscale._errors import fail, fail_type, message
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import Key, Rng, layer_key
+from blockscale.rng import Key, Rng, is_exporting, layer_key
 from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight
 
@@ -156,7 +156,7 @@ def linear_with_key(
         y: torch.Tensor
         watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         forward = _forward if watched else _forward_now
-        if watched and torch.compiler.is_exporting():
+        if watched and is_exporting():
             y = _linear_exported(x, w, bias, rest, into)
         elif not (dx or dw or db):
             y = forward(x, w, bias, *rest)[0]

@@ -158,7 +158,7 @@ class RngState:
         An evaluation draws what the next one that counts will: a function of where the run stands,
         so that a resumed run evaluates alike.
         """
-        if torch.compiler.is_exporting():  # a program has no state that it could count in
+        if is_exporting():  # a program has no state that it could count in
             return
         if self.draws and _is_outside_backward():
             self.offset.copy_(self.upcoming)
@@ -201,6 +201,12 @@ class RngState:
         A gradient scaler calls a fused optimizer in any case, and tells it what it has found.
         """
         self.advance(getattr(optimizer, "found_inf", None))
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces. (torch.compiler.is_exporting() is true in all compiled code
+    before PyTorch 2.13.)"""
+    return torch.compiler._is_exporting_flag
 
 
 def _is_new_forward() -> bool:
