@@ -19,7 +19,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale._core import facts
-from blockscale.cli.errors import CliError, nearest
+from blockscale.cli.errors import CliError, nearest, path_text
 from blockscale.cli.run_folder import write_atomically
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--spec", action="append", metavar="SPEC",
         help=f"name or canonical text; may be repeated (default: {', '.join(DEFAULT_SPECS)})",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="PLOT.png", help="also draw the figures")
+    parser.add_argument("--out", type=path_text, metavar="PLOT.png", help="also draw the figures")
 
 
 def run(args: argparse.Namespace) -> int:
