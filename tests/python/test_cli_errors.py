@@ -3,10 +3,13 @@ nothing written."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import blockscale as bs
 import pytest
@@ -14,6 +17,7 @@ import torch
 from blockscale.cli.main import SUBCOMMANDS, main
 from commands import refusal
 
+H200 = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json"
 NONE = "leave the option out for its default"
 WHOLE = f"need a whole number of at least 1; {NONE}"
 SEEDS = f"need a whole number from 1 to 1000; {NONE}"
@@ -201,18 +205,72 @@ def test_bench_refusals(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [], "provenance": {"torch": "2"}}'])
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "no JSON"),
+        ("[" * 99999, "no JSON"),
+        ("[]", "not an object"),
+        ("{}", "provenance is not an object"),
+        ('{"provenance": {}}', "rows is not a list"),
+        ('{"rows": [], "provenance": {"torch": "2"}}', "provenance: blockscale is not a text"),
+    ],
+    ids=lambda text: text[:50],
+)
 def test_bench_from_another_file(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "results.json"
     file.write_text(text)
     assert refusal(capsys, "bench", "--from", str(file)) == (
-        f"blockscale bench: --from = {file}; need a results.json that `blockscale bench` wrote; "
-        "measure again"
+        f"blockscale bench: --from = {file} ({fault}); need a results.json that `blockscale bench` "
+        "wrote; measure again"
     )
     assert os.listdir(tmp_path) == [file.name]
     assert file.read_text() == text
+
+
+ABSENT = object()
+# Where in a results.json, what is put there, and what is said of it.
+EDITS: list[tuple[str, str, Any, str]] = [
+    ("where", "commit", ABSENT, "provenance: commit is not a text"),
+    ("where", "date", 5, "provenance: date is not a text"),
+    ("where", "gpu", None, "provenance: gpu is not a text"),
+    ("where", "copy_tb_per_s", "4", "provenance: copy_tb_per_s is not a number"),
+    ("row", "case", 3, "rows[1]: case is not a text"),
+    ("row", "us", ABSENT, "rows[1]: us is not a number"),
+    ("row", "us", True, "rows[1]: us is not a number"),
+    ("row", "us", 10**400, "rows[1]: us is not a number"),
+    ("row", "of_copy", math.nan, "rows[1]: of_copy is not a number"),
+    ("row", "of_copy", math.inf, "rows[1]: of_copy is not a number"),
+    ("row", "tb_per_s", None, "rows[1]: tb_per_s is not a number"),
+    ("row", "groups", [], "rows[1]: groups is not a number"),
+    ("row", "goal", "0.9", "rows[1]: goal is not a number"),
+    ("row", "of_copy", ABSENT,
+     "rows[1]: goal without any of of_copy, of_linear, of_bf16, of_empty"),
+    *(("row", "shape", shape, "rows[1]: shape is not a list of sizes")
+      for shape in (ABSENT, 5, [], ["4"], [[4]], [0])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "key", "value", "fault"), EDITS)
+def test_bench_from_an_edited_file(
+    part: str, key: str, value: Any, fault: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    found = json.loads(H200.read_text())
+    edited = found["provenance"] if part == "where" else found["rows"][1]
+    edited[key] = value
+    if value is ABSENT:
+        del edited[key]
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(found))
+    out = tmp_path / "out"
+    assert refusal(capsys, "bench", "--from", str(file), "--out", str(out)) == (
+        f"blockscale bench: --from = {file} ({fault}); need a results.json that `blockscale bench` "
+        "wrote; measure again"
+    )
+    assert not out.exists()
 
 
 def test_bench_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ GPU against the CPU, bit for bit."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
@@ -22,6 +21,7 @@ import blockscale as bs
 from blockscale.cli import bench_cases, bench_run
 from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
+from blockscale.cli.bench_read import MEASURES, read
 from blockscale.cli.errors import CliError, Failure, device_name, out_of_memory, path_text
 from blockscale.cli.provenance import provenance
 from blockscale.cli.run_folder import (
@@ -171,35 +171,8 @@ def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> di
     return {"provenance": where, "rows": rows}
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A results.json; CliError when it is none."""
-    try:
-        found = json.loads(path.read_text())
-        rows = found["rows"]
-        if not found["provenance"]["torch"] or not any("of_copy" in row for row in rows):
-            raise ValueError
-        for row in rows:
-            row["case"], row["us"], row.get("shape"), row.get("goal")
-    except OSError as error:
-        raise CliError(f"--from = {path} ({error.strerror}); need a file; check the path") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CliError(
-            f"--from = {path}; need a results.json that `blockscale bench` wrote; measure again"
-        ) from None
-    return dict(found)
-
-
-# What a case is measured against, its share and its goal in words, and whether more is better.
-MEASURES = {
-    "of_copy": ("{:.0%} of copy", "≥ {:.0%}", True),
-    "of_linear": ("{:.0%} of linear", "≥ {:.0%}", True),
-    "of_bf16": ("{:.2f}x BF16", "≥ {:.2f}x", True),
-    "of_empty": ("{:.1f}x an empty kernel", "≤ {:.0f}x", False),
-}
-
-
 def measure_of(row: Row) -> str | None:
-    """Which of them, if any."""
+    """Which of MEASURES a case has, if any."""
     return next((name for name in MEASURES if name in row), None)
 
 
@@ -258,4 +231,5 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
             )
             table.add_row(escape(row["case"]), *cells)
         console.print(table)
-    console.print(origin(found["provenance"]), highlight=False, soft_wrap=True)
+    where = origin(found["provenance"])
+    console.print(where, highlight=False, markup=False, soft_wrap=True)
