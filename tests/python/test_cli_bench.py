@@ -11,7 +11,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from blockscale.cli import bench, bench_cases, bench_chart, bench_run
+from blockscale.cli import bench, bench_cases, bench_chart, bench_read, bench_run
 from blockscale.cli.bench_clock import CpuClock
 from blockscale.cli.main import main
 from torch import Tensor
@@ -102,6 +102,72 @@ def test_an_answer_that_decodes_to_something_else_is_refused() -> None:
             bench_cases.plausible("wrong", y, q)
 
 
+TINY = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 128), (128, 1), (2, 16), (1, 1, 1), (3, 1, 5)]
+
+
+@pytest.mark.parametrize("shape", TINY, ids=str)
+def test_blocks_of_one_or_two_values(shape: tuple[int, ...], random: torch.Generator) -> None:
+    """Right answers, some of them exact, are plausible, whatever the values; others are not."""
+    options: dict[str, Any] = {"batch_dims": len(shape) - 2, "rng": bs.Rng(7, 1)}
+    for spec in bench_cases.ROWS_AND_COLUMNS:
+        for axis in (-1, -2):
+            x = torch.randn(shape, generator=random).bfloat16()
+            q = bs.quantize(x, spec, axis=axis, **options)
+            bench_cases.plausible(spec, x, q)
+            if not q.spec.hadamard:
+                for y in (-x, 4 * x, 0.3 * x):
+                    with pytest.raises(bench_cases.WrongAnswer, match="relative error"):
+                        bench_cases.plausible(spec, y, q)
+
+
+def test_few_values_too_good_to_be_true(random: torch.Generator) -> None:
+    """As few as ENOUGH beside the largest of each block."""
+    for spec in ("mxfp8", "mxfp4", "fp8_1x128"):
+        x = torch.randn(3, 1 + bench_cases.ENOUGH // 3 + 1, generator=random)
+        q = bs.quantize(x, spec)
+        bench_cases.plausible(spec, x, q)
+        with pytest.raises(bench_cases.WrongAnswer, match="relative error"):
+            bench_cases.plausible(spec, bs.dequantize(q, dtype=torch.float32), q)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", ["fp8_1x128", "fp8_128x128", "mxfp4", "nvfp4[block=16x16]"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (300, 5), (2, 130, 40)], ids=str)
+def test_the_largest_of_each_block(
+    shape: tuple[int, ...], spec: str, axis: int, random: torch.Generator
+) -> None:
+    x = torch.randn(shape, generator=random)
+    q = bs.quantize(x, spec, axis=axis, batch_dims=len(shape) - 2)
+    found = bench_cases.largest_of_blocks(x, q).view(-1, *shape[-2:])
+    lines, columns = q.spec.block if axis == -1 else q.spec.block[::-1]
+    for matrix, where in zip(x.abs().view(found.shape), found, strict=True):
+        for r in range(0, shape[-2], lines):
+            for c in range(0, shape[-1], columns):
+                part = slice(r, r + lines), slice(c, c + columns)
+                assert matrix[part][where[part]].tolist() == [matrix[part].amax().item()]
+
+
+def test_a_refusal_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "out"
+    words = ["bench", "--device", "cpu", "--shape", "4x4", "--out", str(out)]
+    errors = {
+        bench_cases.WrongAnswer("case: bits"): "case: bits; nothing is written",
+        torch.OutOfMemoryError("CUDA out of memory."): "--shape (out of memory on cpu); need room "
+        "for 3 inputs and what becomes of them; give a smaller --shape",
+    }
+    for error, line in errors.items():
+
+        def fail(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(bench_run, "run", fail)
+        assert main(words) == 1
+        assert capsys.readouterr().err == f"blockscale bench: {line}\n"
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_peer_with_other_codes_is_left_out(
     measure: Callable[..., tuple[int, Path]],
     monkeypatch: pytest.MonkeyPatch,
@@ -150,7 +216,7 @@ def test_an_earlier_run_is_printed_and_drawn(
     monkeypatch.setattr(bench_run, "run", None)  # nothing is measured
     assert main(["bench", "--from", str(H200), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    found = bench.read(H200)
+    found = bench_read.read(H200)
     for row in found["rows"]:
         assert bench.share(row) in printed
         assert bench.goal(row) in printed
@@ -160,7 +226,7 @@ def test_an_earlier_run_is_printed_and_drawn(
 
 
 def test_the_picture_shows_every_case_once() -> None:
-    found = bench.read(H200)["rows"]
+    found = bench_read.read(H200)["rows"]
     rows = [row for row in found if row.get("shape") == [16384, 8192] and "of_copy" in row]
     lines = bench_chart.arranged({row["case"]: row for row in rows})
     headings = {heading for heading, _, _ in bench_chart.GROUPS}

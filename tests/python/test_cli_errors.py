@@ -3,11 +3,13 @@ nothing written."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import blockscale as bs
 import pytest
@@ -15,15 +17,19 @@ import torch
 from blockscale.cli.main import SUBCOMMANDS, main
 from commands import refusal
 
+H200 = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json"
 NONE = "leave the option out for its default"
 WHOLE = f"need a whole number of at least 1; {NONE}"
+SEEDS = f"need a whole number from 1 to 1000; {NONE}"
 
 OPTIONS = [
     (["--steps", "-3"], f"--steps = -3; {WHOLE}"),
     (["--steps", "0"], f"--steps = 0; {WHOLE}"),
     (["--steps", "many"], f"--steps = many; {WHOLE}"),
     (["--steps", str(2**63)], f"--steps = {2**63}; {WHOLE}"),
-    (["--seeds", "0"], f"--seeds = 0; {WHOLE}"),
+    (["--seeds", "0"], f"--seeds = 0; {SEEDS}"),
+    (["--seeds", "100000000000"], f"--seeds = 100000000000; {SEEDS}"),  # too many to list
+    (["--seeds", "1001"], f"--seeds = 1001; {SEEDS}"),
     (["--batch-size", "0"], f"--batch-size = 0; {WHOLE}"),
     (["--eval-every", "-1"], f"--eval-every = -1; {WHOLE}"),
     (["--checkpoint-every", "0"], f"--checkpoint-every = 0; {WHOLE}"),
@@ -151,6 +157,18 @@ def test_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.endswith("); need a folder that can be written; choose another")
 
 
+@pytest.mark.parametrize("words", [["train"], ["train", "--resume"], ["bench"], ["inspect", "x"]])
+def test_an_empty_path_is_not_the_working_directory(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert refusal(capsys, *words, "--out", "") == (
+        f"blockscale {words[0]}: --out = ''; need a path; name one, or leave the option out"
+    )
+    assert os.listdir(tmp_path) == []
+
+
 def test_out_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("kept")
     line = refusal(capsys, "train", "--out", str(tmp_path))
@@ -159,168 +177,6 @@ def test_out_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "choose another"
     )
     assert os.listdir(tmp_path) == ["thesis.tex"]
-
-
-def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = tmp_path / "gone"
-    assert refusal(capsys, "train", "--resume") == (
-        "blockscale train: --out = nothing; need the folder of the run to --resume; add --out "
-        "FOLDER"
-    )
-    assert refusal(capsys, "train", "--resume", "--out", str(gone)) == (
-        f"blockscale train: --resume = {gone} (holds no run); need the --out folder of an earlier "
-        "run; leave --resume out to start one"
-    )
-    assert not gone.exists()
-
-
-SMALL = ["--recipes", "bf16", "--seq-len", "16", "--batch-size", "1", "--steps", "4"]
-
-
-@pytest.fixture(scope="module")
-def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped after step 2 of 4, as its folder looks."""
-    folder = tmp_path_factory.mktemp("stopped")
-    (folder / "text").mkdir()
-    for name in "abcdef":
-        (folder / "text" / name).write_text(f"{name} is a letter of the alphabet.\n" * 9)
-    script = (
-        "import sys\n"
-        "from blockscale.cli import main, trainer\n"
-        "save = trainer.Trainer._save\n"
-        "def stop(self):\n"
-        "    save(self)\n"
-        "    raise KeyboardInterrupt\n"
-        "trainer.Trainer._save = stop\n"
-        "sys.exit(main.main(sys.argv[1:]))\n"
-    )
-    words = ["train", "--out", str(folder / "run"), "--data", str(folder / "text"), *SMALL]
-    words += ["--checkpoint-every", "2"]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
-    assert done.returncode == 130, done.stderr
-    return folder
-
-
-@pytest.fixture
-def run_folder(stopped_run: Path, tmp_path: Path) -> Path:
-    """A copy of that run to damage."""
-    return Path(shutil.copytree(stopped_run / "run", tmp_path / "run"))
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def test_a_run_is_not_overwritten(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tree(run_folder)
-    line = refusal(capsys, "train", "--out", str(run_folder))
-    assert line == (
-        f"blockscale train: --out = {run_folder} (holds a run); need a new or empty folder; add "
-        "--resume to continue that run, or choose another folder"
-    )
-    assert tree(run_folder) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "got", "need"),
-    [
-        (["--steps", "9"], "9", "4"),
-        (["--recipes", "bf16,mxfp4"], "bf16,mxfp4", "bf16"),
-        (["--preset", "small"], "small", "tiny"),
-        (["--seed", "1"], "1", "0"),
-        (["--lr", "0.5"], "0.5", "0.001"),
-        (["--batch-size", "2"], "2", "1"),
-    ],
-)
-def test_resume_with_a_changed_setting(
-    words: list[str], got: str, need: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = tree(run_folder)
-    line = refusal(capsys, "train", "--out", str(run_folder), "--resume", *words)
-    assert line == (
-        f"blockscale train: {words[0]} = {got}; need {need}, as the run to resume has it; leave "
-        f"{words[0]} out, or start another run in another folder"
-    )
-    assert tree(run_folder) == before
-
-
-def test_resume_with_changed_text(
-    stopped_run: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    extra = stopped_run / "text" / "g"
-    extra.write_text("g came later")
-    line = refusal(capsys, "train", "--out", str(run_folder), "--resume")
-    extra.unlink()
-    assert line == (
-        "blockscale train: --data = text that has changed since the run began; need the same "
-        "text; restore it, or start again in another folder"
-    )
-
-
-def damaged_checkpoint(kind: str, path: Path) -> str:
-    """Damages a checkpoint; returns what the message says is wrong with it."""
-    if kind == "truncated":
-        path.write_bytes(path.read_bytes()[:-5000])
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "text":
-        path.write_text("not a checkpoint")
-    elif kind == "tensor":
-        torch.save(torch.zeros(3), path)
-        return "(format 'Tensor')"
-    elif kind == "pickle":  # weights_only refuses to run code from a file
-        torch.save({"format": Path}, path)
-    elif kind == "other run":
-        state = torch.load(path, weights_only=True)
-        torch.save(state | {"run_id": "0123"}, path)
-        return "(run_id '0123')"
-    return "truncated, damaged or not a checkpoint)"
-
-
-@pytest.mark.parametrize("kind", ["truncated", "empty", "text", "tensor", "pickle", "other run"])
-def test_damaged_or_foreign_checkpoint(
-    kind: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = run_folder / "checkpoints" / "bf16-seed0.pt"
-    reason = damaged_checkpoint(kind, path)
-    before = tree(run_folder)
-    line = refusal(capsys, "train", "--out", str(run_folder), "--resume")
-    assert line.startswith(f"blockscale train: --resume = {path} (")
-    assert reason in line
-    assert line.endswith("; delete it to train bf16-seed0 again from its start")
-    assert tree(run_folder) == before
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"steps": 4}', "\xff"])
-def test_damaged_settings(
-    content: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run_folder / "settings.json").write_bytes(content.encode("latin-1"))
-    line = refusal(capsys, "train", "--out", str(run_folder), "--resume")
-    assert line.startswith("blockscale train: --resume = ")
-    assert line.endswith("need the file the run wrote; start again in another folder")
-
-
-def test_metrics_that_lack_steps(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = run_folder / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    line = refusal(capsys, "train", "--out", str(run_folder), "--resume")
-    assert line == (
-        f"blockscale train: --resume = {metrics} (1 steps of bf16-seed0); need the 2 steps that "
-        "its checkpoint covers; start again in another folder"
-    )
-
-
-def test_a_run_in_use(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import fcntl
-
-    with open(run_folder / "settings.json") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        line = refusal(capsys, "train", "--out", str(run_folder), "--resume")
-    assert line == (
-        f"blockscale train: --out = {run_folder}; need a folder that no other process is training "
-        "in; wait for it or choose another folder"
-    )
 
 
 SHAPE = (
@@ -349,17 +205,72 @@ def test_bench_refusals(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [], "provenance": {"torch": "2"}}'])
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "no JSON"),
+        ("[" * 99999, "no JSON"),
+        ("[]", "not an object"),
+        ("{}", "provenance is not an object"),
+        ('{"provenance": {}}', "rows is not a list"),
+        ('{"rows": [], "provenance": {"torch": "2"}}', "provenance: blockscale is not a text"),
+    ],
+    ids=lambda text: text[:50],
+)
 def test_bench_from_another_file(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "results.json"
     file.write_text(text)
     assert refusal(capsys, "bench", "--from", str(file)) == (
-        f"blockscale bench: --from = {file}; need a results.json that `blockscale bench` wrote; "
-        "measure again"
+        f"blockscale bench: --from = {file} ({fault}); need a results.json that `blockscale bench` "
+        "wrote; measure again"
     )
-    assert tree(tmp_path) == {str(file): text.encode()}
+    assert os.listdir(tmp_path) == [file.name]
+    assert file.read_text() == text
+
+
+ABSENT = object()
+# Where in a results.json, what is put there, and what is said of it.
+EDITS: list[tuple[str, str, Any, str]] = [
+    ("where", "commit", ABSENT, "provenance: commit is not a text"),
+    ("where", "date", 5, "provenance: date is not a text"),
+    ("where", "gpu", None, "provenance: gpu is not a text"),
+    ("where", "copy_tb_per_s", "4", "provenance: copy_tb_per_s is not a number"),
+    ("row", "case", 3, "rows[1]: case is not a text"),
+    ("row", "us", ABSENT, "rows[1]: us is not a number"),
+    ("row", "us", True, "rows[1]: us is not a number"),
+    ("row", "us", 10**400, "rows[1]: us is not a number"),
+    ("row", "of_copy", math.nan, "rows[1]: of_copy is not a number"),
+    ("row", "of_copy", math.inf, "rows[1]: of_copy is not a number"),
+    ("row", "tb_per_s", None, "rows[1]: tb_per_s is not a number"),
+    ("row", "groups", [], "rows[1]: groups is not a number"),
+    ("row", "goal", "0.9", "rows[1]: goal is not a number"),
+    ("row", "of_copy", ABSENT,
+     "rows[1]: goal without any of of_copy, of_linear, of_bf16, of_empty"),
+    *(("row", "shape", shape, "rows[1]: shape is not a list of sizes")
+      for shape in (ABSENT, 5, [], ["4"], [[4]], [0])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "key", "value", "fault"), EDITS)
+def test_bench_from_an_edited_file(
+    part: str, key: str, value: Any, fault: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    found = json.loads(H200.read_text())
+    edited = found["provenance"] if part == "where" else found["rows"][1]
+    edited[key] = value
+    if value is ABSENT:
+        del edited[key]
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(found))
+    out = tmp_path / "out"
+    assert refusal(capsys, "bench", "--from", str(file), "--out", str(out)) == (
+        f"blockscale bench: --from = {file} ({fault}); need a results.json that `blockscale bench` "
+        "wrote; measure again"
+    )
+    assert not out.exists()
 
 
 def test_bench_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,33 @@ def test_bad_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
             "); need a whole safetensors file; it is truncated, damaged or of another kind"
         )
     assert "need a whole safetensors file" in refusal(capsys, "inspect", str(tmp_path))
+
+
+def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe that nobody writes to would be waited for without end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (str(pipe), "/dev/zero"):
+        assert refusal(capsys, "inspect", path) == (
+            f"blockscale inspect: file = {path} (not a regular file); need one; save it to a file "
+            "first"
+        )
+    assert refusal(capsys, "inspect", "") == (
+        "blockscale inspect: file = ''; need an existing file; check the path"
+    )
+
+
+@pytest.mark.parametrize("out", [".", "/", "..", "folder", "folder.png"])
+def test_a_plot_is_no_folder(
+    out: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if out[0] == "f":
+        (tmp_path / out).mkdir()
+    assert refusal(capsys, "inspect", str(file), "--out", out) == (
+        f"blockscale inspect: --out = {out} (a folder); need a .png file; name one"
+    )
 
 
 def test_bad_options(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,10 +5,8 @@ GPU against the CPU, bit for bit."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +21,15 @@ import blockscale as bs
 from blockscale.cli import bench_cases, bench_run
 from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
-from blockscale.cli.errors import CliError, device_name
+from blockscale.cli.bench_read import MEASURES, read
+from blockscale.cli.errors import CliError, Failure, device_name, out_of_memory, path_text
 from blockscale.cli.provenance import provenance
-from blockscale.cli.run_folder import write_atomically
+from blockscale.cli.run_folder import (
+    make_folder,
+    remove_empty,
+    write_atomically,
+    write_json,
+)
 
 LIMIT = 1 << 31  # elements of an input; three of them are held
 
@@ -40,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "batched ones)",
     )  # fmt: skip
     out = "results.json and bench.png go there (default runs/bench-<date>-<time>)"
-    add("--out", metavar="FOLDER", help=out)
+    add("--out", type=path_text, metavar="FOLDER", help=out)
     add(
-        "--from", dest="source", metavar="results.json",
+        "--from", dest="source", type=path_text, metavar="results.json",
         help="measure nothing; print and draw an earlier run (default --out: its folder)",
     )  # fmt: skip
 
@@ -53,37 +57,55 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(width=120)
     if args.source is not None:
-        for name in ("device", "shape"):
-            if getattr(args, name) is not None:
-                raise CliError(
-                    f"--{name} with --from; need one or the other, nothing is measured again; "
-                    f"leave --{name} out"
-                )
-        folder = Path(args.out or Path(args.source).parent)
+        refuse_with_source(args)
         found = read(Path(args.source))
+        folder = Path(args.out or Path(args.source).parent)
     else:
         folder = Path(args.out or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
         device = args.device or ("cpu" if why_no_cuda() else "cuda")
         check_device(device)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made = make_folder(folder)
     except OSError as error:
         raise CliError(
             f"--out = {folder} ({error.strerror}); need a folder that can be made; choose another"
         ) from None
-    if args.source is None:
-        try:
+    try:
+        if args.source is None:
             found = measure(device, args.shape, console)
-        except WrongAnswer as error:
-            print(f"blockscale bench: {error}; nothing is written", file=sys.stderr)
-            return 1
-        write(folder / "results.json", found)
-    plot = draw(found)
-    write_atomically(folder / "bench.png", lambda file: file.write(plot))
-    print_tables(found, console)
-    written = "bench.png" if args.source is not None else "results.json and bench.png"
+        written = write_and_print(folder, found, args.source is None, console)
+    finally:
+        remove_empty(made)
     console.print(f"wrote {written} to {folder}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def refuse_with_source(args: argparse.Namespace) -> None:
+    """CliError for options of a measurement beside --from."""
+    for name in ("device", "shape"):
+        if getattr(args, name) is not None:
+            raise CliError(
+                f"--{name} with --from; need one or the other, nothing is measured again; "
+                f"leave --{name} out"
+            )
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """results.json, whole or not at all."""
+    write_json(path, found, indent=1)
+
+
+def write_and_print(folder: Path, found: dict[str, Any], measured: bool, console: Console) -> str:
+    """Writes results.json, if it is new, and bench.png, and prints the tables in any case: a
+    full disk must not cost the figures. Returns what is written."""
+    try:
+        if measured:
+            write(folder / "results.json", found)
+        plot = draw(found)
+        write_atomically(folder / "bench.png", lambda file: file.write(plot))
+    finally:
+        print_tables(found, console)
+    return "results.json and bench.png" if measured else "bench.png"
 
 
 def shape(text: str) -> Shape:
@@ -134,49 +156,23 @@ def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> di
             else:
                 status.update(escape(text))
 
-        copy, rows = bench_run.run(device, shapes or default, say)
+        try:
+            copy, rows = bench_run.run(device, shapes or default, say)
+        except WrongAnswer as error:
+            raise Failure(f"{error}; nothing is written") from None
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            raise Failure(
+                f"--shape (out of memory on {device}); need room for {bench_cases.INPUTS} inputs "
+                "and what becomes of them; give a smaller --shape"
+            ) from None
     where = provenance(device) | {"load_average": load, "copy_tb_per_s": copy}
     return {"provenance": where, "rows": rows}
 
 
-def write(path: Path, found: dict[str, Any]) -> None:
-    """results.json, whole or not at all."""
-    content = json.dumps(found, indent=1) + "\n"
-    write_atomically(path, lambda file: file.write(content.encode()))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A results.json; CliError when it is none."""
-    try:
-        found = json.loads(path.read_text())
-        rows = found["rows"]
-        if not found["provenance"]["torch"] or not any("of_copy" in row for row in rows):
-            raise ValueError
-        for row in rows:
-            row["case"], row["us"], row.get("shape"), row.get("goal")
-    except OSError as error:
-        raise CliError(f"--from = {path} ({error.strerror}); need a file; check the path") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CliError(
-            f"--from = {path}; need a results.json that `blockscale bench` wrote; measure again"
-        ) from None
-    return dict(found)
-
-
-# What a case is measured against, its share and its goal in words, and whether more is better.
-MEASURES = {
-    "of_copy": ("{:.0%} of copy", "≥ {:.0%}", True),
-    "of_linear": ("{:.0%} of linear", "≥ {:.0%}", True),
-    "of_bf16": ("{:.2f}x BF16", "≥ {:.2f}x", True),
-    "of_empty": ("{:.1f}x an empty kernel", "≤ {:.0f}x", False),
-    "of_memcpy": ("{:.0%} of memcpy", "≥ {:.0%}", True),
-    "of_torch_mm": ("{:.2f}x torch.mm", "≥ {:.2f}x", True),
-    "of_bf16_step": ("{:.2f}x BF16's step", "≤ {:.0f}x", False),
-}
-
-
 def measure_of(row: Row) -> str | None:
-    """Which of them, if any."""
+    """Which of MEASURES a case has, if any."""
     return next((name for name in MEASURES if name in row), None)
 
 
@@ -235,4 +231,5 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
             )
             table.add_row(escape(row["case"]), *cells)
         console.print(table)
-    console.print(origin(found["provenance"]), highlight=False, soft_wrap=True)
+    where = origin(found["provenance"])
+    console.print(where, highlight=False, markup=False, soft_wrap=True)

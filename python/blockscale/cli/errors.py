@@ -1,4 +1,5 @@
-"""How the command refuses: one line on stderr (operation, argument, got, need, remedy), exit 2."""
+"""How the command refuses: one line on stderr (operation, argument, got, need, remedy), exit 2; and
+how it fails: one line too, exit 1."""
 
 from __future__ import annotations
 
@@ -6,13 +7,39 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from blockscale import _errors
 
 
 class CliError(Exception):
     """A refusal whose text is meant for the user, without the leading `blockscale <command>: `."""
+
+
+class Failure(Exception):
+    """What no check could foresee, in the same form: a full disk, a full memory."""
+
+
+def os_reason(error: OSError) -> str:
+    """Which file failed and how; what has no name is what the command prints to."""
+    return f"{error.filename or 'output'}: {error.strerror or error}"
+
+
+# How PyTorch words a failed allocation where it has no exception of its own for it. The last is an
+# allocation from within an operator of ours, whose reason its interface does not carry.
+NO_MEMORY = (
+    "allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED",
+    "Storage size calculation overflowed", "aoti_torch_empty",
+)  # fmt: skip
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the CPU or on a GPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,6 +51,10 @@ class Parser(argparse.ArgumentParser):
         if found:
             raise CliError(f"{found[1]} = {found[2]}")
         raise CliError(f"{message}; `{self.prog} --help` lists the options")
+
+    def print_help(self, file: Any = None) -> None:
+        """Unlike argparse's own, it fails where nothing can be written."""
+        print(self.format_help(), end="", file=file)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -40,18 +71,25 @@ def device_name(text: str) -> str:
     return text
 
 
-def integer(least: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least `least` that fits 63 bits."""
+def path_text(text: str) -> str:
+    """An argparse type: a path. Python reads an empty one as the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("''; need a path; name one, or leave the option out")
+    return text
+
+
+def integer(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least` to `most`."""
+    limit = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if not least <= value < 2**63:
+        if not least <= value <= most:
             raise argparse.ArgumentTypeError(
-                f"{text}; need a whole number of at least {least}; leave the option out for its "
-                "default"
+                f"{text}; need a whole number {limit}; leave the option out for its default"
             )
         return value
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale._core import facts
-from blockscale.cli.errors import CliError, nearest
+from blockscale.cli.errors import CliError, nearest, path_text
 from blockscale.cli.run_folder import write_atomically
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--spec", action="append", metavar="SPEC",
         help=f"name or canonical text; may be repeated (default: {', '.join(DEFAULT_SPECS)})",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="PLOT.png", help="also draw the figures")
+    parser.add_argument("--out", type=path_text, metavar="PLOT.png", help="also draw the figures")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,9 +108,11 @@ def parse_spec(text: str) -> bs.Spec:
 
 def check_plot_path(path: Path) -> None:
     """CliError unless the plot can be written, before the long work."""
+    if path.is_dir():
+        raise CliError(f"--out = {path} (a folder); need a .png file; name one")
     if path.suffix != ".png":
         raise CliError(f"--out = {path}; need a .png file; name it {path.with_suffix('.png')}")
-    if not path.parent.is_dir() or path.is_dir():
+    if not path.parent.is_dir():
         raise CliError(f"--out = {path}; need a file in an existing folder; choose another path")
     try:
         write_atomically(path.with_name(f".{path.name}.probe"), lambda file: None)
@@ -124,9 +128,14 @@ def open_file(path: str) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
+        kind = os.stat(path).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # a pipe would be waited for
+            raise CliError(f"file = {path} (not a regular file); need one; save it to a file first")
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
-        raise CliError(f"file = {path}; need an existing file; check the path") from None
+        raise CliError(
+            f"file = {path or repr(path)}; need an existing file; check the path"
+        ) from None
     except (SafetensorError, OSError) as error:
         raise CliError(
             f"file = {path} ({error}); need a whole safetensors file; it is truncated, damaged or "

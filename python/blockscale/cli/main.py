@@ -6,12 +6,14 @@ only the one asked for is imported. A new subcommand is a module and a row in SU
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from blockscale._core import facts
-from blockscale.cli.errors import CliError, Parser, nearest
+from blockscale.cli.errors import CliError, Failure, Parser, nearest, os_reason, out_of_memory
 
 SUBCOMMANDS = {
     "train": "train a small language model in several recipes and compare them",
@@ -34,31 +36,57 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit status: 0, 1 (failed), 2 (refused), 130 (Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    prog = f"blockscale {words[0]}" if words and words[0] in SUBCOMMANDS else "blockscale"
+    try:
+        status = run(words)
+        print(end="", flush=True)  # here it can still be told that nothing more can be written
+        return status
+    except CliError as error:
+        status, reason = 2, str(error)
+    except Failure as error:
+        status, reason = 1, str(error)
+    except OSError as error:  # a disk that fills up, a folder that goes away
+        status, reason = 1, os_reason(error)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        status, reason = 1, "out of memory; need a machine with more, or less to do at a time"
+    except KeyboardInterrupt:
+        status, reason = 130, "stopped"
+    drop_output()
+    print(f"{prog}: {reason}", file=sys.stderr)
+    return status
+
+
+def run(words: Sequence[str]) -> int:
+    """One subcommand, or what is asked of all of them."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
-    if words == ["--version"]:
+    if list(words) == ["--version"]:
         print(f"blockscale {facts()['version']}")
         return 0
     name = words[0]
-    prog = f"blockscale {name}"
+    if name not in SUBCOMMANDS:
+        raise CliError(
+            f"command = {name!r}; need one of {', '.join(SUBCOMMANDS)}; "
+            f"{nearest(name, list(SUBCOMMANDS))}"
+        )
+    module = importlib.import_module(f"blockscale.cli.{name}")
+    parser = Parser(prog=f"blockscale {name}", description=module.__doc__, allow_abbrev=False)
+    module.add_arguments(parser)
     try:
-        if name not in SUBCOMMANDS:
-            prog = "blockscale"
-            raise CliError(
-                f"command = {name!r}; need one of {', '.join(SUBCOMMANDS)}; "
-                f"{nearest(name, list(SUBCOMMANDS))}"
-            )
-        module = importlib.import_module(f"blockscale.cli.{name}")
-        parser = Parser(prog=prog, description=module.__doc__, allow_abbrev=False)
-        module.add_arguments(parser)
-        return int(module.run(parser.parse_args(words[1:])))
-    except CliError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a disk that fills up, a folder that goes away
-        print(f"{prog}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{prog}: stopped", file=sys.stderr)
-        return 130
+        args = parser.parse_args(words[1:])
+    except SystemExit:  # after --help
+        return 0
+    return int(module.run(args))
+
+
+def drop_output() -> None:
+    """Forgets what standard output does not take: the interpreter would try again at its end, and
+    change the exit status."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,6 +13,7 @@ run again with the same result.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -54,6 +55,7 @@ class RunFolder:
         self.checkpoints.mkdir(exist_ok=True)
         self._hold_lock()
         self._metrics: BinaryIO | None = None
+        self.made: list[Path] | None = None  # the folders that were made for it, if it is new
 
     def _hold_lock(self) -> None:
         """Two processes writing one run would corrupt it; the lock goes when the process does."""
@@ -99,7 +101,7 @@ class RunFolder:
         """Writes a training's state, after its metrics; the previous state stays until then."""
         self.flush()
         state = {"format": "blockscale-train-1", "run_id": self.run_id, "cell": str(cell), **state}
-        write_atomically(self.checkpoint_path(cell), lambda file: torch.save(state, file))
+        write_atomically(self.checkpoint_path(cell), lambda file: save_state(state, file))
 
     def load_checkpoint(self, cell: Cell) -> dict[str, Any] | None:
         """The cell's saved state, None when there is none; CliError when it is not this run's."""
@@ -135,6 +137,14 @@ class RunFolder:
         write_atomically(self.weights_path(cell), lambda file: file.write(content))
         self.checkpoint_path(cell).unlink(missing_ok=True)
 
+    def discard(self) -> bool:
+        """Takes a new run away again, unless a step of it is trained already."""
+        if self.made is None or self.rows:
+            return False
+        (self.path / "settings.json").unlink()
+        remove_empty([self.checkpoints, *self.made])
+        return True
+
 
 def run_id(settings: dict[str, Any]) -> str:
     """The same for runs that do the same, whenever and from whichever commit."""
@@ -146,14 +156,36 @@ def run_id(settings: dict[str, Any]) -> str:
 def create_run(path: Path, settings: dict[str, Any]) -> RunFolder:
     """Starts a run in a new or empty folder; CliError when it holds something or is unwritable."""
     check_free(path)
+    made: list[Path] = []
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        made = make_folder(path)
         write_json(path / "settings.json", settings)
-        return RunFolder(path, settings)
+        folder = RunFolder(path, settings)
     except OSError as error:
+        remove_empty(made)
         raise CliError(
             f"--out = {path} ({error.strerror}); need a folder that can be written; choose another"
         ) from None
+    folder.made = made
+    return folder
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Makes a folder with its parents; returns those that were not there, the innermost first."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        remove_empty(missing)
+        raise
+    return missing
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Removes the folders, the innermost first, that nothing was put in."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def check_free(path: Path) -> None:
@@ -177,52 +209,60 @@ def check_free(path: Path) -> None:
         )
 
 
-def read_settings(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The settings of the run in `path`; CliError unless it is a run with all of `names`."""
-    try:
-        settings = json.loads((path / "settings.json").read_text())
-        if not (isinstance(settings, dict) and settings.keys() >= set(names)):
-            raise ValueError
-    except (FileNotFoundError, NotADirectoryError):
-        raise CliError(
-            f"--resume = {path} (holds no run); need the --out folder of an earlier run; leave "
-            "--resume out to start one"
-        ) from None
-    except (ValueError, OSError):
-        raise CliError(
-            f"--resume = {path / 'settings.json'} (damaged or unreadable); need the file the run "
-            "wrote; start again in another folder"
-        ) from None
-    return settings
-
-
 def open_run(path: Path, settings: dict[str, Any]) -> RunFolder:
     """Continues a run: keeps the metrics that finished trainings and checkpoints cover."""
     folder = RunFolder(path, settings)
-    steps = settings["steps"]
     reached: dict[Cell, int] = {}
     for cell in folder.cells():
         state = None if folder.finished(cell) else folder.load_checkpoint(cell)
-        reached[cell] = steps if folder.finished(cell) else state["step"] if state else 0
+        done = settings["steps"] if folder.finished(cell) else 0
+        reached[cell] = state["step"] if state else done
     metrics = path / "metrics.jsonl"
+    folder.rows = covered_rows(metrics, reached)
+    check_rows(folder, reached)
+    content = b"".join(encode_row(row) for row in folder.rows)
+    write_atomically(metrics, lambda file: file.write(content))
+    return folder
+
+
+def covered_rows(metrics: Path, reached: dict[Cell, int]) -> list[Row]:
+    """The lines of metrics.jsonl up to the steps reached."""
+    rows: list[Row] = []
     for line in metrics.read_bytes().splitlines() if metrics.exists() else []:
         try:
             row = decode_row(line)
             keep = row["step"] <= reached[Cell(row["seed"], row["recipe"])]
-        except (ValueError, KeyError, TypeError):
+            if not is_metric(row):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
             break  # the line that the kill cut short
         if keep:
-            folder.rows.append(row)
+            rows.append(row)
+    return rows
+
+
+def check_rows(folder: RunFolder, reached: dict[Cell, int]) -> None:
+    """CliError unless the metrics hold every step and every validation that they should."""
+    steps, every = folder.settings["steps"], folder.settings["eval_every"]
+    found: dict[tuple[Cell, str], list[int]] = {}
+    for row in folder.rows:
+        key = "steps" if "train_loss" in row else "validations"
+        found.setdefault((Cell(row["seed"], row["recipe"]), key), []).append(row["step"])
     for cell, step in reached.items():
-        got = sum("train_loss" in r for r in folder.rows if Cell(r["seed"], r["recipe"]) == cell)
-        if got != step:
+        ends = step == steps and step % every != 0  # the last step is validated in any case
+        for key, count in (("steps", step), ("validations", step // every + ends)):
+            got = found.get((cell, key), [])
+            if len(got) == count:  # first: a damaged count may be too large to list
+                want = list(range(1, step + 1))
+                if key == "validations":
+                    want = [*range(every, step + 1, every), *([step] if ends else [])]
+                if got == want:
+                    continue
+            order = ", not in order" if len(got) == count else ""
             raise CliError(
-                f"--resume = {metrics} ({got} steps of {cell}); need the {step} steps that its "
-                "checkpoint covers; start again in another folder"
+                f"--resume = {folder.path / 'metrics.jsonl'} ({len(got)} {key} of {cell}{order}); "
+                f"need the {count} {key} that its checkpoint covers; start again in another folder"
             )
-    content = b"".join(encode_row(row) for row in folder.rows)
-    write_atomically(metrics, lambda file: file.write(content))
-    return folder
 
 
 def encode_row(row: Row) -> bytes:
@@ -232,24 +272,70 @@ def encode_row(row: Row) -> bytes:
 
 
 def decode_row(line: bytes) -> Row:
-    """The inverse of encode_row, null read as NaN."""
+    """The inverse of encode_row, null read as NaN; ValueError for what is no object."""
     row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError
     return {key: math.nan if value is None else value for key, value in row.items()}
 
 
-def write_json(path: Path, value: Any) -> None:
-    content = (json.dumps(value, indent=2) + "\n").encode()
+def is_metric(row: Row) -> bool:
+    """Whether a row with seed, recipe and step has the rest of what `append` is given."""
+    losses = [key for key in ("train_loss", "validation_loss") if key in row]
+    numbers = [value for key, value in row.items() if key != "recipe"]
+    good = len(losses) == 1 and all(type(value) in (int, float) for value in numbers)
+    return good and type(row["step"]) is int and row.get("seconds", 0) > 0
+
+
+class Watched:
+    """A file to write to that remembers why writing failed."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def save_state(state: dict[str, Any], file: BinaryIO) -> None:
+    """torch.save, which tells a full disk as an inconsistency of its own file."""
+    watched = Watched(file)
+    try:
+        torch.save(state, watched)  # type: ignore[arg-type]
+    except RuntimeError:
+        if watched.error is None:
+            raise
+        raise watched.error from None
+
+
+def write_json(path: Path, value: Any, indent: int = 2) -> None:
+    content = (json.dumps(value, indent=indent) + "\n").encode()
     write_atomically(path, lambda file: file.write(content))
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Replaces `path` by what `write` puts in a file, or leaves it alone: never half of it."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):  # what fails to be written says not where
+            error.filename = str(path)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the rename itself

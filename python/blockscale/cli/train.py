@@ -20,19 +20,24 @@ from blockscale._core import facts
 from blockscale.cli import run_folder
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.doctor import why_not
-from blockscale.cli.errors import CliError, device_name, integer, nearest, positive_float
+from blockscale.cli.errors import (
+    CliError,
+    Failure,
+    device_name,
+    integer,
+    nearest,
+    os_reason,
+    out_of_memory,
+    path_text,
+    positive_float,
+)
 from blockscale.cli.model import PRESETS
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.provenance import ORIGIN, origin
 from blockscale.cli.report import print_table, write_report
 from blockscale.cli.run_folder import RunFolder
+from blockscale.cli.saved import MOST_SEEDS, SETTINGS, read_settings
 from blockscale.cli.trainer import Trainer, use_reproducible_kernels
-
-SETTINGS = (
-    "preset", "data", "recipes", "steps", "seeds", "seed", "batch_size", "seq_len", "lr",
-    "eval_every", "checkpoint_every", "device",
-)  # fmt: skip
-FACTS = ("data_sha256", "environment")  # saved beside the settings, not options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipes", metavar="A,B,...", help=f"default, where the device can: {names}")
     add("--steps", type=integer(1), metavar="N", help=f"optimizer steps of each training{preset}")
     seeds = "train each recipe from N seeds and give the gap with its spread (default 1)"
-    add("--seeds", type=integer(1), metavar="N", help=seeds)
+    add("--seeds", type=integer(1, MOST_SEEDS), metavar="N", help=seeds)
     add("--seed", type=integer(0), metavar="N", help="the first seed (default 0)")
     add("--batch-size", type=integer(1), metavar="N", help=f"sequences in a batch{preset}")
     add("--seq-len", type=integer(2), metavar="N", help=f"bytes in a sequence{preset}")
@@ -54,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eval-every", type=integer(1), metavar="N", help=f"steps between validations{preset}")
     add("--checkpoint-every", type=integer(1), metavar="N", help="default: as --eval-every")
     add("--device", type=device_name, metavar="NAME", help="cpu or cuda (default cpu)")
-    add("--out", metavar="FOLDER", help="new or empty folder (default runs/train-<date>-<time>)")
+    out = "new or empty folder (default runs/train-<date>-<time>)"
+    add("--out", type=path_text, metavar="FOLDER", help=out)
     resume = "continue the run in --out; options left out are taken from it"
     add("--resume", action="store_true", help=resume)
 
@@ -63,25 +69,52 @@ def run(args: argparse.Namespace) -> int:
     """Trains every cell, then writes report.md and loss.png and prints the table."""
     console = Console(markup=False)  # paths may hold brackets
     folder, corpus = prepare(args, console)
-    use_reproducible_kernels(folder.settings["device"])
-    cells = folder.cells()
-    done = sum("train_loss" in row for row in folder.rows)
+    again = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
     try:
-        with LiveProgress(console, len(cells) * folder.settings["steps"], done) as progress:
-            for cell in cells:
-                if not folder.finished(cell):
-                    Trainer(folder, cell, corpus).run(progress)
+        train_all(folder, corpus, console)
+        write_report(folder, corpus)
     except KeyboardInterrupt:
-        command = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
-        console.print(f"stopped; continue with: {command}", highlight=False, soft_wrap=True)
+        console.print(f"stopped; continue with: {again}", highlight=False, soft_wrap=True)
         return 130
-    write_report(folder, corpus)
+    except OSError as error:
+        raise Failure(
+            f"{os_reason(error)}; the run is kept up to its last checkpoint; when that is mended, "
+            f"continue with: {again}"
+        ) from None
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise Failure(too_large(folder, again)) from None
     print_table(folder, console)
     console.print(
         f"wrote report.md, loss.png, metrics.jsonl and the final weights to {folder.path}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return 0
+
+
+def train_all(folder: RunFolder, corpus: Corpus, console: Console) -> None:
+    """Every training that is not finished yet."""
+    use_reproducible_kernels(folder.settings["device"])
+    cells = folder.cells()
+    done = sum("train_loss" in row for row in folder.rows)
+    with LiveProgress(console, len(cells) * folder.settings["steps"], done) as progress:
+        for cell in cells:
+            if not folder.finished(cell):
+                Trainer(folder, cell, corpus).run(progress)
+
+
+def too_large(folder: RunFolder, again: str) -> str:
+    """What to say when memory does not suffice. A run whose first step fails is taken away: its
+    settings are fixed, and it could not be continued with others."""
+    settings = folder.settings
+    remedy = "give a smaller --batch-size or --seq-len"
+    if not folder.discard():
+        remedy = f"start another run with a smaller --batch-size or --seq-len, or continue: {again}"
+    return (
+        f"--batch-size = {settings['batch_size']} with --seq-len {settings['seq_len']} (out of "
+        f"memory on {settings['device']}); need a training step that fits in memory; {remedy}"
+    )
 
 
 def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corpus]:
@@ -93,7 +126,7 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
     if args.recipes is not None:
         args.recipes = parse_recipes(args.recipes)
     path = Path(args.out or time.strftime("runs/train-%Y%m%d-%H%M%S"))
-    saved = run_folder.read_settings(path, (*SETTINGS, *FACTS)) if args.resume else {}
+    saved = read_settings(path) if args.resume else {}
     settings = choose_settings(args, saved)
     check_device(settings)
     if args.device is None and not saved and torch.cuda.is_available():

@@ -1,0 +1,93 @@
+"""The settings of a run that is to be continued: the file may have been damaged or edited since."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import blockscale as bs
+from blockscale.cli.errors import CliError
+from blockscale.cli.model import PRESETS
+
+MOST_SEEDS: Final = 1000  # all trainings of a run are listed before the first begins
+
+
+def whole(least: int, most: int = 2**63 - 1) -> tuple[str, Callable[[Any], bool]]:
+    """A row of CHECKS."""
+    limit = f"from {least} to {most}" if most < 2**63 - 1 else f"of at least {least}"
+    return f"a whole number {limit}", lambda v: type(v) is int and least <= v <= most
+
+
+def is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def are_recipes(value: Any) -> bool:
+    if not are_names(value):
+        return False
+    return 0 < len(value) == len(set(value)) and set(value) <= set(bs.recipe_names())
+
+
+# What each setting is, in words and as a test; in the order in which the options are documented.
+CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "preset": (f"one of {', '.join(PRESETS)}", lambda v: isinstance(v, str) and v in PRESETS),
+    "data": ("a list of paths", are_names),
+    "recipes": (f"different names among {', '.join(bs.recipe_names())}", are_recipes),
+    "steps": whole(1),
+    "seeds": whole(1, MOST_SEEDS),
+    "seed": whole(0),
+    "batch_size": whole(1),
+    "seq_len": whole(2),
+    "lr": ("a finite number above 0", is_rate),
+    "eval_every": whole(1),
+    "checkpoint_every": whole(1),
+    "device": ("cpu or cuda", lambda v: v in ("cpu", "cuda")),
+    # Facts, beside the settings; not options.
+    "data_sha256": ("a text", lambda v: isinstance(v, str)),
+    "environment": ("an object", lambda v: isinstance(v, dict)),
+}
+SETTINGS: Final = tuple(CHECKS)[:-2]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of the run in `path`; CliError unless it is a run whose settings are sound."""
+    file = path / "settings.json"
+    try:
+        settings = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise CliError(
+            f"--resume = {path} (holds no run); need the --out folder of an earlier run; leave "
+            "--resume out to start one"
+        ) from None
+    except (ValueError, RecursionError):
+        fault = "damaged"
+    except OSError as error:
+        fault = error.strerror or "unreadable"
+    else:
+        fault = fault_of(settings)
+    if fault:
+        raise CliError(
+            f"--resume = {file} ({fault}); need the file the run wrote; start again in another "
+            "folder"
+        )
+    return dict(settings)
+
+
+def fault_of(settings: Any) -> str:
+    """What is wrong with a run's settings; empty when nothing is."""
+    if not isinstance(settings, dict):
+        return f"{type(settings).__name__}, not an object"
+    for key, (need, good) in CHECKS.items():
+        if key not in settings:
+            return f"no {key}"
+        if not good(settings[key]):
+            got = json.dumps(settings[key])
+            return f"{key} {got if len(got) < 60 else got[:60] + '...'}, not {need}"
+    return ""

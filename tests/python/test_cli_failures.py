@@ -1,0 +1,173 @@
+"""What the command says and leaves when disk, memory or output fail: one line, exit 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blockscale.cli import trainer
+from blockscale.cli.errors import out_of_memory
+from blockscale.cli.main import main
+from safetensors.torch import save_file
+
+H200 = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json"
+SMALL = ["--recipes", "bf16", "--seq-len", "16", "--batch-size", "1", "--steps", "4"]
+
+
+def blockscale(*words: str, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, whose files cannot grow beyond `limit` bytes: writing
+    then fails in the midst of a file, as on a full disk."""
+
+    def hold() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    words = (sys.executable, "-m", "blockscale", *words)
+    return subprocess.run(words, capture_output=True, text=True, preexec_fn=hold)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text"
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    return str(path)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize(
+    ("every", "file"), [("2", "bf16-seed0.pt"), ("4", "bf16-seed0.safetensors")]
+)
+def test_a_full_disk_at_a_checkpoint(every: str, file: str, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["train", "--out", str(out), "--data", text, *SMALL, "--checkpoint-every", every]
+    done = blockscale(*words, limit=5_000_000)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"blockscale train: {out / 'checkpoints' / file}: File too large; the run is kept up to "
+        "its last checkpoint; when that is mended, continue with: blockscale train --out "
+        f"{out} --resume\n",
+    )
+    assert names(out) == ["metrics.jsonl", "settings.json"]
+    assert blockscale("train", "--out", str(out), "--resume").returncode == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train_loss" in row] == [1, 2, 3, 4]
+
+
+def test_a_full_disk_at_the_beginning(text: str, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "run"
+    done = blockscale("train", "--out", str(out), "--data", text, *SMALL, limit=10)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"blockscale train: --out = {out} (File too large); need a folder that can be written; "
+        "choose another\n",
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_full_disk_at_a_picture(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(16, 32)}, tmp_path / "x.safetensors")
+    plot = tmp_path / "x.png"
+    words = ["inspect", str(tmp_path / "x.safetensors"), "--spec", "mxfp8", "--out", str(plot)]
+    done = blockscale(*words, limit=1000)
+    assert (done.returncode, done.stderr) == (1, f"blockscale inspect: {plot}: File too large\n")
+    assert "mxfp8" in done.stdout  # the figures are not lost
+    out = tmp_path / "new" / "out"
+    done = blockscale("bench", "--from", str(H200), "--out", str(out), limit=1000)
+    line = f"blockscale bench: {out / 'bench.png'}: File too large\n"
+    assert (done.returncode, done.stderr) == (1, line)
+    assert "quantize/mxfp8/axis:-1" in done.stdout
+    assert names(tmp_path) == ["x.safetensors"]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),  # text may be held back until the interpreter ends
+    [("--version", ""), ("--version", "1"), ("train --help", ""), ("doctor", "")],
+)
+def test_an_output_that_takes_nothing(words: str, unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "blockscale", *words.split()],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    prog = f"blockscale {words.split()[0]}".removesuffix(" --version")
+    assert (done.returncode, done.stderr) == (1, f"{prog}: output: No space left on device\n")
+
+
+@pytest.mark.parametrize("size", [2**62, 2**55, 2**48])
+def test_what_pytorch_cannot_allocate(size: int) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(size)
+    assert out_of_memory(raised.value)
+    assert not out_of_memory(RuntimeError("shapes differ"))
+    assert out_of_memory(torch.OutOfMemoryError())
+    assert out_of_memory(MemoryError())
+
+
+REMEDY = "give a smaller --batch-size or --seq-len"
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("batch", [2**62, 2**45])
+def test_a_batch_that_memory_does_not_hold(
+    batch: int, there: bool, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "runs" / "run"
+    if there:
+        out.mkdir(parents=True)
+    words = ["--out", str(out), "--data", text, *SMALL, "--batch-size", str(batch)]
+    assert main(["train", *words]) == 1
+    assert capsys.readouterr().err == (
+        f"blockscale train: --batch-size = {batch} with --seq-len 16 (out of memory on cpu); need "
+        f"a training step that fits in memory; {REMEDY}\n"
+    )
+    assert (tmp_path / "runs").exists() == there
+    assert not there or list(out.iterdir()) == []
+
+
+def test_memory_that_runs_out_later_costs_no_run(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    right = trainer.update
+    calls = iter(range(9))
+
+    def once(*args: Any) -> Any:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return right(*args)
+
+    monkeypatch.setattr(trainer, "update", once)
+    words = ["--out", str(out), "--data", text, *SMALL, "--checkpoint-every", "1"]
+    assert main(["train", *words]) == 1
+    again = f"blockscale train --out {out} --resume"
+    assert capsys.readouterr().err == (
+        "blockscale train: --batch-size = 1 with --seq-len 16 (out of memory on cpu); need a "
+        "training step that fits in memory; start another run with a smaller --batch-size or "
+        f"--seq-len, or continue: {again}\n"
+    )
+    copy = shutil.copytree(out, tmp_path / "copy")  # the run itself is locked by this process
+    assert main(["train", "--out", str(copy), "--resume"]) == 0
+
+
+def test_other_failures_keep_their_traceback(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(trainer, "update", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL])
