@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from blockscale.cli.doctor import processor_name
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -65,6 +67,6 @@ def where(result: Row, with_copy: bool = True) -> str:
     copy = f"copy {origin['copy_tb_per_s']:.2f} TB/s, " if copied else ""
     machine = origin.get("gpu") or origin.get("cpu") or origin["device"]
     if "gpu" not in origin and "cores" in origin:
-        machine += f", {origin['cores']} cores, {origin['instruction_set']}"
+        machine += f", {origin['cores']} cores, {processor_name(origin['instruction_set'])}"
     date, commit = origin["date"][:10], origin["commit"][:12]
     return f"{machine}, {copy}torch {origin['torch']}, {date}, commit {commit}."
