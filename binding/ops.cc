@@ -177,7 +177,8 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   // The same without defaults, for programs that keep operators and no autograd.Function: its
   // derivative is registered in functional.py.
   m.def(
-      "linear_exported(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, Tensor? seed, "
+      "linear_exported(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, Tensor? "
+      "seed, "
       "Tensor? offset, Tensor? offsets, ScalarType? dtype, Tensor[]? quantized_w) -> Tensor[]");
   m.def(
       "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seed=None, Tensor? offset=None) "

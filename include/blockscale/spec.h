@@ -74,8 +74,8 @@ void validate_pair(const char* operation, const QuantSpec& a, const QuantSpec& b
 //   rounding=nearest|stochastic  outer=true|false  hadamard=none|16|16:0xd7e8
 std::string to_string(const QuantSpec& spec);
 // Parses a family's name with or without changes in brackets; validates. An unknown name throws
-// with the nearest, if one is near. rounding=stochastic turns scale_rounding of a two-level spec to `up`
-// unless it is given.
+// with the nearest, if one is near. rounding=stochastic turns scale_rounding of a two-level spec to
+// `up` unless it is given.
 QuantSpec parse_spec(std::string_view text);
 // `changes` in the bracket syntax, without brackets.
 QuantSpec with_changes(const QuantSpec& spec, std::string_view changes);
