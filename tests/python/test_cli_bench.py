@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,8 +57,9 @@ def test_results_picture_and_table(
         f"quantize/{spec}/axis:{axis}" for spec in bench_cases.ROWS_AND_COLUMNS for axis in (-1, -2)
     } | {f"quantize_dual/{row}+{col}" for row, col in bench_cases.DUAL}
     assert cases[1] == quantizers | {"torch.neg"}
-    assert cases[0] > cases[1]
-    assert {"torchao to_mx mxfp8", "torchao to_mx mxfp4"} < cases[0]  # the same codes as ours
+    assert cases[0] >= cases[1]
+    if importlib.util.find_spec("torchao"):  # a peer, where it is: the same codes as ours
+        assert {"torchao to_mx mxfp8", "torchao to_mx mxfp4"} < cases[0]
     for row in rows:
         assert row["us"] > 0
         assert row["goal"] is None  # the goals are a GPU's
