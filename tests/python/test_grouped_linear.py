@@ -374,18 +374,22 @@ def both(
     return lambda w, *a: bs.linear(case.x, w, None, a[0], a[1], a[2]), w, case.dy
 
 
+@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("recipe", ["bf16", *QUANTIZED])
-def test_accumulates_into_a_buffer(recipe: str, grouped: bool, device: torch.device) -> None:
-    """What the gradient adds up to, in FP32; x's is as ever. PyTorch's own GEMMs, which are all of
-    recipe bf16's, round to BF16 first."""
+def test_accumulates_into_a_buffer(
+    recipe: str, grouped: bool, behind: int, device: torch.device
+) -> None:
+    """What the gradient adds up to, in FP32, at any element of a larger buffer; x's is as ever.
+    PyTorch's own GEMMs, which are all of recipe bf16's, round to BF16 first."""
     case = make([0, 70, 70, 140], device)
     call, w, dy = both(case, grouped)
     plain = recipe == "bf16"
     own = w.detach().to(w.dtype if plain else torch.float32).requires_grad_()
     want_x, want = torch.autograd.grad(call(own, recipe, RNG, None), (case.x, own), dy)
     want = want.float()
-    main_grad = torch.full(w.shape, 0.5, device=device)
+    bucket = torch.full((behind + w.numel() + 1,), 0.5, device=device)
+    main_grad = bucket[behind:-1].view(w.shape)
     for step in (1, 2):
         y = call(w, recipe, RNG, main_grad)
         made = torch.autograd.grad(y, (case.x, w), dy, allow_unused=True)
@@ -395,6 +399,7 @@ def test_accumulates_into_a_buffer(recipe: str, grouped: bool, device: torch.dev
         rough = 0.5 + step * want
         allowed = 4 * 2.0**-23 * (rough.abs() + want.abs() + 1)
         assert ((main_grad - rough).abs() <= allowed).all()
+    assert (bucket[[*range(behind), -1]] == 0.5).all()
     empty = make([0, 0, 0, 0], device)
     before = main_grad.clone()
     if grouped:
