@@ -14,6 +14,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from blockscale.cli import bench_read
 from blockscale.cli.main import SUBCOMMANDS, main
 from commands import refusal
 
@@ -247,7 +248,7 @@ EDITS: list[tuple[str, str, Any, str]] = [
     ("row", "groups", [], "rows[1]: groups is not a number"),
     ("row", "goal", "0.9", "rows[1]: goal is not a number"),
     ("row", "of_copy", ABSENT,
-     "rows[1]: goal without any of of_copy, of_linear, of_bf16, of_empty"),
+     f"rows[1]: goal without any of {', '.join(bench_read.MEASURES)}"),
     *(("row", "shape", shape, "rows[1]: shape is not a list of sizes")
       for shape in (ABSENT, 5, [], ["4"], [[4]], [0])),
 ]  # fmt: skip
