@@ -93,12 +93,15 @@ def _spec_from_text(text: str, changes: str = "") -> Spec:
     return Spec(**facts)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant(text: str, changes: str) -> Spec:
     """torch.compile cannot trace a call into C, and need not: a text has one meaning. A copy, since
     the compiler knows objects by identity: what is reached through a recipe too is no constant.
     Operators read `text`: PyTorch 2.14 traces no method of such a constant, nor `str` of it."""
     return copy.copy(_spec_from_text(text, changes))
+
+
+# As torch.compiler.assume_constant_result() marks it, which would import the compiler: a second.
+_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _change_text(key: str, value: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
+from torch._compile import _disable_dynamo
 
 from blockscale._errors import fail, fail_type
 
@@ -176,7 +177,7 @@ class RngState:
         if self.draws and (self.breaks or not torch.compiler.is_compiling()):
             self._restore_in_backward(output)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # torch.compiler.disable, but for importing the compiler here: a second
     def _restore_in_backward(self, output: Any) -> None:
         if not _is_new_forward():
             return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,18 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_opcheck(index: int, device: torch.device) -> None:
     name, args = op_samples(device)[index]
     torch.library.opcheck(getattr(OPS, name), args)
+
+
+def test_the_compiler_is_not_imported_before_it_is_used() -> None:
+    """It takes a second."""
+    code = (
+        "import sys, torch\n"
+        "before = 'torch._dynamo' in sys.modules\n"
+        "import blockscale as bs\n"
+        "bs.linear(torch.ones(4, 64), torch.ones(8, 64), recipe='mxfp8')\n"
+        "assert ('torch._dynamo' in sys.modules) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_op_is_checked() -> None:
