@@ -12,7 +12,7 @@ std::string join(const std::vector<std::string>& parts, const char* separator);
 std::vector<std::string_view> split(std::string_view text, char separator);
 std::string quoted(std::string_view text);
 // The remedy that names the candidate with the smallest edit distance, upper and lower case alike;
-// empty where that is more than half the longer word's length (_errors.py has this rule too).
+// empty where that is more than half the longer word's length.
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace blockscale

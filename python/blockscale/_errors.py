@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -24,25 +25,11 @@ def fail_type(operation: str, argument: str, got: object, need: str, remedy: str
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What is spelled most like `name`, upper and lower case alike; None where nothing is within
-    edits of half the longer word's letters. (The core's did_you_mean, src/text.cc, has this rule.)
-    """
-    distances = {other: edit_distance(name.lower(), other.lower()) for other in known}
-    other = min(distances, key=distances.__getitem__, default=None)
-    if other is None or 2 * distances[other] > max(len(name), len(other)):
-        return None
-    return other
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Letters to insert, delete or replace to make one of the other."""
-    row = list(range(len(b) + 1))
-    for i, left in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, right in enumerate(b, 1):
-            replaced = diagonal + (left != right)
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, replaced)
-    return row[-1]
+    """What is spelled most like `name`, upper and lower case alike; None where nothing is half
+    alike."""
+    spelled = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.5)
+    return spelled[close[0]] if close else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
