@@ -11,7 +11,7 @@ requirements := requirements.txt requirements-dev.txt
 cxx_files = $(shell find include src binding bench tests examples cmake -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build train test bench lint format asan archs hip wheel clean
+.PHONY: help setup build train test bench lint format asan arm archs hip wheel clean
 
 help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
@@ -89,13 +89,22 @@ hip:  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run
 
 asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan
 	@test -f build-asan/build.ninja || cmake -S . -B build-asan -G Ninja -DBLOCKSCALE_TESTS=ON \
-	    -DBLOCKSCALE_GPU=OFF -DBLOCKSCALE_SANITIZE=address,undefined
+	    -DBLOCKSCALE_GPU=OFF -DBLOCKSCALE_QUICK=ON -DBLOCKSCALE_SANITIZE=address,undefined
 	@cmake --build build-asan -j $(JOBS)
 	@UBSAN_OPTIONS=print_stacktrace=1 $(python) tools/test.py --gtest build-asan/blockscale_tests \
 	    --gtest build-asan/tests/cpp/emulated/blockscale_emulated_tests
+
+# Tests are linked statically, so that the emulator needs no library of that processor.
+arm: $(venv)/.requirements  ## the C++ tests on AArch64, in an emulator
+	@PYTHON=$(PYTHON) tools/system_packages.sh arm
+	@test -f build-arm/build.ninja || cmake -S . -B build-arm -G Ninja --toolchain cmake/aarch64.cmake \
+	    -DBLOCKSCALE_TESTS=ON -DBLOCKSCALE_GPU=OFF -DBLOCKSCALE_QUICK=ON -DBLOCKSCALE_GTEST=/usr/src/googletest/googletest
+	@cmake --build build-arm -j $(JOBS)
+	@$(python) tools/test.py --under qemu-aarch64-static --gtest build-arm/blockscale_tests \
+	    --gtest build-arm/tests/cpp/emulated/blockscale_emulated_tests
 
 wheel: $(venv)/.requirements  ## one wheel for every Python and PyTorch, in dist/
 	$(python) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:  ## forget every build; .venv and runs/ stay
-	rm -rf build build-asan build-wheel dist python/blockscale/lib .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build build-asan build-arm build-wheel dist python/blockscale/lib .mypy_cache .ruff_cache .pytest_cache

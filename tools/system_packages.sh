@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Finds out which system packages the build lacks, by looking for what they provide; with the argument
-# `hip`, those of `make hip` instead. As root with apt-get they are installed; otherwise the command
+# `hip` or `arm`, those of `make hip` or `make arm` instead. As root with apt-get they are installed; otherwise the command
 # that installs them is printed, and this fails.
 set -euo pipefail
 
@@ -16,6 +16,10 @@ header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null; }
 if [ "${1:-}" = hip ]; then
   need hipcc command -v hipcc
   need clang-19 command -v clang++-19
+elif [ "${1:-}" = arm ]; then
+  need g++-aarch64-linux-gnu command -v aarch64-linux-gnu-g++
+  need qemu-user-static command -v qemu-aarch64-static
+  need googletest test -f /usr/src/googletest/googletest/CMakeLists.txt
 else
   need git command -v git
   need make command -v make

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -75,7 +76,7 @@ def verdict(name: str, status: int, count: Count | None, shards: int = 1) -> Cou
     return count
 
 
-def run_gtest(binary: Path, folder: Path, extra: list[str], shards: int) -> Count:
+def run_gtest(binary: Path, under: list[str], folder: Path, extra: list[str], shards: int) -> Count:
     """The binary's tests in as many processes as `shards`; what each says is printed whole."""
     print(f"C++ tests: {binary}", flush=True)
     if not binary.exists():
@@ -86,7 +87,7 @@ def run_gtest(binary: Path, folder: Path, extra: list[str], shards: int) -> Coun
         environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
         with log.open("w") as output:
             process = subprocess.Popen(
-                [binary, "--gtest_brief=1", f"--gtest_output=json:{report}", *extra],
+                [*under, binary, "--gtest_brief=1", f"--gtest_output=json:{report}", *extra],
                 cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         running.append((process, report, log))
@@ -113,6 +114,8 @@ def main() -> int:
         "--gtest", type=Path, action="append", default=[], metavar="BINARY", help="C++ test binary"
     )
     parser.add_argument("--pytest", action="store_true", help="run the Python tests")
+    under = "a program that runs the C++ tests, such as an emulator"
+    parser.add_argument("--under", type=shlex.split, default=[], metavar="COMMAND", help=under)
     parser.add_argument("--gtest-arg", action="append", default=[], help="passed to the binaries")
     parser.add_argument("--pytest-arg", action="append", default=[], help="passed to pytest")
     options = parser.parse_args()
@@ -121,7 +124,7 @@ def main() -> int:
     total = Count()
     with tempfile.TemporaryDirectory() as folder:
         for binary in options.gtest:
-            total += run_gtest(binary, Path(folder), options.gtest_arg, cores)
+            total += run_gtest(binary, options.under, Path(folder), options.gtest_arg, cores)
         if options.pytest:
             total += run_pytest(Path(folder, "python.xml"), options.pytest_arg, min(cores, 8))
     print(total, flush=True)

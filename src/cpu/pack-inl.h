@@ -121,10 +121,9 @@ HWY_INLINE Columns magnitudes(VH x) {
           hn::BitCast(DF(), hn::And(both, hn::Set(du, 0xFFFF0000u)))};
 }
 HWY_INLINE Columns load_columns(const float* x) {
-  const DF df;
-  Columns v;
-  hn::LoadInterleaved2(df, x, v.even, v.odd);
-  return v;
+  VF even, odd;
+  hn::LoadInterleaved2(DF(), x, even, odd);
+  return {even, odd};
 }
 
 // Packs the codes of consecutive rows of one vector of columns into 32-bit words, the last row

@@ -12,8 +12,9 @@ namespace blockscale::testing {
 inline uint32_t bits_of(float x) { return bit_cast<uint32_t>(x); }
 inline float float_of(uint32_t bits) { return bit_cast<float>(bits); }
 
-// Sanitized builds are about ten times slower: the sweeps over all floats then take every 1021st.
-#ifdef BLOCKSCALE_SANITIZED
+// Under sanitizers and emulators tests are ten and more times slower: the sweeps over all floats
+// then take every 1021st.
+#ifdef BLOCKSCALE_QUICK
 inline constexpr uint32_t kSweepStep = 1021;
 #else
 inline constexpr uint32_t kSweepStep = 1;

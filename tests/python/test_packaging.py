@@ -8,6 +8,7 @@ configured, built and run against it.
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 BINDING = "blockscale/lib/libblockscale_torch.so"
+MACHINE = platform.machine()
 
 # Everything that the binding may need at load time: PyTorch by name, and the C++ run time.
 ALLOWED_NEEDED = {
@@ -31,7 +33,7 @@ ALLOWED_NEEDED = {
     "libgcc_s.so.1",
     "libm.so.6",
     "libc.so.6",
-    "ld-linux-x86-64.so.2",
+    "ld-linux-x86-64.so.2" if MACHINE == "x86_64" else f"ld-linux-{MACHINE}.so.1",
 }
 
 # Run in the fresh environment: no file of the work tree is in sight, nor any other package.
@@ -115,7 +117,7 @@ def bare_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_wheel_for_every_python(wheel: Path) -> None:
-    assert re.fullmatch(r"blockscale-[0-9.]+-py3-none-linux_x86_64\.whl", wheel.name)
+    assert re.fullmatch(rf"blockscale-[0-9.]+-py3-none-linux_{MACHINE}\.whl", wheel.name)
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
