@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +77,11 @@ def verdict(name: str, status: int, count: Count | None, shards: int = 1) -> Cou
     return count
 
 
-def run_gtest(binary: Path, under: list[str], folder: Path, extra: list[str], shards: int) -> Count:
-    """The binary's tests in as many processes as `shards`; what each says is printed whole."""
+def run_gtest(
+    binary: Path, folder: Path, extra: list[str], shards: int, under: Sequence[str] = ()
+) -> Count:
+    """The binary's tests in as many processes as `shards`, `under` a program such as an emulator;
+    what each says is printed whole."""
     print(f"C++ tests: {binary}", flush=True)
     if not binary.exists():
         return verdict("C++ tests", 127, None)
@@ -124,7 +128,7 @@ def main() -> int:
     total = Count()
     with tempfile.TemporaryDirectory() as folder:
         for binary in options.gtest:
-            total += run_gtest(binary, options.under, Path(folder), options.gtest_arg, cores)
+            total += run_gtest(binary, Path(folder), options.gtest_arg, cores, options.under)
         if options.pytest:
             total += run_pytest(Path(folder, "python.xml"), options.pytest_arg, min(cores, 8))
     print(total, flush=True)

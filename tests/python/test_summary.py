@@ -100,3 +100,19 @@ def test_no_test_in_any_shard_is_a_failure(summary: ModuleType, tmp_path: Path) 
     (tmp_path / "empty.json").write_text(json.dumps({"testsuites": []}))
     binary = gtest_binary(tmp_path, f'cp {tmp_path}/empty.json "${{2#--gtest_output=json:}}"')
     assert str(summary.run_gtest(binary, tmp_path, [], 2)).startswith("0 passed, 1 ")
+
+
+def test_a_binary_may_run_under_an_emulator(summary: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(
+        json.dumps({"testsuites": [{"testsuite": [{"result": "COMPLETED"}]}]})
+    )
+    emulator = tmp_path / "emulator"  # what it is given: its own option, the binary, the report
+    emulator.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "-x {tmp_path}/binary" ] && '
+        f'cp {tmp_path}/report.json "${{4#--gtest_output=json:}}"\n'
+    )
+    emulator.chmod(0o755)
+    binary = gtest_binary(tmp_path, "kill -SEGV $$")
+    under = [str(emulator), "-x"]
+    count = summary.run_gtest(binary, tmp_path, [], 1, under)
+    assert str(count) == "1 passed, 0 failed, 0 skipped"
