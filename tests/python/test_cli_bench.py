@@ -24,11 +24,14 @@ SHAPES = ("300x288", "3x40x72")
 
 @pytest.fixture
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
-    """Runs the command on the CPU with five calls a case: exit status and folder."""
+    """Runs the command on the CPU with five calls a case, of the shapes in the first words: exit
+    status and folder."""
     monkeypatch.setattr(bench_run, "CpuClock", functools.partial(CpuClock, least=0.0))
 
-    def run(*shapes: str) -> tuple[int, Path]:
-        words = [word for shape in shapes for word in ("--shape", shape)]
+    def run(*words: str) -> tuple[int, Path]:
+        end = words.index("--only") if "--only" in words else len(words)
+        shapes = [word for shape in words[:end] for word in ("--shape", shape)]
+        words = (*shapes, *words[end:])
         return main(["bench", "--device", "cpu", "--out", str(tmp_path), *words]), tmp_path
 
     return run
@@ -71,6 +74,21 @@ def test_results_picture_and_table(
     printed = capsys.readouterr().out
     assert all(shape in printed for shape in SHAPES)
     assert "quantize/nvfp4[block=16x16]/axis:-2" in printed
+
+
+def test_only_some_cases(
+    measure: Callable[..., tuple[int, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, folder = measure("64x96", "--only", r"quantize/nvfp4\[.*axis:-1$")
+    assert status == 0
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    wanted = {name for name in bench_cases.ROWS_AND_COLUMNS if name.startswith("nvfp4[")}
+    assert len(wanted) > 1
+    assert {row["case"] for row in rows} == {f"quantize/{name}/axis:-1" for name in wanted}
+    capsys.readouterr()
+    for text in ("of no case", "["):
+        assert measure("64x96", "--only", text)[0] == 2
+        assert f"--only = {text} (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows x columns, or ExRxC for a batch of E; may be repeated (default: large, odd and "
         "batched ones)",
     )  # fmt: skip
+    add(
+        "--only", type=pattern, metavar="REGEX",
+        help="the cases whose names it is found in, such as 'quantize/nvfp4' (default: all)",
+    )  # fmt: skip
     out = "results.json and bench.png go there (default runs/bench-<date>-<time>)"
     add("--out", type=path_text, metavar="FOLDER", help=out)
     add(
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     try:
         if args.source is None:
-            found = measure(device, args.shape, console)
+            found = measure(device, args.shape, console, args.only)
         written = write_and_print(folder, found, args.source is None, console)
     finally:
         remove_empty(made)
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def refuse_with_source(args: argparse.Namespace) -> None:
     """CliError for options of a measurement beside --from."""
-    for name in ("device", "shape"):
+    for name in ("device", "shape", "only"):
         if getattr(args, name) is not None:
             raise CliError(
                 f"--{name} with --from; need one or the other, nothing is measured again; "
@@ -121,6 +126,16 @@ def shape(text: str) -> Shape:
     return sizes
 
 
+def pattern(text: str) -> re.Pattern[str]:
+    """An argparse type: a regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} ({error}); need a regular expression; write \\[ and \\+ for [ and +"
+        ) from None
+
+
 def why_no_cuda() -> str:
     """Why nothing can be measured on a GPU here; empty when it can."""
     if not torch.cuda.is_available():
@@ -138,7 +153,12 @@ def check_device(device: str) -> None:
         )
 
 
-def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> dict[str, Any]:
+def measure(
+    device: str,
+    shapes: Sequence[Shape] | None,
+    console: Console,
+    only: re.Pattern[str] | None = None,
+) -> dict[str, Any]:
     """What results.json holds."""
     default = bench_cases.GPU_SHAPES if device == "cuda" else bench_cases.CPU_SHAPES
     load = os.getloadavg()[0]
@@ -157,7 +177,8 @@ def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> di
                 status.update(escape(text))
 
         try:
-            copy, rows = bench_run.run(device, shapes or default, say)
+            wanted = only.search if only else lambda name: True
+            copy, rows = bench_run.run(device, shapes or default, say, lambda n: bool(wanted(n)))
         except WrongAnswer as error:
             raise Failure(f"{error}; nothing is written") from None
         except (MemoryError, RuntimeError) as error:
@@ -167,6 +188,12 @@ def measure(device: str, shapes: Sequence[Shape] | None, console: Console) -> di
                 f"--shape (out of memory on {device}); need room for {bench_cases.INPUTS} inputs "
                 "and what becomes of them; give a smaller --shape"
             ) from None
+    if not rows:
+        assert only
+        raise CliError(
+            f"--only = {only.pattern} (found in no case's name); need some case; names are those "
+            "of the table, such as quantize/fp8_1x128/axis:-1"
+        )
     where = provenance(device) | {"load_average": load, "copy_tb_per_s": copy}
     return {"provenance": where, "rows": rows}
 

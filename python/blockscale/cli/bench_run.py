@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from blockscale.cli.bench_cases import (
+    BESIDE,
     GPU_SHAPES,
     GROUPED_SHAPE,
     GROUPS,
@@ -22,11 +23,13 @@ from blockscale.cli.bench_cases import (
 )
 from blockscale.cli.bench_clock import Clock, CpuClock, CudaClock
 
+Wanted = Callable[[str], bool]  # of a case's name
+
 
 def run(
-    device: str, shapes: Sequence[Shape], say: Callable[[str], None]
+    device: str, shapes: Sequence[Shape], say: Callable[[str], None], wanted: Wanted
 ) -> tuple[float, list[Row]]:
-    """Every case: the copy's TB/s and the results. The first shape has the most cases.
+    """Every case that is wanted: the copy's TB/s and the results. The first shape has the most.
 
     `say` is told what comes next, and which peers are left out. Raises WrongAnswer.
     """
@@ -39,6 +42,8 @@ def run(
         where = "x".join(map(str, shape))
 
         def measure(case: Case, shape: Shape = shape, where: str = where) -> None:
+            if not wanted(case.name):
+                return
             say(f"{where} {case.name}")
             case.check()
             rows.append(result(case, shape, clock.microseconds(case.call), copy))
@@ -48,24 +53,26 @@ def run(
         if index == 0:
             for case in data.readers():
                 measure(case)
-            if len(shape) == 2:
-                measure_peers(data, measure, say)
+            if len(shape) == 2 and any(map(wanted, BESIDE)):
+                measure_peers(data, measure, say, wanted)
             if device == "cuda":
                 for case in Data(shape, device, torch.float32).wide_quantizers():
                     measure(case)
     if device == "cuda":
-        rows += layouts(clock, Data(shapes[0], device), say)
+        rows += layouts(clock, Data(shapes[0], device), say, wanted)
         if tuple(shapes) == GPU_SHAPES:
-            rows += grouped(clock, copy, say)
+            rows += grouped(clock, copy, say, wanted)
         say("launches")
-        rows += launches()
+        rows += launches(wanted)
     return copy, rows
 
 
-def layouts(clock: Clock, data: Data, say: Callable[[str], None]) -> list[Row]:
+def layouts(clock: Clock, data: Data, say: Callable[[str], None], wanted: Wanted) -> list[Row]:
     """Quantizers into other layouts, beside `linear`, in turn."""
     rows: list[Row] = []
     for case, linear in data.layouts():
+        if not wanted(case.name):
+            continue
         say(case.name)
         case.check()
         took = clock.microseconds(case.call)
@@ -76,11 +83,13 @@ def layouts(clock: Clock, data: Data, say: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def grouped(clock: Clock, copy: float, say: Callable[[str], None]) -> list[Row]:
+def grouped(clock: Clock, copy: float, say: Callable[[str], None], wanted: Wanted) -> list[Row]:
     """Quantizers of the rows of groups."""
     data = Data(GROUPED_SHAPE, "cuda", groups=GROUPS)
     rows: list[Row] = []
     for case in data.quantizers():
+        if not wanted(case.name):
+            continue
         say(f"{GROUPS} groups, {case.name}")
         case.check()
         row = result(case, GROUPED_SHAPE, clock.microseconds(case.call), copy)
@@ -88,9 +97,13 @@ def grouped(clock: Clock, copy: float, say: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def measure_peers(data: Data, measure: Callable[[Case], None], say: Callable[[str], None]) -> None:
+def measure_peers(
+    data: Data, measure: Callable[[Case], None], say: Callable[[str], None], wanted: Wanted
+) -> None:
     """torchao, where it is installed. A peer that cannot run here is no failure of ours."""
     for name, call in torchao(data.device).items():
+        if not wanted(name):
+            continue
         try:
             measure(data.peer(name, call))
         except Exception as error:
@@ -111,7 +124,7 @@ def result(case: Case, shape: Shape, took: float, copy: float) -> Row:
     }
 
 
-def launches() -> list[Row]:
+def launches(wanted: Wanted) -> list[Row]:
     """A small quantizer beside an empty kernel, both replayed from a graph of many."""
     time = functools.partial(CudaClock().microseconds, calls=200)
     empty = time(lambda i: torch.cuda._sleep(0))  # type: ignore[no-untyped-call]
@@ -135,4 +148,4 @@ def launches() -> list[Row]:
                 "goal": LAUNCH_GOAL,
             }
         )
-    return rows
+    return [row for row in rows if wanted(row["case"])]
