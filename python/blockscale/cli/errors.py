@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -78,22 +79,32 @@ def path_text(text: str) -> str:
     return text
 
 
-def integer(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
-    """An argparse type: a whole number from `least` to `most`."""
-    limit = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers from `least` to `most`, as text of an option and as a value of JSON."""
 
-    def parse(text: str) -> int:
+    least: int
+    most: int = 2**63 - 1
+
+    def __str__(self) -> str:
+        if self.most == 2**63 - 1:
+            return f"a whole number of at least {self.least}"
+        return f"a whole number from {self.least} to {self.most}"
+
+    def holds(self, value: Any) -> bool:
+        return type(value) is int and self.least <= value <= self.most
+
+    def parse(self, text: str) -> int:
+        """An argparse type."""
         try:
             value = int(text)
         except ValueError:
-            value = least - 1
-        if not least <= value <= most:
+            value = self.least - 1
+        if not self.holds(value):
             raise argparse.ArgumentTypeError(
-                f"{text}; need a whole number {limit}; leave the option out for its default"
+                f"{text}; need {self}; leave the option out for its default"
             )
         return value
-
-    return parse
 
 
 def positive_float(text: str) -> float:

@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import Any, Final
 
 import blockscale as bs
-from blockscale.cli.errors import CliError
+from blockscale.cli.errors import CliError, Whole
 from blockscale.cli.model import PRESETS
 
-MOST_SEEDS: Final = 1000  # all trainings of a run are listed before the first begins
+# The settings that are whole numbers, also for the options that give them. All trainings of a run
+# are listed before the first begins, hence a limit on seeds.
+WHOLE: Final = {
+    "steps": Whole(1),
+    "seeds": Whole(1, 1000),
+    "seed": Whole(0),
+    "batch_size": Whole(1),
+    "seq_len": Whole(2),
+    "eval_every": Whole(1),
+    "checkpoint_every": Whole(1),
+}
 
 
-def whole(least: int, most: int = 2**63 - 1) -> tuple[str, Callable[[Any], bool]]:
+def whole(name: str) -> tuple[str, Callable[[Any], bool]]:
     """A row of CHECKS."""
-    limit = f"from {least} to {most}" if most < 2**63 - 1 else f"of at least {least}"
-    return f"a whole number {limit}", lambda v: type(v) is int and least <= v <= most
+    return str(WHOLE[name]), WHOLE[name].holds
 
 
 def is_rate(value: Any) -> bool:
@@ -40,14 +49,14 @@ CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "preset": (f"one of {', '.join(PRESETS)}", lambda v: isinstance(v, str) and v in PRESETS),
     "data": ("a list of paths", are_names),
     "recipes": (f"different names among {', '.join(bs.recipe_names())}", are_recipes),
-    "steps": whole(1),
-    "seeds": whole(1, MOST_SEEDS),
-    "seed": whole(0),
-    "batch_size": whole(1),
-    "seq_len": whole(2),
+    "steps": whole("steps"),
+    "seeds": whole("seeds"),
+    "seed": whole("seed"),
+    "batch_size": whole("batch_size"),
+    "seq_len": whole("seq_len"),
     "lr": ("a finite number above 0", is_rate),
-    "eval_every": whole(1),
-    "checkpoint_every": whole(1),
+    "eval_every": whole("eval_every"),
+    "checkpoint_every": whole("checkpoint_every"),
     "device": ("cpu or cuda", lambda v: v in ("cpu", "cuda")),
     # Facts, beside the settings; not options.
     "data_sha256": ("a text", lambda v: isinstance(v, str)),

@@ -24,7 +24,6 @@ from blockscale.cli.errors import (
     CliError,
     Failure,
     device_name,
-    integer,
     nearest,
     os_reason,
     out_of_memory,
@@ -36,28 +35,32 @@ from blockscale.cli.progress import LiveProgress
 from blockscale.cli.provenance import ORIGIN, origin
 from blockscale.cli.report import print_table, write_report
 from blockscale.cli.run_folder import RunFolder
-from blockscale.cli.saved import MOST_SEEDS, SETTINGS, read_settings
+from blockscale.cli.saved import SETTINGS, WHOLE, read_settings
 from blockscale.cli.trainer import Trainer, use_reproducible_kernels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every default is None: the preset (or, with --resume, the run) supplies the value."""
     add, preset = parser.add_argument, " (default: the preset's)"
+
+    def add_whole(name: str, about: str) -> None:
+        limits = WHOLE[name.replace("-", "_")]
+        add(f"--{name}", type=limits.parse, metavar="N", help=about)
+
     models = ", ".join(f"{name} ({model.about})" for name, model in PRESETS.items())
     add("--preset", metavar="NAME", help=f"the model and its settings: {models} (default tiny)")
     source = "text files or folders, read into memory (default: the Python standard library)"
     add("--data", nargs="+", metavar="PATH", help=source)
     names = ",".join(bs.recipe_names())
     add("--recipes", metavar="A,B,...", help=f"default, where the device can: {names}")
-    add("--steps", type=integer(1), metavar="N", help=f"optimizer steps of each training{preset}")
-    seeds = "train each recipe from N seeds and give the gap with its spread (default 1)"
-    add("--seeds", type=integer(1, MOST_SEEDS), metavar="N", help=seeds)
-    add("--seed", type=integer(0), metavar="N", help="the first seed (default 0)")
-    add("--batch-size", type=integer(1), metavar="N", help=f"sequences in a batch{preset}")
-    add("--seq-len", type=integer(2), metavar="N", help=f"bytes in a sequence{preset}")
+    add_whole("steps", f"optimizer steps of each training{preset}")
+    add_whole("seeds", "train each recipe from N seeds; give the gap with its spread (default 1)")
+    add_whole("seed", "the first seed (default 0)")
+    add_whole("batch-size", f"sequences in a batch{preset}")
+    add_whole("seq-len", f"bytes in a sequence{preset}")
     add("--lr", type=positive_float, metavar="X", help=f"peak learning rate{preset}")
-    add("--eval-every", type=integer(1), metavar="N", help=f"steps between validations{preset}")
-    add("--checkpoint-every", type=integer(1), metavar="N", help="default: as --eval-every")
+    add_whole("eval-every", f"steps between validations{preset}")
+    add_whole("checkpoint-every", "default: as --eval-every")
     add("--device", type=device_name, metavar="NAME", help="cpu or cuda (default cpu)")
     out = "new or empty folder (default runs/train-<date>-<time>)"
     add("--out", type=path_text, metavar="FOLDER", help=out)
