@@ -1,21 +1,21 @@
 """Whether a change is faster: two builds of the package by turns, case by case.
 
-`python bench/turns.py BEFORE AFTER --only 'quantize/nvfp4'` runs `blockscale bench` with one and
-the other folder first in PYTHONPATH, so often that both meet the same clocks. Each holds
-`blockscale` with its library, as `python/` does after `make build`; a copy made before a change is
-BEFORE.
+`python bench/turns.py BEFORE AFTER --only 'quantize/nvfp4'` runs `blockscale bench` in one folder
+and in the other, so often that both meet the same clocks. Each holds `blockscale` with its library,
+as `python/` does after `make build`; a copy made before a change is BEFORE.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from blockscale.cli.errors import Whole
 
 Times = dict[str, list[float]]  # of a case on a shape, a median a round, in microseconds
 
@@ -32,14 +32,13 @@ def folder(text: str) -> Path:
 
 
 def run_once(package: Path, words: list[str], times: Times) -> None:
-    """One `blockscale bench` with that package; adds a time to every case."""
-    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+    """One `blockscale bench` in that folder, whose package `-m` finds first; adds a time to every
+    case."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "blockscale", "bench", "--out", out, *words]
         done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": path}, cwd=package, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command, cwd=package, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         if done.returncode != 0:
             sys.exit(f"{package}: {done.stdout[-2000:]}")
         rows = json.loads(Path(out, "results.json").read_text())["rows"]
@@ -68,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=folder, metavar="BEFORE")
     parser.add_argument("after", type=folder, metavar="AFTER")
-    parser.add_argument("--rounds", type=int, default=3, help="of both (default 3)")
+    parser.add_argument("--rounds", type=Whole(1).parse, default=3, help="of both (default 3)")
     parser.add_argument("--only", metavar="REGEX", help="as that of `blockscale bench`")
     parser.add_argument("--shape", action="append", default=[], metavar="RxC", help="likewise")
     parser.add_argument("--device", metavar="NAME", help="likewise")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Finds out which system packages the build lacks, by looking for what they provide; with the argument
-# `hip` or `arm`, those of `make hip` or `make arm` instead. As root with apt-get they are installed; otherwise the command
-# that installs them is printed, and this fails.
+# `hip` or `arm`, those of `make hip` or `make arm` instead. As root with apt-get they are installed;
+# otherwise the command that installs them is printed, and this fails.
 set -euo pipefail
 
 python=${PYTHON:-python3}

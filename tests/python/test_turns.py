@@ -41,6 +41,9 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "argument BEFORE" in done.stderr
     assert "need a folder like python/" in done.stderr
+    done = turns(PACKAGE, PACKAGE, "--rounds", "0")
+    assert done.returncode == 2
+    assert "argument --rounds: 0; need a whole number of at least 1" in done.stderr
     done = turns(PACKAGE, PACKAGE, "--device", "cpu", "--only", "of no case")
     assert done.returncode == 1
     assert "--only = of no case (found in no case's name)" in done.stderr

@@ -23,7 +23,7 @@ from blockscale.cli.bench_cases import (
 )
 from blockscale.cli.bench_clock import Clock, CpuClock, CudaClock
 
-Wanted = Callable[[str], bool]  # of a case's name
+Wanted = Callable[[str], object]  # true of the name of a case that is to be measured
 
 
 def run(

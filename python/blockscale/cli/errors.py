@@ -87,7 +87,7 @@ class Whole:
     most: int = 2**63 - 1
 
     def __str__(self) -> str:
-        if self.most == 2**63 - 1:
+        if self.most == Whole.most:
             return f"a whole number of at least {self.least}"
         return f"a whole number from {self.least} to {self.most}"
 
