@@ -25,6 +25,7 @@ from blockscale.cli.provenance import ORIGIN
 from blockscale.cli.report import command, deviation_of, results, smoothed
 from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
 from blockscale.cli.trainer import Trainer, learning_rate
+from commands import refusal
 from rich.console import Console
 
 RECIPES = "bf16,nvfp4"
@@ -144,6 +145,7 @@ def test_a_gpu_that_is_not_used_is_noted(
     assert main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL, *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert ("note: a GPU is available; --device cuda uses it" in lines) == noted
+    refusal(capsys, "train", "--out", str(tmp_path / "run"), "--data", text, *words)  # no note
 
 
 def test_ctrl_c_tells_how_to_resume(tmp_path: Path, text: str) -> None:

@@ -152,7 +152,7 @@ def test_revert_restores_the_plain_model() -> None:
 
 
 def test_of_a_replicated_model_what_it_wraps_is_converted() -> None:
-    plain, wrapped = model(), nn.DataParallel(model())
+    plain, wrapped = model(), nn.DataParallel(model()).cpu()  # a GPU that is there takes it
     assert bs.convert(wrapped, "nvfp4", skip=["lm_head"]) == bs.convert(
         plain, "nvfp4", skip=["lm_head"]
     )

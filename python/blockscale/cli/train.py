@@ -132,12 +132,6 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
     saved = read_settings(path) if args.resume else {}
     settings = choose_settings(args, saved)
     check_device(settings)
-    if args.device is None and not saved and torch.cuda.is_available():
-        console.print("note: a GPU is available; --device cuda uses it", highlight=False)
-    if args.recipes is None and not saved:
-        for name in left_out(settings["device"]):
-            reason = why_not(name, settings["device"])
-            console.print(f"note: {name} is left out: {reason}", highlight=False, soft_wrap=True)
     if not args.resume:
         run_folder.check_free(path)
     corpus = load_corpus(settings["data"], settings["seq_len"])
@@ -146,11 +140,23 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
             "--data = text that has changed since the run began; need the same text; restore it, "
             "or start again in another folder"
         )
+    if not saved:
+        say_what_was_chosen(args, settings["device"], console)
     settings |= {"data_sha256": corpus.sha256, "environment": environment(settings["device"])}
     if saved:
         warn_of_changes(saved["environment"], settings["environment"], console)
         return run_folder.open_run(path, saved), corpus
     return run_folder.create_run(path, settings), corpus
+
+
+def say_what_was_chosen(args: argparse.Namespace, device: str, console: Console) -> None:
+    """Notes about what a new run does not use, as no option asked for it."""
+    if args.device is None and torch.cuda.is_available():
+        console.print("note: a GPU is available; --device cuda uses it", highlight=False)
+    if args.recipes is None:
+        for name in left_out(device):
+            reason = why_not(name, device)
+            console.print(f"note: {name} is left out: {reason}", highlight=False, soft_wrap=True)
 
 
 def choose_settings(args: argparse.Namespace, saved: dict[str, Any]) -> dict[str, Any]:
