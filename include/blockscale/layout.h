@@ -4,6 +4,7 @@
 // bijections between the padded matrix and the buffer.
 #pragma once
 
+#include <bit>
 #include <string>
 #include <string_view>
 
@@ -21,13 +22,15 @@ struct LayoutTraits {
   int scale_bytes;  // size of the scales it can hold; 0 = any
   int row_multiple;
   int column_multiple;
+  int run_rows;   // rows whose elements are one step apart
+  int tile_rows;  // rows after which the pattern repeats: some runs
 };
 
 inline constexpr LayoutTraits kLayouts[] = {
-    //  name         codes  scales bytes rows columns
-    {"linear", true, true, 0, 1, 1},        {"mn_major", false, true, 4, 4, 1},
-    {"nv_128x4", false, true, 1, 128, 4},   {"aiter_scale", false, true, 1, 256, 8},
-    {"mfma_16x16", true, false, 1, 16, 32},
+    //  name         codes  scales bytes rows columns run tile
+    {"linear", true, true, 0, 1, 1, 1, 1},          {"mn_major", false, true, 4, 4, 1, 1, 1},
+    {"nv_128x4", false, true, 1, 128, 4, 32, 128},  {"aiter_scale", false, true, 1, 256, 8, 16, 32},
+    {"mfma_16x16", true, false, 1, 16, 32, 16, 16},
 };
 inline constexpr int kLayoutCount = sizeof(kLayouts) / sizeof(kLayouts[0]);
 
@@ -42,49 +45,98 @@ static_assert([] {
       return false;
   return true;
 }());
+template <class Int>
+BLOCKSCALE_HD constexpr Int padded_as(Int n, int multiple) {
+  return (n + static_cast<Int>(multiple) - 1) & -static_cast<Int>(multiple);
+}
 BLOCKSCALE_HD constexpr int64_t padded_rows(Layout l, int64_t rows) {
-  const int64_t multiple = traits(l).row_multiple;
-  return (rows + multiple - 1) & -multiple;
+  return padded_as(rows, traits(l).row_multiple);
 }
 BLOCKSCALE_HD constexpr int64_t padded_columns(Layout l, int64_t columns) {
-  const int64_t multiple = traits(l).column_multiple;
-  return (columns + multiple - 1) & -multiple;
+  return padded_as(columns, traits(l).column_multiple);
 }
 BLOCKSCALE_HD constexpr int64_t layout_size(Layout l, int64_t rows, int64_t columns) {
   return padded_rows(l, rows) * padded_columns(l, columns);
 }
 
-// Offset of element (r, s) of a rows x columns matrix, in elements. Every case names its layout, so
+// Offset of element (r, s) of a rows x columns matrix, in elements: in every layout the sum of a
+// part that depends on r alone and one that depends on s alone. Every case names its layout, so
 // that its multiples are constants where `l` is not. `Int` holds the size of the layout: a GPU asks
 // in uint32_t where it can, which costs a quarter.
 template <class Int>
-BLOCKSCALE_HD constexpr Int layout_offset_as(Layout l, Int rows, Int columns, Int r, Int s) {
-  auto padded = [](Int n, int multiple) {
-    return (n + static_cast<Int>(multiple) - 1) / static_cast<Int>(multiple) *
-           static_cast<Int>(multiple);
-  };
+BLOCKSCALE_HD constexpr Int layout_row_as(Layout l, Int columns, Int r) {
   switch (l) {
     case Layout::mn_major:
-      return s * padded(rows, traits(Layout::mn_major).row_multiple) + r;
+      return r;
     case Layout::nv_128x4:
-      return (r / 128 * (padded(columns, traits(Layout::nv_128x4).column_multiple) / 4) + s / 4) *
-                 512 +
-             r % 32 * 16 + r % 128 / 32 * 4 + s % 4;
+      return r / 128 * 128 * padded_as(columns, traits(Layout::nv_128x4).column_multiple) +
+             r % 32 * 16 + r % 128 / 32 * 4;
     case Layout::aiter_scale:
-      return r / 32 * 32 * padded(columns, traits(Layout::aiter_scale).column_multiple) +
-             s / 8 * 256 + s % 4 * 64 + r % 16 * 4 + s / 4 % 2 * 2 + r / 16 % 2;
+      return r / 32 * 32 * padded_as(columns, traits(Layout::aiter_scale).column_multiple) +
+             r % 16 * 4 + r / 16 % 2;
     case Layout::mfma_16x16:
-      return r / 16 * 16 * padded(columns, traits(Layout::mfma_16x16).column_multiple) +
-             s / 16 * 256 + r % 16 * 16 + s % 16;
+      return r / 16 * 16 * padded_as(columns, traits(Layout::mfma_16x16).column_multiple) +
+             r % 16 * 16;
     case Layout::linear:
       break;
   }
-  return r * columns + s;
+  return r * columns;
+}
+template <class Int>
+BLOCKSCALE_HD constexpr Int layout_column_as(Layout l, Int rows, Int s) {
+  switch (l) {
+    case Layout::mn_major:
+      return s * padded_as(rows, traits(Layout::mn_major).row_multiple);
+    case Layout::nv_128x4:
+      return s / 4 * 512 + s % 4;
+    case Layout::aiter_scale:
+      return s / 8 * 256 + s % 4 * 64 + s / 4 % 2 * 2;
+    case Layout::mfma_16x16:
+      return s / 16 * 256 + s % 16;
+    case Layout::linear:
+      break;
+  }
+  return s;
+}
+template <class Int>
+BLOCKSCALE_HD constexpr Int layout_offset_as(Layout l, Int rows, Int columns, Int r, Int s) {
+  return layout_row_as(l, columns, r) + layout_column_as(l, rows, s);
 }
 BLOCKSCALE_HD constexpr int64_t layout_offset(Layout l, int64_t rows, int64_t columns, int64_t r,
                                               int64_t s) {
   return layout_offset_as<int64_t>(l, rows, columns, r, s);
 }
+
+// The rows' part as numbers, for a kernel that asks for row after row.
+struct RowSteps {
+  uint32_t run_mask, step;                // within a run
+  uint32_t run_shift, runs_mask, stride;  // from run to run of a tile
+  uint32_t tile_shift, pitch;             // from tile to tile
+
+  BLOCKSCALE_HD constexpr uint64_t at(uint32_t r) const {
+    return uint64_t{r >> tile_shift} * pitch +
+           ((r & run_mask) * step + (r >> run_shift & runs_mask) * stride);
+  }
+};
+constexpr RowSteps row_steps(Layout l, int64_t columns) {
+  const auto run = static_cast<uint32_t>(traits(l).run_rows);
+  const auto tile = static_cast<uint32_t>(traits(l).tile_rows);
+  const auto at = [&](uint32_t r) {
+    return static_cast<uint32_t>(layout_row_as<int64_t>(l, columns, r));
+  };
+  const auto log2 = [](uint32_t n) { return static_cast<uint32_t>(std::countr_zero(n)); };
+  return {run - 1,        run > 1 ? at(1) : 0,      log2(run),
+          tile / run - 1, tile > run ? at(run) : 0, log2(tile),
+          at(tile)};
+}
+static_assert([] {
+  for (int l = 0; l < kLayoutCount; ++l)
+    for (int r = 0; r < 300; ++r)
+      if (row_steps(Layout{static_cast<uint8_t>(l)}, 5).at(static_cast<uint32_t>(r)) !=
+          static_cast<uint64_t>(layout_row_as<int64_t>(Layout{static_cast<uint8_t>(l)}, 5, r)))
+        return false;
+  return true;
+}());
 
 // The byte that padding holds: 1.0 for E8M0 in AITER's layout, 0 elsewhere.
 BLOCKSCALE_HD constexpr uint8_t padding_fill(Layout l, Format scale) {

@@ -20,7 +20,7 @@ constexpr int kCases = kSweepStep > 1 ? 60 : 300;
 // Ends of random groups of up to `rows` rows: ragged, some empty, some of one row; often short of
 // the last row.
 std::vector<int64_t> random_ends(Random& random, int64_t rows) {
-  const auto count = static_cast<size_t>(1 + random.below(random.one_in(8) ? 40 : 6));
+  const auto count = static_cast<size_t>(1 + random.below(random.one_in(4) ? 100 : 6));
   std::vector<int64_t> ends(count);
   for (int64_t& end : ends)
     end = static_cast<int64_t>(random.below(static_cast<uint64_t>(rows) + 1));
@@ -216,20 +216,21 @@ TEST_P(GroupedTest, BothAxesInOnePassAreTheTwoPasses) {
   }
 }
 
-// Every kernel that is compiled for groups: along rows, along columns, at once.
+// Every kernel that is compiled for groups: along rows, in linear layouts (where groups lie as rows
+// do without them) and in others, along columns, at once.
 TEST_P(GroupedTest, EveryCompiledKernelIsTheReference) {
-  constexpr int kEach = 2;
+  constexpr int kEach = 3;
   std::set<const void*> kernels;
   int wanted = 0;
-  auto check = [&](const Specs* rows_of, const Specs* columns_of) {
-    if (!is_compiled_of_groups(rows_of ? &rows_of->front() : nullptr,
-                               columns_of ? &columns_of->front() : nullptr))
-      return;
+  enum class In { any, linear, other };
+  auto check = [&](const Specs* rows_of, const Specs* columns_of, In layouts = In::any) {
     ++wanted;
     for (int i = 0, seen = 0; seen < kEach && !HasFailure(); ++i) {
       const GroupedCase c(seed(), 3000000 + 1000 * wanted + i, rows_of ? rows_of : columns_of,
                           rows_of ? -1 : -2);
       SCOPED_TRACE(c.text);
+      const bool linear = c.layout.codes == Layout::linear && c.layout.scales == Layout::linear;
+      if (layouts != In::any && linear != (layouts == In::linear)) continue;
       Output got = c.output(), want = c.output();
       reference::quantize(c.x.view(), want.view, c.options());
       if (rows_of && columns_of) {
@@ -251,7 +252,12 @@ TEST_P(GroupedTest, EveryCompiledKernelIsTheReference) {
     }
   };
   for (const Specs& specs : compiled_specs()) {
-    check(&specs, nullptr);
+    if (specs.front().square) {
+      check(&specs, nullptr);
+    } else {
+      check(&specs, nullptr, In::linear);
+      check(&specs, nullptr, In::other);
+    }
     check(nullptr, &specs);
     for (const Specs& others : compiled_specs())
       if (is_compiled_pair(specs.front(), others.front())) check(&specs, &others);

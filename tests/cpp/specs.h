@@ -144,11 +144,5 @@ inline bool is_compiled_of_floats(const QuantSpec* row, const QuantSpec* column)
   return (row && column) ||
          (one.hadamard.dim == 0 && !(one.element == Format::e2m1 && one.stochastic()));
 }
-// Whether there is one for groups (of aligned rows of BF16).
-inline bool is_compiled_of_groups(const QuantSpec* row, const QuantSpec* column) {
-  const QuantSpec& one = row ? *row : *column;
-  return !one.square && ((row && column) || (one.hadamard.dim == 0 &&
-                                             !(one.element == Format::e2m1 && one.stochastic())));
-}
 
 }  // namespace blockscale::testing

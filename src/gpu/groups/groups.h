@@ -87,74 +87,69 @@ struct GroupTile {
   bool bad;             // offsets decrease or pass the end: all is behind, and NaN
 };
 
-// Finds row `tile_row` of tiles in the offsets, by one warp: every lane adds up some consecutive
-// groups.
+// The rows of 32 groups, from `first` on, one a lane; lanes behind the last group have none.
+struct WarpEnds {
+  int begin, end;
+  bool wrong;  // of some lane where offsets decrease or pass the end; of none where they do not
+
+  BLOCKSCALE_DEVICE WarpEnds(const Groups& groups, int first, int rows) {
+    const auto end_of = [&](int g) {
+      const int64_t at = groups.end(min(g, static_cast<int>(groups.count) - 1));
+      return at >= 0 && at <= rows ? static_cast<int>(at) : -1;
+    };
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    end = end_of(first + lane);
+    begin = static_cast<int>(shuffle_up(static_cast<uint32_t>(end)));
+    if (lane == 0) begin = first == 0 ? 0 : end_of(first - 1);
+    wrong = end < begin;
+  }
+};
+
+// Finds row `tile_row` of tiles in the offsets, by one warp; for the operands that there are. All
+// threads of a tile wait for it: what depends on what is kept short.
+template <bool kRow, bool kColumn>
 BLOCKSCALE_DEVICE void find_tile(const GroupGrid& grid, const GroupRule& row,
                                  const GroupRule& column, int tile_row, GroupTile& found) {
-  struct Sums {
-    GroupRows operand[2];
-    int tiles = 0;
-  };
-  const auto source_rows = [&](int rows) {
-    return grid.positions ? round_up_by(rows, column.position) : rows;
-  };
-  const auto add = [&](Sums& sums, int rows) {
-    sums.operand[0].add(row, rows);
-    sums.operand[1].add(column, rows);
-    sums.tiles += (source_rows(rows) + kTile - 1) / kTile;
-  };
   const int lane = static_cast<int>(threadIdx.x) % 32, count = static_cast<int>(grid.groups.count);
-  const int each = (count + 31) / 32;
-  const int first = min(lane * each, count), last = min(first + each, count);
-  Sums own;
+  GroupRows before[2];  // of the lane's groups that end before this row of tiles
+  int group = -1, begin = 0, rows = 0, first = 0;  // the one that has it
+  int upto = 0;                                    // rows of tiles of this lane's group and before
   bool wrong = false;
-  for (int g = first; g < last; ++g) {
-    const int64_t begin = grid.groups.begin(g), end = grid.groups.end(g);
-    wrong |= end < begin || end > grid.rows;
-    add(own, static_cast<int>(end - begin));
+  for (int base = 0;;) {
+    const WarpEnds ends(grid.groups, base, grid.rows);
+    wrong |= ends.wrong;
+    const int here = ends.wrong ? 0 : ends.end - ends.begin;
+    const int own =
+        ((grid.positions ? round_up_by(here, column.position) : here) + kTile - 1) / kTile;
+    int sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = static_cast<int>(shuffle_up(static_cast<uint32_t>(sum), step));
+      if (lane >= step) sum += other;
+    }
+    upto += sum;
+    if (upto <= tile_row) {
+      if (kRow) before[0].add(row, here);
+      if (kColumn) before[1].add(column, here);
+    } else if (upto - own <= tile_row) {
+      group = base + lane, begin = ends.begin, rows = here, first = upto - own;
+    }
+    base += 32;
+    if (base >= count) break;
+    upto = static_cast<int>(warp_max(static_cast<uint32_t>(upto)));
   }
+  const auto sum = [](int& n) { n = static_cast<int>(warp_sum(static_cast<uint32_t>(n))); };
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (i == 0 ? kRow : kColumn)
+      sum(before[i].position), sum(before[i].codes), sum(before[i].scales);
   const bool bad = warp_max(wrong) != 0;
-  if (bad) own = {};
-  int upto = own.tiles;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = static_cast<int>(shuffle_up(static_cast<uint32_t>(upto), step));
-    if (lane >= step) upto += other;
-  }
-  const int tiles = static_cast<int>(warp_max(static_cast<uint32_t>(upto)));
-  // The groups of all lanes that end before this row of tiles.
-  const bool is_before = upto <= tile_row;
-  Sums before;
-  const auto sum = [&](int n) {
-    return static_cast<int>(warp_sum(static_cast<uint32_t>(is_before ? n : 0)));
-  };
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    before.operand[i].position = sum(own.operand[i].position);
-    before.operand[i].codes = sum(own.operand[i].codes);
-    before.operand[i].scales = sum(own.operand[i].scales);
-  }
-  if (tile_row >= tiles) {
-    if (lane == 0) {
-      const int end = bad || count == 0 ? 0 : static_cast<int>(grid.groups.end(count - 1));
-      found = {
-          -1, tile_row - tiles, end, grid.tile_rows - tiles, {before.operand[0], before.operand[1]},
-          bad};
-    }
-  } else if (!is_before && upto - own.tiles <= tile_row) {
-    before.tiles = upto - own.tiles;
-    for (int g = first; g < last; ++g) {
-      const int begin = static_cast<int>(grid.groups.begin(g));
-      const int rows = static_cast<int>(grid.groups.end(g)) - begin;
-      Sums after = before;
-      add(after, rows);
-      if (after.tiles > tile_row) {
-        found = {g,    (tile_row - before.tiles) * kTile,      begin,
-                 rows, {before.operand[0], before.operand[1]}, false};
-        break;
-      }
-      before = after;
-    }
+  if (bad) before[0] = before[1] = {}, group = -1, upto = 0;
+  if (group >= 0) {
+    found = {group, (tile_row - first) * kTile, begin, rows, {before[0], before[1]}, false};
+  } else if (lane == 31 && upto <= tile_row) {
+    const int end = bad ? 0 : static_cast<int>(grid.groups.end(count - 1));
+    found = {-1, tile_row - upto, end, grid.tile_rows - upto, {before[0], before[1]}, bad};
   }
 }
 

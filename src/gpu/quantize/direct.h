@@ -21,9 +21,10 @@ inline constexpr int kSidewaysShift = 3, kSideways = 1 << kSidewaysShift;
 struct RowsParams {
   Source x;
   Side row;
-  Divisor runs;  // of a line
-  uint32_t all;  // threads with work: runs of a line by groups of lines
-  int each;      // lines of a thread: fewer where there is little to do
+  Groups groups;  // of rows, where the kernel is compiled for them
+  Divisor runs;   // of a line
+  uint32_t all;   // threads with work: runs of a line by groups of lines
+  int each;       // lines of a thread: fewer where there is little to do
 };
 
 // The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
@@ -103,23 +104,66 @@ BLOCKSCALE_DEVICE void store_scales_aside(const Side& s, const MatrixAt& m, cons
   if (run % 2 == 0 && line + mine < s.lines) store_aside(s, m, line + mine, pos / kTile, word);
 }
 
+// Rows of groups in linear layouts lie where they would without groups, so that one matrix is
+// quantized: what counts is where the last group ends and, for outer scales, which one a line is
+// in.
+template <Pass kPass>
+struct LineGroups : MatrixAt {
+  Groups groups;
+  int end = 0;           // rows of all
+  bool bad;              // offsets decrease or pass the end: no row is of a group, results are NaN
+  int next = 0;          // the group behind the one whose outer scale this has
+  int end_of_group = 0;  // the latter's
+
+  // For a thread that begins at `line`: threads of a warp do so in this order.
+  BLOCKSCALE_DEVICE LineGroups(const Side& s, const Groups& g, int line)
+      : MatrixAt(matrix_at(s, 0, no_outer())), groups(g) {
+    const uint32_t first = ~warp_max(~static_cast<uint32_t>(line));
+    uint32_t last = 0;
+#pragma unroll 1
+    for (int base = 0; base < static_cast<int>(groups.count); base += 32) {
+      const WarpEnds ends(groups, base, s.lines);
+      last = max(last, ends.wrong ? ~0u : static_cast<uint32_t>(ends.end));
+      if (kPass.two_level())
+        next += static_cast<int>(warp_sum(static_cast<uint32_t>(ends.end) <= first));
+    }
+    last = warp_max(last);
+    bad = last == ~0u;
+    if (!bad) end = static_cast<int>(last);
+  }
+  // Goes on to a line of a group.
+  BLOCKSCALE_DEVICE void to_line(const Side& s, int line) {
+    if (!kPass.two_level() || line < end_of_group) return;
+    do end_of_group = static_cast<int>(groups.end(next++));
+    while (line >= end_of_group);
+    outer = outer_of(s, next - 1);
+  }
+};
+template <Pass kPass>
+BLOCKSCALE_DEVICE void to_line(MatrixAt&, const Side&, int) {}
+template <Pass kPass>
+BLOCKSCALE_DEVICE void to_line(LineGroups<kPass>& m, const Side& s, int line) {
+  m.to_line(s, line);
+}
+
 // Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
 // behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
-// `loaded` gives the matrix, after the first loads are on their way. Scales may go to the workspace
-// with kAside: code that is not run costs rows alone up to 4%.
+// `loaded` gives the matrix, after the first loads are on their way; then `lines` is known. Scales
+// may go to the workspace with kAside: code that is not run costs rows alone up to 4%.
 template <Pass kPass, bool kAside, class Reader, class Loaded>
-BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos, int lines,
-                                      int each, const Loaded& loaded) {
+BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos,
+                                      const int& lines, int each, const Loaded& loaded) {
   using Values = RowValues<kPass, typename Reader::Tile>;
   if constexpr (kPass.fp4()) {
     typename Reader::Run even = reader.next();
-    const MatrixAt m = loaded();
+    auto m = loaded();
     const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
     RowTarget<kPass> to(s, m, line, pos);
     auto quantize = [&](const typename Reader::Run& run, int i) {
       Values values;
       values.take(run.elements(), s);
       const uint32_t amax = row_block_amax<kPass>(s, values.amax);
+      if (i < lines) to_line<kPass>(m, s, line + i);
       float v[kRun];
       // With a transform registers would go to memory.
       constexpr bool kAhead = kPass.encoder == Encoder::fp4_stochastic && !kPass.hadamard;
@@ -164,8 +208,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s)) {
         const float inv = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(b.inv), mine ^ i));
-        if (i < lines)
-          store_row_codes<kPass>(s, m, random, values[i], Block{inv, 0}, line + i, pos, to);
+        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], Block{inv, 0}, line + i, to);
       }
     } else if (kAside && goes_aside<kPass>(s)) {
       Block b[kDirectLines];
@@ -174,7 +217,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       store_scales_aside(s, m, b, line, pos);
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
-        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], b[i], line + i, pos, to);
+        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], b[i], line + i, to);
     } else {
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
@@ -189,7 +232,18 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
 template <Pass kPass, class In>
 inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
 
-template <class Row, class In>
+// Lines behind the last group: padding, or NaN.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void fill_lines(const Side& s, const LineGroups<kPass>& m, int line, int pos,
+                                  int first, int lines) {
+  const uint32_t scale = m.bad ? nan_block<kPass.scale>().stored : 0;
+  for (int i = max(first, 0); i < lines; ++i) {
+    if (pos % kPass.block() == 0) store_scale<kPass>(s, m, line + i, pos / kPass.block(), scale);
+    store_codes<kPass>(codes_at<kPass>(s, m, line + i, pos), s, Codes{});
+  }
+}
+
+template <class Row, class In, bool kGrouped>
 __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
     rows_kernel(const __grid_constant__ RowsParams p) {
   after_previous(p);
@@ -199,9 +253,27 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
   const uint32_t group = p.runs.quotient(at);
   const int line = static_cast<int>(group) * p.each;
   const int pos = static_cast<int>(at - group * p.runs.by()) * kRun;
-  const int lines = n < p.all ? min(s.lines - line, p.each) : 0;
-  const typename In::Reader reader(p.x, batch, line, pos, lines);
-  quantize_lines<Row::kPass, false>(reader, s, line, pos, lines, p.each, [&] {
+  const int there = n < p.all ? min(s.lines - line, p.each) : 0;
+  const typename In::Reader reader(p.x, batch, line, pos, there);
+  if constexpr (kGrouped) {
+    using Lines = LineGroups<Row::kPass>;
+    int lines = 0;
+    quantize_lines<Row::kPass, false>(reader, s, line, pos, lines, p.each, [&] {
+      const Lines m(s, p.groups, line);
+      lines = min(m.end - line, there);
+      return m;
+    });
+    // Few warps have more to do: there are lines behind the groups, or outer scales to be stored.
+    const auto count = static_cast<uint32_t>(p.groups.count);
+    if (warp_max(lines < there || n < count) == 0) return;
+    const Lines m(s, p.groups, line);
+    fill_lines<Row::kPass>(s, m, line, pos, lines, there);
+    if (s.out.spec.outer)
+      for (uint32_t g = n; g < count; g += p.all)
+        s.out.outer[g] = m.bad ? bit_cast<float>(kNanBits) : outer_of(s, g).dec;
+    return;
+  }
+  quantize_lines<Row::kPass, false>(reader, s, line, pos, there, p.each, [&] {
     // Every thread finds the outer scale for itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;

@@ -370,7 +370,8 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
     // The tiles of a group start anew at its first row, and end with its last.
     const GroupTile& tile = memory.group;
     if (threadIdx.x < 32)
-      find_tile(p.groups, p.row.groups, p.column.groups, at.row / kTile, memory.group);
+      find_tile<Row::kPass.present(), Column::kPass.present()>(
+          p.groups, p.row.groups, p.column.groups, at.row / kTile, memory.group);
     __syncthreads();
     const auto for_each_operand = [&](const auto& does) {
       if constexpr (Row::kPass.present()) does(p.row, Constant<0>{});

@@ -23,8 +23,9 @@ void launch(QuantizeParams& p, NativeStream stream) {
 // Lines of a thread, of `lines` with `runs` runs each. A thread of FP4 has much to do before its
 // first line, so there are no more threads than run at a time while each has kMost lines at most.
 // Beyond that each has kOften lines, or half of them if the work is light and there would be fewer
-// than kRounds rounds of threads, the last of which may be almost empty.
-template <Pass kPass>
+// than kRounds rounds of threads, the last of which may be almost empty. With groups, which a
+// thread finds its own among, each has as many as whole rounds allow.
+template <Pass kPass, bool kGrouped>
 int lines_of_a_thread(int64_t runs, int64_t lines) {
   if (!kPass.fp4()) return lines_of_a_thread(runs * lines, kDirectLines);
   constexpr int kMost = 24, kOften = 8, kRounds = 6;
@@ -33,18 +34,19 @@ int lines_of_a_thread(int64_t runs, int64_t lines) {
       int64_t{kRowBlocks<kPass, Bf16In<true>>} * multiprocessors(current_device()) * kDirectThreads;
   const int64_t each = ceil_div(lines, std::max<int64_t>(threads / runs, 1));
   if (each <= kMost) return static_cast<int>(round_up(each, 2));
+  if (kGrouped) return static_cast<int>(round_up(ceil_div(each, ceil_div(each, kMost)), 2));
   return kHeavy || runs * lines >= kRounds * kOften * threads ? kOften : kOften / 2;
 }
-template <class Row, class In>
+template <class Row, class In, bool kGrouped = false>
 void launch_rows(QuantizeParams& p, NativeStream stream) {
   const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
-  const int each =
-      lines_of_a_thread<Row::kPass>(int64_t{runs} * p.row.out.batch, int64_t{p.row.lines});
+  const int each = lines_of_a_thread<Row::kPass, kGrouped>(int64_t{runs} * p.row.out.batch,
+                                                           int64_t{p.row.lines});
   const int64_t all = runs * ceil_div(p.row.lines, each);
-  const RowsParams d{p.x, p.row, Divisor(runs), static_cast<uint32_t>(all), each};
+  const RowsParams d{p.x, p.row, p.groups.groups, Divisor(runs), static_cast<uint32_t>(all), each};
   const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),
                   static_cast<unsigned>(p.row.out.batch));
-  start(rows_kernel<Row, In>, grid, kDirectThreads, 0, stream, d);
+  start(rows_kernel<Row, In, kGrouped>, grid, kDirectThreads, 0, stream, d);
 }
 // How many tiles that lie beside each other are worked on in turn before the row below, as a shift.
 // Rows alone, and both directions of FP8 with at most 64 tiles in a row: the whole row, up to 128
@@ -67,6 +69,15 @@ void launch_tiles(QuantizeParams& p, NativeStream stream) {
   prepare<kKernel>(kBytes);
   start(kKernel, grid, kDirectThreads, kBytes, stream,
         TilesParams{p.x, p.row, p.column, p.groups, sideways});
+}
+
+// Rows of groups where their places do not depend on the groups; else by tiles.
+template <class Row, class In>
+void launch_grouped_rows(QuantizeParams& p, NativeStream stream) {
+  if (p.row.plain && p.row.lines > 0 && p.row.padded > 0)
+    launch_rows<Row, In, true>(p, stream);
+  else
+    launch_tiles<Row, PassType<Encoder::none>, In, true>(p, stream);
 }
 
 using Aligned = Bf16In<true>;
@@ -144,9 +155,9 @@ using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
 template <Format kScale>
 using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
 
-// Of groups, and of FP32 and FP16, kernels with a transform or stochastic rounding are compiled for
-// both directions at once alone, as the gradients of layers have them, and of groups none with
-// square blocks. The rest runs as `any`, which keeps the number of kernels down.
+// Of FP32 and FP16, kernels with a transform or stochastic rounding are compiled for both
+// directions at once alone, as the gradients of layers have them. The rest runs as `any`, which
+// keeps the number of kernels down.
 template <class Row, class Column>
 constexpr bool common() {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
@@ -154,12 +165,13 @@ constexpr bool common() {
   return (kRow.present() && kColumn.present()) ||
          (!kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic);
 }
-template <class Row, class Column, class In>
-constexpr Launcher<QuantizeParams> grouped_launcher() {
-  if constexpr (common<Row, Column>() && !Row::kPass.square && !Column::kPass.square)
-    return launch_tiles<Row, Column, In, true>;
-  else
+// Groups of floats, which no layer has in square blocks.
+template <class Row, class Column>
+constexpr Launcher<QuantizeParams> float_groups() {
+  if constexpr (Row::kPass.square || Column::kPass.square)
     return nullptr;
+  else
+    return launch_tiles<Row, Column, FloatsIn, true>;
 }
 template <class Row, class Column>
 constexpr Floats floats() {
@@ -167,23 +179,23 @@ constexpr Floats floats() {
                 Row::kPass.encoder == Encoder::e5m2)
     return {};
   else if constexpr (Column::kPass.present() || Row::kPass.square)
-    return {launch_tiles<Row, Column, FloatsIn>, grouped_launcher<Row, Column, FloatsIn>()};
+    return {launch_tiles<Row, Column, FloatsIn>, float_groups<Row, Column>()};
   else
-    return {launch_rows<Row, FloatsIn>, grouped_launcher<Row, Column, FloatsIn>()};
+    return {launch_rows<Row, FloatsIn>, float_groups<Row, Column>()};
 }
 template <class Row, class Column>
 inline constexpr Entry kEntry{Row::kPass,
                               Column::kPass,
                               aligned_launcher<Row, Column>(),
                               launch_tiles<Row, Column, Anywhere>,
-                              grouped_launcher<Row, Column, Aligned>(),
+                              launch_tiles<Row, Column, Aligned, true>,
                               floats<Row, Column>()};
 template <class P>
 inline constexpr Entry kRows{P::kPass,
                              None::kPass,
                              launch_rows<P, Aligned>,
                              launch_rows<P, Anywhere>,
-                             grouped_launcher<P, None, Aligned>(),
+                             launch_grouped_rows<P, Aligned>,
                              floats<P, None>()};
 template <class P>
 inline constexpr Entry kSquareRows = kEntry<P, None>;

@@ -110,6 +110,10 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.linear_codes = out.layout.codes == Layout::linear;
   s.linear_scales = out.layout.scales == Layout::linear;
   s.plain = s.linear_codes && s.linear_scales;
+  s.code_step = s.linear_codes ? s.line_bytes : 0;
+  s.scale_step = s.linear_scales ? s.scale_columns * scale_bytes(out.spec.scale) : 0;
+  s.code_steps = row_steps(out.layout.codes, s.line_bytes);
+  s.scale_steps = row_steps(out.layout.scales, s.scale_columns);
   s.set_transform(out.spec.hadamard);
   if (out.groups)
     s.groups = rule_of(out, s.shape);

@@ -58,23 +58,33 @@ BLOCKSCALE_DEVICE uint32_t row_block_amax(const Side& s, uint32_t amax) {
   return amax;
 }
 
-// Where the codes and the scale of a run go in plain layouts: from one line to the next by
-// addition. In others addresses are found run by run.
+// Where the codes and the scale of a run go. In linear layouts that is found from one line to the
+// next by addition; in others the position's part of the offset is found once, the line's by steps.
 template <Pass kPass>
 struct RowTarget {
   uint8_t *codes, *scale;
 
   BLOCKSCALE_DEVICE RowTarget(const Side& s, const MatrixAt& m, int line, int pos) {
     constexpr int kBytes = scale_bytes(kPass.scale);
-    codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.fp4() ? pos / 2 : pos);
-    scale =
-        m.scales + (static_cast<int64_t>(line) * s.scale_columns + pos / kPass.block()) * kBytes;
+    const int byte = kPass.fp4() ? pos / 2 : pos, block = pos / kPass.block();
+    codes = m.codes + static_cast<int64_t>(line) * s.code_step +
+            layout_column_as<uint32_t>(s.out.layout.codes, 0, byte);
+    scale = m.scales + static_cast<int64_t>(line) * s.scale_step +
+            layout_column_as<uint32_t>(s.out.layout.scales, 0, block) * kBytes;
     keep(codes);
     keep(scale);
   }
+  // To the next line.
   BLOCKSCALE_DEVICE void advance(const Side& s) {
-    codes += s.line_bytes;
-    scale += s.scale_columns * scale_bytes(kPass.scale);
+    codes += s.code_step;
+    scale += s.scale_step;
+  }
+  BLOCKSCALE_DEVICE uint8_t* codes_of(const Side& s, int line) const {
+    return s.linear_codes ? codes : codes + s.code_steps.at(line);
+  }
+  // Of scales of a byte.
+  BLOCKSCALE_DEVICE uint8_t* scale_of(const Side& s, int line) const {
+    return s.linear_scales ? scale : scale + static_cast<uint32_t>(s.scale_steps.at(line));
   }
 };
 
@@ -105,10 +115,9 @@ BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Ran
 }
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                       Values& values, const Block& b, int line, int pos,
+                                       Values& values, const Block& b, int line,
                                        const RowTarget<kPass>& to) {
-  store_codes<kPass>(s.linear_codes ? to.codes : codes_at<kPass>(s, m, line, pos), s,
-                     encode_row_run<kPass>(s, m, random, values, b, line));
+  store_codes<kPass>(to.codes_of(s, line), s, encode_row_run<kPass>(s, m, random, values, b, line));
 }
 // Those of the run at (line, pos), if it is there.
 template <Pass kPass>
@@ -117,15 +126,16 @@ BLOCKSCALE_DEVICE void store_row(const Side& s, const MatrixAt& m, const Codes& 
                                  const RowTarget<kPass>& to) {
   const bool first = pos % kPass.block() == 0;
   if (s.plain && !kPass.square) {
-    if (there && first && kPass.scale == Format::fp32)
-      *reinterpret_cast<uint32_t*>(to.scale) = b.stored;
-    else if (there && first)
-      *to.scale = static_cast<uint8_t>(b.stored);
+    static_assert(kPass.square || scale_bytes(kPass.scale) == 1);
+    if (there && first) *to.scale = static_cast<uint8_t>(b.stored);
     if (there) store_codes<kPass>(to.codes, s, codes);
   } else if (there) {
     keep_here(pos);
-    if (first) store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
-    store_codes<kPass>(s.plain ? to.codes : codes_at<kPass>(s, m, line, pos), s, codes);
+    if (first && kPass.square && (s.linear_scales || kPass.scale == Format::fp32))
+      store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
+    else if (first)
+      *to.scale_of(s, line) = static_cast<uint8_t>(b.stored);
+    store_codes<kPass>(to.codes_of(s, line), s, codes);
   }
 }
 template <Pass kPass, class Values>
