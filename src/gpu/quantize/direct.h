@@ -133,10 +133,12 @@ struct LineGroups : MatrixAt {
   }
   // Goes on to a line of a group.
   BLOCKSCALE_DEVICE void to_line(const Side& s, int line) {
-    if (!kPass.two_level() || line < end_of_group) return;
-    do end_of_group = static_cast<int>(groups.end(next++));
-    while (line >= end_of_group);
-    outer = outer_of(s, next - 1);
+    if constexpr (kPass.two_level()) {
+      if (line < end_of_group) return;
+      do end_of_group = static_cast<int>(groups.end(next++));
+      while (line >= end_of_group);
+      outer = outer_of(s, next - 1);
+    }
   }
 };
 template <Pass kPass>
