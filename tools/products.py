@@ -32,7 +32,8 @@ def of(result: Row, kind: str) -> list[Row]:
 def products() -> str:
     """The GEMMs and layers of three files beside cuBLASLt and PyTorch's BF16, a line a kind."""
     single, grouped = results(DENSE), results(GROUPED)
-    decoded = {row["case"]: row for row in results(GPU)["rows"]}
+    by_name = results(GPU)
+    decoded = {row["case"]: row for row in by_name["rows"]}
     lines = []
     for kind, what in (
         ("fprop", "FP8, weight in 128x128 blocks (forward, gradient of x)"),
@@ -61,13 +62,15 @@ def products() -> str:
             what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
             ratio = ratios(rows, "bf16 both", f"{recipe}{ahead} both")  # of times
             lines.append([what, "", "", ratio])
-    for case in (c for c in decoded if c.startswith(("matmul ", "linear "))):
+    named = [case for case in decoded if case.startswith(("matmul ", "linear "))]
+    for case in named:
         row = decoded[case]
         aim = f" (goal {row['goal']:.2f})" if row.get("goal") else ""
         lines.append([f"`{case}`", "", "", f"{row['of_bf16']:.2f}{aim}"])
     header = ["product", "TFLOP/s", "of cuBLASLt's FP8", "of PyTorch's BF16"]
     origins = dict.fromkeys(where(result, with_copy=False) for result in (single, grouped))
-    return "\n\n".join([table(header, lines), " ".join(origins)])
+    own = f"From `{named[0]}` on: {where(by_name, with_copy=False)}"
+    return "\n\n".join([table(header, lines), " ".join(origins), own])
 
 
 # --- case by case --------------------------------------------------------------------------------

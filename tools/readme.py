@@ -162,14 +162,16 @@ def bench_gpu() -> str:
 
 def host() -> str:
     """The time a call takes from the CPU that launches it, where the GPU does not limit."""
-    cases = {row["case"]: row for row in results(GPU)["rows"]}
+    result = results(GPU)
+    cases = {row["case"]: row for row in result["rows"]}
     ways = ("inference", "forward", "forward+backward")
     recipes = ("fp8_blockwise", "mxfp8", "nvfp4")
     rows = [["`nn.Linear`", *(f"{cases[f'host, nn.Linear, {way}']['us']:.0f}" for way in ways)]]
     for name in recipes:
         found = (cases[f"host, converted layer, {way}, {name}"]["us"] for way in ways)
         rows.append([f"converted, `{name}`", *(f"{took:.0f}" for took in found)])
-    return table(["host's time for a small layer, µs", *ways], rows)
+    timed = table(["host's time for a small layer, µs", *ways], rows)
+    return f"{timed}\n\n{where(result, with_copy=False)}"
 
 
 def bench() -> str:

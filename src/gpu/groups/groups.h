@@ -87,7 +87,8 @@ struct GroupTile {
   bool bad;             // offsets decrease or pass the end: all is behind, and NaN
 };
 
-// The rows of 32 groups, from `first` on, one a lane; lanes behind the last group have none.
+// The rows of 32 groups, from `first` on, one a lane; lanes behind the last group have none. What
+// is wrong is what Groups::is_wrong() says, of which this makes one load a lane.
 struct WarpEnds {
   int begin, end;
   bool wrong;  // of some lane where offsets decrease or pass the end; of none where they do not
