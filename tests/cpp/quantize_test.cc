@@ -159,6 +159,33 @@ TEST_P(QuantizeTest, EveryCompiledKernelIsTheReference) {
   }
 }
 
+// Rows in layouts that put lines beside each other, where neighbours store together.
+TEST_P(QuantizeTest, JoinedLinesAreTheReference) {
+  Random random(seed());
+  for (const Specs& specs : compiled_specs()) {
+    const QuantSpec spec = random.pick(specs);
+    if (spec.scale == Format::fp32 || spec.square) continue;
+    const void* plain = nullptr;
+    for (const StorageLayout& layout : layouts_for(spec))
+      for (int i = 0; i < kKernelCases + 1 && !HasFailure(); ++i) {
+        const int64_t rows = 1 + random_extent(random), batch = 1 + random.below(2);
+        const int64_t columns = 256 * (1 + random.below(3)) - random.below(16);
+        const Input x(DType::bf16, batch, rows, columns, Strides::aligned_rows,
+                      random_values(random));
+        const RandomOptions row(random, spec, -1, batch);
+        SCOPED_TRACE(to_string(spec) + " as " + to_string(layout) + " [" + std::to_string(rows) +
+                     ", " + std::to_string(columns) + "]");
+        Output got(spec, layout, -1, rows, columns, batch);
+        Output want(spec, layout, -1, rows, columns, batch);
+        runner->quantize(x, got, row.options, 8 * i);
+        reference::quantize(x.view(), want.view, row.options);
+        EXPECT_TRUE(same_operand(got, want));
+        if (layout == StorageLayout{}) plain = runner->last_kernel();
+        if (plain) EXPECT_EQ(runner->last_kernel() == plain, layout == StorageLayout{});
+      }
+  }
+}
+
 // Blocks of threads take several tiles where there are enough.
 TEST_P(QuantizeTest, ManyTilesAreTheReference) {
   Random random(seed());

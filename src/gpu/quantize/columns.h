@@ -82,8 +82,8 @@ struct ColumnValues {
   BLOCKSCALE_DEVICE void take(const typename Tile::Columns& columns, const Side& s) {
     plain = columns;
     if (transforms<kPass>(s)) {
-      amax[0] = transformed[0].take(s.transform, unpack_plain<0>());
-      amax[1] = transformed[1].take(s.transform, unpack_plain<1>());
+      amax[0] = transformed[0].take(s.transform, unpack_plain<0>(), unpack_again<0>());
+      amax[1] = transformed[1].take(s.transform, unpack_plain<1>(), unpack_again<1>());
     } else {
       plain.amax_bits(amax);
     }
@@ -91,6 +91,19 @@ struct ColumnValues {
   template <int kWhich>
   BLOCKSCALE_DEVICE auto unpack_plain() const {
     return [this](float* v) { plain.template unpack<kWhich>(v); };
+  }
+  // The same, found anew: the compiler would keep what was unpacked before for branches that are
+  // rarely taken, in memory if need be.
+  template <int kWhich>
+  BLOCKSCALE_DEVICE auto unpack_again() const {
+    return [this](float* v) {
+      typename Tile::Columns same = plain;
+      if constexpr (Tile::kBf16) {
+        const uint32_t all = in_register(~0u);
+        for (auto& pair : same.pair) pair &= all;
+      }
+      same.template unpack<kWhich>(v);
+    };
   }
   // What block_of() asks for of one of them, as for a run of a row.
   template <int kWhich>
@@ -100,7 +113,12 @@ struct ColumnValues {
       if constexpr (kPass.hadamard) {
         auto& run = transformed[kWhich];
         if constexpr (kLater) {
-          if (run.settled(s.transform, unpack_plain<kWhich>(), amax[kWhich]) >= kInfBits)
+          const auto amax_of = [&](const auto& unpack) {
+            return run.settled(s.transform, unpack, amax[kWhich]);
+          };
+          // To nearest there are registers to keep them: anew takes 2% longer.
+          if ((kLimits ? amax_of(unpack_plain<kWhich>()) : amax_of(unpack_again<kWhich>())) >=
+              kInfBits)
             b = nan_block<kPass.scale>();
         }
         if (kLimits) run.limit(nearest_limit(b.inv));
@@ -140,6 +158,26 @@ BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int
     *to = stage.template scale<uint8_t>(line, kBlocks, b);
 }
 
+// Those of a whole tile in aiter_scale, which keeps eight blocks of 32 lines together: a word has
+// two blocks of two lines.
+template <Pass kPass, int kCount>
+BLOCKSCALE_DEVICE void store_aiter_scales(const Side& s, const MatrixAt& m, int tile_line,
+                                          int first_block, Stage<kPass>& stage) {
+  constexpr int kBlocks = kTile / kPass.block(), kWords = 32 * kBlocks / 4;
+  static_assert(kBlocks == 8);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTile * kBlocks / 4; i += kCount) {
+    const int line = i / kWords * 32 + i % 16, b = i % kWords / 16;
+    const auto of = [&](int l, int k) -> uint32_t {
+      return stage.template scale<uint8_t>(l, kBlocks, k);
+    };
+    const uint32_t at = layout_offset_as<uint32_t>(
+        Layout::aiter_scale, s.lines, s.scale_columns, tile_line + line, first_block + b);
+    *reinterpret_cast<uint32_t*>(m.scales + at) =
+        permute_bytes(permute_bytes(of(line, b), of(line + 16, b), 0x0040),
+                      permute_bytes(of(line, b + 4), of(line + 16, b + 4), 0x0040), 0x5410);
+  }
+}
 // Scales from the stage to memory, by kCount threads.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
@@ -172,6 +210,8 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
   if constexpr (!kPass.any() && !kPass.square && kPass.block() == kRun) {
     if (s.linear_scales)
       return store_linear_scales<kPass, kCount>(s, m, tile_line, first_block, lines, stage);
+    if (s.aiter_words && lines >= kTile && first_block + blocks <= s.blocks)
+      return store_aiter_scales<kPass, kCount>(s, m, tile_line, first_block, stage);
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < kTile * blocks; i += kCount) {

@@ -142,48 +142,74 @@ struct LineGroups : MatrixAt {
   }
 };
 template <Pass kPass>
-BLOCKSCALE_DEVICE void to_line(MatrixAt&, const Side&, int) {}
+BLOCKSCALE_DEVICE void to_line(const MatrixAt&, const Side&, int) {}
 template <Pass kPass>
 BLOCKSCALE_DEVICE void to_line(LineGroups<kPass>& m, const Side& s, int line) {
   m.to_line(s, line);
 }
 
-// Quantizes the runs of a reader, `each` at most. FP4 has work enough to hide the loads of one line
-// behind the line before, and code enough to be kept for two lines; FP8 loads all before it begins.
-// `loaded` gives the matrix, after the first loads are on their way; then `lines` is known. Scales
-// may go to the workspace with kAside: code that is not run costs rows alone up to 4%.
+// Lines of a thread that lie one below the other, from `line` on.
+template <Pass kPass>
+struct LinesInTurn {
+  RowTarget<kPass> target;
+  int first, lines, pos;
+
+  BLOCKSCALE_DEVICE LinesInTurn(const Side& s, const MatrixAt& m, int line, int lines, int pos)
+      : target(s, m, line, pos), first(line), lines(lines), pos(pos) {}
+  BLOCKSCALE_DEVICE int line(int i) const { return first + i; }
+  BLOCKSCALE_DEVICE bool there_is(int i) const { return i < lines; }
+  template <class Odd>
+  BLOCKSCALE_DEVICE void store(const Side& s, const MatrixAt& m, const Codes& codes, const Block& b,
+                               int i, Odd) {
+    store_row<kPass>(s, m, codes, b, there_is(i), line(i), pos, target);
+    target.advance(s);
+  }
+};
+
+// Quantizes `each` runs of FP4, an even number, of which the first is on its way. `lines` tells
+// whose they are, and stores what comes of them. There is work enough to hide the loads of one line
+// behind the line before, and code enough to be kept for two lines.
+template <Pass kPass, class Reader, class Matrix, class Lines>
+BLOCKSCALE_DEVICE void quantize_fp4_lines(Reader& reader, typename Reader::Run even, const Side& s,
+                                          Matrix& m, Lines& lines, int pos, int each) {
+  using Values = RowValues<kPass, typename Reader::Tile>;
+  const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
+  auto quantize = [&](const typename Reader::Run& run, int i, auto odd) {
+    Values values;
+    values.take(run.elements(), s);
+    const uint32_t amax = row_block_amax<kPass>(s, values.amax);
+    if (lines.there_is(i)) to_line<kPass>(m, s, lines.line(i));
+    float v[kRun];
+    // With a transform registers would go to memory.
+    constexpr bool kAhead = kPass.encoder == Encoder::fp4_stochastic && !kPass.hadamard;
+    const Block b = block_of_run<kPass, kAhead>(
+        s, m.outer, amax, [&](Block& unusual) { values.cut(s, unusual); },
+        [&](float* to) { values.unpack(s, to); }, v);
+    const Codes codes =
+        encode_run<kPass>(s, v, values.signs(s), b.inv, random, m.line + lines.line(i));
+    lines.store(s, m, codes, b, i, odd);
+  };
+#pragma unroll 1
+  for (int i = 0; i < each; i += 2) {
+    const typename Reader::Run odd = reader.next();
+    quantize(even, i, std::false_type{});
+    even = reader.next();
+    quantize(odd, i + 1, std::true_type{});
+  }
+}
+
+// Quantizes the runs of a reader, `each` at most; FP8 loads all before it begins. `loaded` gives
+// the matrix, after the first loads are on their way; then `lines` is known. Scales may go to the
+// workspace with kAside: code that is not run costs rows alone up to 4%.
 template <Pass kPass, bool kAside, class Reader, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos,
                                       const int& lines, int each, const Loaded& loaded) {
   using Values = RowValues<kPass, typename Reader::Tile>;
   if constexpr (kPass.fp4()) {
-    typename Reader::Run even = reader.next();
+    const typename Reader::Run first = reader.next();
     auto m = loaded();
-    const RandomRuns random = random_runs<kPass>(s, m, 0, pos);
-    RowTarget<kPass> to(s, m, line, pos);
-    auto quantize = [&](const typename Reader::Run& run, int i) {
-      Values values;
-      values.take(run.elements(), s);
-      const uint32_t amax = row_block_amax<kPass>(s, values.amax);
-      if (i < lines) to_line<kPass>(m, s, line + i);
-      float v[kRun];
-      // With a transform registers would go to memory.
-      constexpr bool kAhead = kPass.encoder == Encoder::fp4_stochastic && !kPass.hadamard;
-      const Block b = block_of_run<kPass, kAhead>(
-          s, m.outer, amax, [&](Block& unusual) { values.cut(s, unusual); },
-          [&](float* to) { values.unpack(s, to); }, v);
-      const Codes codes =
-          encode_run<kPass>(s, v, values.signs(s), b.inv, random, m.line + line + i);
-      store_row<kPass>(s, m, codes, b, i < lines, line + i, pos, to);
-      to.advance(s);
-    };
-#pragma unroll 1
-    for (int i = 0; i < each; i += 2) {
-      const typename Reader::Run odd = reader.next();
-      quantize(even, i);
-      even = reader.next();
-      quantize(odd, i + 1);
-    }
+    LinesInTurn<kPass> in_turn(s, m, line, lines, pos);
+    quantize_fp4_lines<kPass>(reader, first, s, m, in_turn, pos, each);
   } else {
     typename Reader::Run runs[kDirectLines];
 #pragma unroll
@@ -210,7 +236,8 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s)) {
         const float inv = bit_cast<float>(shuffle_xor(bit_cast<uint32_t>(b.inv), mine ^ i));
-        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], Block{inv, 0}, line + i, to);
+        if (i < lines)
+          store_row_codes<kPass>(s, m, random, values[i], Block{inv, 0}, line + i, pos, to);
       }
     } else if (kAside && goes_aside<kPass>(s)) {
       Block b[kDirectLines];
@@ -219,7 +246,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       store_scales_aside(s, m, b, line, pos);
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))
-        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], b[i], line + i, to);
+        if (i < lines) store_row_codes<kPass>(s, m, random, values[i], b[i], line + i, pos, to);
     } else {
 #pragma unroll
       for (int i = 0; i < kDirectLines; ++i, to.advance(s))

@@ -323,7 +323,6 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
     rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
                        reader_at, loaded);
   } else {
-    const OutputAt<kGrouped> column(p.column, memory.group, Constant<1>{});
     auto& results = memory.results;
     const auto load = [&](const auto& part) {
       LoadedColumns<typename In::Tile::Columns> columns;
@@ -341,8 +340,13 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
       if constexpr (Memory::kKeeps) part.keep(columns.in, results.kept);
       return columns;
     };
-    columns_of_tile<kColumn, typename In::Tile>(column, at, direct, results.stage, load);
+    const auto column_at = [&] {
+      return OutputAt<kGrouped>(p.column, memory.group, Constant<1>{});
+    };
+    columns_of_tile<kColumn, typename In::Tile>(column_at(), at, direct, results.stage, load);
     __syncthreads();
+    // Anew: where a group lies would have been kept in registers that are missing above.
+    const OutputAt<kGrouped> column = column_at();
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
         results.stage);

@@ -242,9 +242,10 @@ BLOCKSCALE_DEVICE uint32_t transformed_amax(const TransformSigns& signs, const U
 // kLater when the block is found to be unusual. With two levels it is: no scale is that large.
 template <bool kBf16, bool kLater>
 struct Transformed : SplitRun {
-  // Returns the amax.
-  template <class Unpack>
-  BLOCKSCALE_DEVICE uint32_t take(const TransformSigns& signs, const Unpack& unpack) {
+  // Returns the amax. again(v) unpacks the same values, for what is rarely done.
+  template <class Unpack, class Again>
+  BLOCKSCALE_DEVICE uint32_t take(const TransformSigns& signs, const Unpack& unpack,
+                                  const Again& again) {
     float v[kRun];
     unpack(v);
     butterflies(kBf16 ? signs.quarter : signs.whole, v);
@@ -254,13 +255,15 @@ struct Transformed : SplitRun {
     }
     pack(v);
     const uint32_t amax = amax_bits();
-    return kLater ? amax : settled(signs, unpack, amax);
+    return kLater ? amax : settled(signs, again, amax);
   }
   template <class Unpack>
-  BLOCKSCALE_DEVICE static uint32_t settled(const TransformSigns& signs, const Unpack& unpack,
-                                            uint32_t amax) {
+  BLOCKSCALE_DEVICE static uint32_t settled([[maybe_unused]] const TransformSigns& signs,
+                                            [[maybe_unused]] const Unpack& unpack, uint32_t amax) {
     constexpr uint32_t kHuge = (127 + 126) << 23;
-    return kBf16 && amax >= kHuge ? transformed_amax(signs, unpack) : amax;
+    if constexpr (kBf16)
+      if (amax >= kHuge) return transformed_amax(signs, unpack);
+    return amax;
   }
 };
 

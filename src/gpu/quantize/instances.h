@@ -7,6 +7,7 @@
 #include "gpu/quantize/copied_tiles.h"
 #include "gpu/quantize/joined_tiles.h"
 #include "gpu/quantize/kernels.h"
+#include "gpu/quantize/layout_rows.h"
 #include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
@@ -69,6 +70,15 @@ void launch_tiles(QuantizeParams& p, NativeStream stream) {
   prepare<kKernel>(kBytes);
   start(kKernel, grid, kDirectThreads, kBytes, stream,
         TilesParams{p.x, p.row, p.column, p.groups, sideways});
+}
+
+template <class Row>
+void launch_layout_rows(QuantizeParams& p, NativeStream stream) {
+  if (!joins_lines<Row::kPass>(p.row)) return launch_rows<Row, Bf16In<true>>(p, stream);
+  const LayoutRowsParams d(p.x, p.row);
+  const dim3 grid(static_cast<unsigned>(ceil_div(int64_t{d.all}, kDirectThreads)),
+                  static_cast<unsigned>(p.row.out.batch));
+  start(layout_rows_kernel<Row>, grid, kDirectThreads, 0, stream, d);
 }
 
 // Rows of groups where their places do not depend on the groups; else by tiles.
@@ -191,9 +201,16 @@ inline constexpr Entry kEntry{Row::kPass,
                               launch_tiles<Row, Column, Aligned, true>,
                               floats<Row, Column>()};
 template <class P>
+constexpr Launcher<QuantizeParams> aligned_rows() {
+  if constexpr (P::kPass.scale != Format::fp32)
+    return launch_layout_rows<P>;
+  else
+    return launch_rows<P, Aligned>;
+}
+template <class P>
 inline constexpr Entry kRows{P::kPass,
                              None::kPass,
-                             launch_rows<P, Aligned>,
+                             aligned_rows<P>(),
                              launch_rows<P, Anywhere>,
                              launch_grouped_rows<P, Aligned>,
                              floats<P, None>()};

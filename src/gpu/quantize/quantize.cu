@@ -110,9 +110,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
   s.linear_codes = out.layout.codes == Layout::linear;
   s.linear_scales = out.layout.scales == Layout::linear;
   s.plain = s.linear_codes && s.linear_scales;
-  s.code_step = s.linear_codes ? s.line_bytes : 0;
   s.scale_step = s.linear_scales ? s.scale_columns * scale_bytes(out.spec.scale) : 0;
-  s.code_steps = row_steps(out.layout.codes, s.line_bytes);
   s.scale_steps = row_steps(out.layout.scales, s.scale_columns);
   s.set_transform(out.spec.hadamard);
   if (out.groups)
@@ -131,6 +129,7 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
       scale_bytes(out.spec.scale) == 1 && s.shape.scale_lines == 1 &&
       (s.linear_scales || out.layout.scales == Layout::nv_128x4) &&
       aligned(out.scales, grouped ? 0 : s.shape.scale_count | s.blocks | s.scale_columns, 4);
+  s.aiter_words = out.layout.scales == Layout::aiter_scale && !grouped && aligned(out.scales, 0, 4);
   return s;
 }
 

@@ -14,7 +14,8 @@ struct RowValues {
 
   BLOCKSCALE_DEVICE void take(const typename Tile::Run& run, const Side& s) {
     plain = run;
-    amax = transforms<kPass>(s) ? transformed.take(s.transform, unpack_plain()) : plain.amax_bits();
+    amax = transforms<kPass>(s) ? transformed.take(s.transform, unpack_plain(), unpack_plain())
+                                : plain.amax_bits();
   }
   BLOCKSCALE_DEVICE auto unpack_plain() const {
     return [this](float* v) { plain.unpack(v); };
@@ -59,28 +60,31 @@ BLOCKSCALE_DEVICE uint32_t row_block_amax(const Side& s, uint32_t amax) {
 }
 
 // Where the codes and the scale of a run go. In linear layouts that is found from one line to the
-// next by addition; in others the position's part of the offset is found once, the line's by steps.
+// next by addition. In others the scale's is the sum of the position's part, found once, and the
+// line's, by steps; the codes' is found run by run.
 template <Pass kPass>
 struct RowTarget {
   uint8_t *codes, *scale;
 
   BLOCKSCALE_DEVICE RowTarget(const Side& s, const MatrixAt& m, int line, int pos) {
     constexpr int kBytes = scale_bytes(kPass.scale);
-    const int byte = kPass.fp4() ? pos / 2 : pos, block = pos / kPass.block();
-    codes = m.codes + static_cast<int64_t>(line) * s.code_step +
-            layout_column_as<uint32_t>(s.out.layout.codes, 0, byte);
-    scale = m.scales + static_cast<int64_t>(line) * s.scale_step +
-            layout_column_as<uint32_t>(s.out.layout.scales, 0, block) * kBytes;
+    const int block = pos / kPass.block();
+    codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.fp4() ? pos / 2 : pos);
+    if (s.linear_scales)
+      scale = m.scales + (static_cast<int64_t>(line) * s.scale_columns + block) * kBytes;
+    else
+      scale = m.scales + layout_column_as<uint32_t>(s.out.layout.scales, 0, block) * kBytes;
     keep(codes);
     keep(scale);
   }
   // To the next line.
   BLOCKSCALE_DEVICE void advance(const Side& s) {
-    codes += s.code_step;
+    codes += s.line_bytes;
     scale += s.scale_step;
   }
-  BLOCKSCALE_DEVICE uint8_t* codes_of(const Side& s, int line) const {
-    return s.linear_codes ? codes : codes + s.code_steps.at(line);
+  BLOCKSCALE_DEVICE uint8_t* codes_of(const Side& s, const MatrixAt& m, int line, int pos) const {
+    // Of bytes all codes are linear, which the compiler cannot see.
+    return !kPass.fp4() || s.linear_codes ? codes : codes_at<kPass>(s, m, line, pos);
   }
   // Of scales of a byte.
   BLOCKSCALE_DEVICE uint8_t* scale_of(const Side& s, int line) const {
@@ -115,9 +119,10 @@ BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Ran
 }
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                       Values& values, const Block& b, int line,
+                                       Values& values, const Block& b, int line, int pos,
                                        const RowTarget<kPass>& to) {
-  store_codes<kPass>(to.codes_of(s, line), s, encode_row_run<kPass>(s, m, random, values, b, line));
+  store_codes<kPass>(to.codes_of(s, m, line, pos), s,
+                     encode_row_run<kPass>(s, m, random, values, b, line));
 }
 // Those of the run at (line, pos), if it is there.
 template <Pass kPass>
@@ -135,7 +140,7 @@ BLOCKSCALE_DEVICE void store_row(const Side& s, const MatrixAt& m, const Codes& 
       store_scale<kPass>(s, m, line, pos / kPass.block(), b.stored);
     else if (first)
       *to.scale_of(s, line) = static_cast<uint8_t>(b.stored);
-    store_codes<kPass>(to.codes_of(s, line), s, codes);
+    store_codes<kPass>(to.codes_of(s, m, line, pos), s, codes);
   }
 }
 template <Pass kPass, class Values>

@@ -22,14 +22,15 @@ struct Side {
   GroupRule groups;  // where there are
   // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
   int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
-  // From one line to the next: bytes in linear layouts, else 0, and the steps of the others.
-  int code_step, scale_step;
-  RowSteps code_steps, scale_steps;
+  // Scales from one line to the next: bytes in linear layouts, else 0, and the steps of the others.
+  int scale_step;
+  RowSteps scale_steps;
   // Scales go to the workspace, for turn.cu, as words: of FP32, or of four blocks of a line. Words
   // of a line are so many apart, those of neighbouring lines lie together. 0: they do not.
   int aside_pitch;
   // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
   int code_pairs, scale_words;
+  int aiter_words;  // whether words of aiter_scale are aligned, without groups
   int rows_behind;  // of padding, behind the scales of mn_major without groups
   TransformSigns transform;
 
