@@ -124,9 +124,9 @@ def against_roofline(result: Row, row: Row) -> list[str]:
 WORK = ["GFLOP", "MB", "TFLOP/s", "lasting", "GHz", "roofline", "of it"]
 
 
-def dense() -> str:
+def dense(file: str = DENSE) -> str:
     """The FP8 GEMM, one matrix by one."""
-    result = results(DENSE)
+    result = results(file)
     names = {"fprop": "forward", "wgrad": "gradient of the weight", "few rows": "few rows"}
     lines = []
     for row in result["rows"]:
@@ -176,9 +176,9 @@ def groups() -> str:
     return "\n\n".join([table(header, lines), reached, where(result)])
 
 
-def layers() -> str:
+def layers(file: str = DENSE) -> str:
     """`linear` forward and backward, everything quantized in each call or the weight ahead."""
-    result = results(DENSE)
+    result = results(file)
     recipes = ("fp8_blockwise", "fp8_blockwise ahead", "mxfp4", "mxfp4 ahead")
     lines = []
     for row in of(result, "layer"):

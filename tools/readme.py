@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import blockscale as bs
 import products
@@ -135,9 +136,9 @@ def goals(rows: Iterable[Row]) -> str:
     return f"Goals reached: {', '.join(parts)}.{took if launches else ''}"
 
 
-def bench_gpu() -> str:
+def bench_gpu(file: str = GPU) -> str:
     """The quantizers at the largest shape, and how many goals were reached anywhere."""
-    result = results(GPU)
+    result = results(file)
     rows = [row for row in result["rows"] if row.get("shape") == GPU_SHAPE]
     peers = beside(rows, "of_copy")
     lines = quantizers(rows, "of_copy")
@@ -200,7 +201,7 @@ def bench() -> str:
     return "\n\n".join([table(header, lines), text, copy])
 
 
-PARTS = {
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "support": support,
         "train": train,
@@ -217,6 +218,11 @@ PARTS = {
         "layers": products.layers,
         "experts": products.experts,
         "host_ratios": products.host,
+    },
+    "docs/performance/h100.md": {
+        "bench_h100": partial(bench_gpu, "h100"),
+        "dense_h100": partial(products.dense, "h100_gemm"),
+        "layers_h100": partial(products.layers, "h100_gemm"),
     },
 }
 

@@ -140,13 +140,15 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
             "--data = text that has changed since the run began; need the same text; restore it, "
             "or start again in another folder"
         )
-    if not saved:
-        say_what_was_chosen(args, settings["device"], console)
     settings |= {"data_sha256": corpus.sha256, "environment": environment(settings["device"])}
+    # Notes after the folder, the last thing that may be refused: a refusal is one line.
     if saved:
+        folder = run_folder.open_run(path, saved)
         warn_of_changes(saved["environment"], settings["environment"], console)
-        return run_folder.open_run(path, saved), corpus
-    return run_folder.create_run(path, settings), corpus
+    else:
+        folder = run_folder.create_run(path, settings)
+        say_what_was_chosen(args, settings["device"], console)
+    return folder, corpus
 
 
 def say_what_was_chosen(args: argparse.Namespace, device: str, console: Console) -> None:

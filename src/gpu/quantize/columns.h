@@ -171,8 +171,8 @@ BLOCKSCALE_DEVICE void store_aiter_scales(const Side& s, const MatrixAt& m, int 
     const auto of = [&](int l, int k) -> uint32_t {
       return stage.template scale<uint8_t>(l, kBlocks, k);
     };
-    const uint32_t at = layout_offset_as<uint32_t>(
-        Layout::aiter_scale, s.lines, s.scale_columns, tile_line + line, first_block + b);
+    const uint32_t at = layout_offset_as<uint32_t>(Layout::aiter_scale, s.lines, s.scale_columns,
+                                                   tile_line + line, first_block + b);
     *reinterpret_cast<uint32_t*>(m.scales + at) =
         permute_bytes(permute_bytes(of(line, b), of(line + 16, b), 0x0040),
                       permute_bytes(of(line, b + 4), of(line + 16, b + 4), 0x0040), 0x5410);
