@@ -153,9 +153,9 @@ def dense(file: str = DENSE) -> str:
     return "\n\n".join([table(header, lines), reached, where(result)])
 
 
-def groups() -> str:
+def groups(file: str = GROUPED) -> str:
     """Products over groups, beside PyTorch's grouped GEMM in BF16."""
-    result = results(GROUPED)
+    result = results(file)
     lines = []
     for row in result["rows"]:
         if "blockscale" not in row:
@@ -188,9 +188,9 @@ def layers(file: str = DENSE) -> str:
     return "\n\n".join([table(header, lines), where(result)])
 
 
-def experts() -> str:
+def experts(file: str = GROUPED) -> str:
     """`grouped_linear`, forward / forward and backward."""
-    result = results(GROUPED)
+    result = results(file)
     ways = ("forward", "both")
     lines = []
     for row in of(result, "layer"):

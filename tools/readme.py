@@ -222,7 +222,9 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance/h100.md": {
         "bench_h100": partial(bench_gpu, "h100"),
         "dense_h100": partial(products.dense, "h100_gemm"),
+        "groups_h100": partial(products.groups, "h100_grouped"),
         "layers_h100": partial(products.layers, "h100_gemm"),
+        "experts_h100": partial(products.experts, "h100_grouped"),
     },
 }
 
