@@ -1,4 +1,4 @@
-"""Fills the generated parts of the README and of docs/performance.md: the support matrix from the
+"""Fills the generated parts of the README and of the performance notes: the support matrix from the
 core's own capability table, the training tables from docs/, the speed tables and their picture from
 bench/results. `--check` only compares the tables."""
 
