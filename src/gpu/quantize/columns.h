@@ -164,7 +164,8 @@ template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_aiter_scales(const Side& s, const MatrixAt& m, int tile_line,
                                           int first_block, Stage<kPass>& stage) {
   constexpr int kBlocks = kTile / kPass.block(), kWords = 32 * kBlocks / 4;
-  static_assert(kBlocks == 8);
+  static_assert(kBlocks == 8 && layout_offset(Layout::aiter_scale, 32, 8, 16, 0) == 1 &&
+                layout_offset(Layout::aiter_scale, 32, 8, 0, 4) == 2);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kTile * kBlocks / 4; i += kCount) {
     const int line = i / kWords * 32 + i % 16, b = i % kWords / 16;
@@ -178,6 +179,7 @@ BLOCKSCALE_DEVICE void store_aiter_scales(const Side& s, const MatrixAt& m, int 
                       permute_bytes(of(line, b + 4), of(line + 16, b + 4), 0x0040), 0x5410);
   }
 }
+
 // Scales from the stage to memory, by kCount threads.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,

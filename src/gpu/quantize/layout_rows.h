@@ -41,6 +41,19 @@ constexpr LineOrder line_order(Layout scales) {
           t.run_rows};
 }
 
+// What JoinedLines takes of the layouts: where the lines of a thread lie, in their order, and the
+// blocks of its neighbours beside them.
+static_assert([] {
+  constexpr Layout nv = Layout::nv_128x4, aiter = Layout::aiter_scale;
+  for (int i = 0; i < kJoinedLines; ++i)
+    for (int b = 0; b < 8; ++b) {
+      const auto at = [&](Layout l) { return layout_offset(l, 256, 8, line_order(l).line(i), b); };
+      if (at(nv) != b / 4 * 512 + i * 4 + b % 4) return false;
+      if (at(aiter) != b % 4 * 64 + i / 2 * 4 + b / 4 * 2 + i % 2) return false;
+    }
+  return layout_offset(Layout::mfma_16x16, 16, 32, 1, 8) == 16 + 8;
+}());
+
 struct LayoutRowsParams {
   Source x;
   Side row;
