@@ -8,11 +8,6 @@ namespace blockscale::gpu {
 
 inline constexpr int kFillThreads = 256;  // of a block of threads
 
-// The part of the work of one of `of` blocks of threads.
-struct Share {
-  int at, of;
-};
-
 // A buffer as a matrix in memory in which groups come one after another, from left to right.
 struct Memory {
   int64_t rows, pitch;  // in elements

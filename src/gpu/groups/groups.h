@@ -69,22 +69,33 @@ struct GroupRows {
   }
 };
 
-// The groups of x [rows, ...] as a grid of tiles sees them.
+// The groups of x [rows, ...] as a grid of tiles sees them. The rows of tiles of group g are those
+// from (where it begins) / kTile + g on, which no group before it has to be asked about. They are
+// enough: rows [begin, end) have at most end / kTile - begin / kTile + 1. What the others of them
+// do is to write what lies behind the last group, and one at least is behind all groups.
 struct GroupGrid {
   Groups groups;
   int rows;        // of x
-  int tile_rows;   // the most that there can be, and one more
   bool positions;  // what is read is x after a wide transform, where groups start at positions
+
+  // Of all groups; 0 without any.
+  BLOCKSCALE_HD int tile_rows() const {
+    return groups ? rows / kTile + static_cast<int>(groups.count) + 1 : 0;
+  }
 };
 
-// A row of tiles: kTile rows of one group, or what lies behind the last group.
+// Where the group of a tile lies in one operand, and its own extents.
+struct GroupSide {
+  uint8_t *codes, *scales;
+  int64_t origin_pos;
+  uint32_t line;
+  int padded, blocks, line_bytes, scale_columns, code_pairs, scale_words;
+};
+// A row of tiles: kTile rows of one group, `begin` being its first in x; or of none.
 struct GroupTile {
-  int group;            // -1: behind
-  int row;              // of the group; behind: which of the rows of tiles there
-  int begin, rows;      // the group in x; behind: the end of the last one, and how many rows of
-                        // tiles there are
-  GroupRows before[2];  // of the row and the column operand
-  bool bad;             // offsets decrease or pass the end: all is behind, and NaN
+  int group;  // -1: none
+  int row, begin, rows;
+  bool bad;  // offsets decrease or pass the end: no row of tiles is of a group, and all is NaN
 };
 
 // The rows of 32 groups, from `first` on, one a lane; lanes behind the last group have none. What
@@ -106,52 +117,54 @@ struct WarpEnds {
   }
 };
 
-// Finds row `tile_row` of tiles in the offsets, by one warp; for the operands that there are. All
-// threads of a tile wait for it: what depends on what is kept short.
-template <bool kRow, bool kColumn>
-BLOCKSCALE_DEVICE void find_tile(const GroupGrid& grid, const GroupRule& row,
-                                 const GroupRule& column, int tile_row, GroupTile& found) {
+// What row `tile_row` of tiles is, found by every warp for itself: all threads wait for it before
+// they can load anything, so that it is kept short, and does not wait for other warps.
+BLOCKSCALE_DEVICE GroupTile find_tile(const GroupGrid& grid, int tile_row) {
   const int lane = static_cast<int>(threadIdx.x) % 32, count = static_cast<int>(grid.groups.count);
-  GroupRows before[2];  // of the lane's groups that end before this row of tiles
-  int group = -1, begin = 0, rows = 0, first = 0;  // the one that has it
-  int upto = 0;                                    // rows of tiles of this lane's group and before
-  bool wrong = false;
-  for (int base = 0;;) {
+  // Of the groups whose rows of tiles begin there or before: how many, and the last one's rows.
+  uint32_t groups = 0, begin = 0, end = 0;
+  for (int base = 0; base < count; base += 32) {
     const WarpEnds ends(grid.groups, base, grid.rows);
-    wrong |= ends.wrong;
-    const int here = ends.wrong ? 0 : ends.end - ends.begin;
-    const int own =
-        ((grid.positions ? round_up_by(here, column.position) : here) + kTile - 1) / kTile;
-    int sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = static_cast<int>(shuffle_up(static_cast<uint32_t>(sum), step));
-      if (lane >= step) sum += other;
+    const int g = base + lane;
+    if (g < count && ends.begin / kTile + g <= tile_row) {
+      ++groups;
+      begin = static_cast<uint32_t>(ends.begin), end = max(end, static_cast<uint32_t>(ends.end));
     }
-    upto += sum;
-    if (upto <= tile_row) {
-      if (kRow) before[0].add(row, here);
-      if (kColumn) before[1].add(column, here);
-    } else if (upto - own <= tile_row) {
-      group = base + lane, begin = ends.begin, rows = here, first = upto - own;
-    }
-    base += 32;
-    if (base >= count) break;
-    upto = static_cast<int>(warp_max(static_cast<uint32_t>(upto)));
+    if (ends.wrong) end = ~0u;
   }
-  const auto sum = [](int& n) { n = static_cast<int>(warp_sum(static_cast<uint32_t>(n))); };
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (i == 0 ? kRow : kColumn)
-      sum(before[i].position), sum(before[i].codes), sum(before[i].scales);
-  const bool bad = warp_max(wrong) != 0;
-  if (bad) before[0] = before[1] = {}, group = -1, upto = 0;
-  if (group >= 0) {
-    found = {group, (tile_row - first) * kTile, begin, rows, {before[0], before[1]}, false};
-  } else if (lane == 31 && upto <= tile_row) {
-    const int end = bad ? 0 : static_cast<int>(grid.groups.end(count - 1));
-    found = {-1, tile_row - upto, end, grid.tile_rows - upto, {before[0], before[1]}, bad};
+  groups = warp_sum(groups), begin = warp_max(begin), end = warp_max(end);
+  if (end == ~0u) return {-1, 0, 0, 0, true};
+  const int g = static_cast<int>(groups) - 1, first = static_cast<int>(begin);
+  const int rows = static_cast<int>(end - begin), row = (tile_row - first / kTile - g) * kTile;
+  return {row < rows ? g : -1, row, first, rows, false};
+}
+// Rows of groups, by one warp, in whose lanes the result is: of those before `group`.
+BLOCKSCALE_DEVICE GroupRows rows_before(const GroupGrid& grid, const GroupRule& rule, int group) {
+  GroupRows rows;
+  for (int base = 0; base < group; base += 32) {
+    const WarpEnds ends(grid.groups, base, grid.rows);
+    if (base + static_cast<int>(threadIdx.x) % 32 < group) rows.add(rule, ends.end - ends.begin);
   }
+  const auto sum = [](int n) { return static_cast<int>(warp_sum(static_cast<uint32_t>(n))); };
+  return {sum(rows.position), sum(rows.codes), sum(rows.scales)};
+}
+
+// The part of some work of one of `of` blocks of threads, or rows of them.
+struct Share {
+  int at, of;
+};
+// That of row `tile_row` of tiles, which is of no group, among those that are not. By one warp, in
+// whose lanes the result is.
+BLOCKSCALE_DEVICE Share share_of_none(const GroupGrid& grid, bool bad, int tile_row) {
+  int before = 0, all = 0;  // rows of tiles that are of groups
+  for (int base = 0; !bad && base < static_cast<int>(grid.groups.count); base += 32) {
+    const WarpEnds ends(grid.groups, base, grid.rows);
+    const int first = ends.begin / kTile + base + static_cast<int>(threadIdx.x) % 32;
+    const int own = (ends.end - ends.begin + kTile - 1) / kTile;
+    before += min(max(tile_row - first, 0), own), all += own;
+  }
+  const auto sum = [](int n) { return static_cast<int>(warp_sum(static_cast<uint32_t>(n))); };
+  return {tile_row - sum(before), grid.tile_rows() - sum(all)};
 }
 
 // Clears the rows of a tile from `rows` on, which belong to the next group.

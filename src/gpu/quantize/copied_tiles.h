@@ -169,7 +169,7 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
       };
       rows_of_tile<kRow>(OutputHere{p.row, here.row}, at, here, reader_at, [] {});
     }
-    const OutputHere column{p.column, here.column};
+    const auto column = [&] { return OutputHere{p.column, here.column}; };
     const auto ask_next = [&] { ask(turn ^ 1); };
     columns_of_tile<kColumn, Bf16Tile>(column, at, here, memory.stage, [&](const auto& part) {
       return TileColumns<std::decay_t<decltype(part)>, decltype(ask_next)>{memory.tile, part,

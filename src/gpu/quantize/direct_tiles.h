@@ -27,14 +27,12 @@ struct DirectMemory {
 
   BLOCKSCALE_DEVICE static void sync() { __syncthreads(); }
 };
-// One output at a tile: as it was given, or with the extents of the tile's group.
-template <bool kGrouped>
+// One output at a tile: as it was given, or with the extents of the tile's group, of so many rows.
+template <bool kGrouped, int kOperand>
 struct OutputAt {
   const Side& side;
 
-  template <int kOperand>
-  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupTile&, Constant<kOperand>)
-      : side(whole) {}
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupSide&, int) : side(whole) {}
   // Its matrix; the first tile of one stores the outer scale.
   template <Pass kPass>
   BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt& at, const Outer& outer) const {
@@ -44,19 +42,30 @@ struct OutputAt {
     return matrix_at(side, at.batch, outer);
   }
 };
-template <>
-struct OutputAt<true> {
+// With groups along its rows only their number is known before the group has been placed; along the
+// contraction axis it has to be.
+template <int kOperand>
+struct OutputAt<true, kOperand> {
   Side side;
-  MatrixAt group;  // but for the outer scale
+  const GroupSide& group;
 
-  template <int kOperand>
-  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupTile& tile, Constant<kOperand>)
-      : side(whole), group(group_at<kOperand>(side, whole, tile)) {}
+  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupSide& placed, int rows)
+      : side(whole), group(placed) {
+    if constexpr (kOperand == 0) {
+      side.lines = rows;
+    } else {
+      side.padded = group.padded, side.blocks = group.blocks;
+      side.line_bytes = group.line_bytes, side.scale_columns = group.scale_columns;
+      side.origin_pos = group.origin_pos;
+      side.code_pairs = group.code_pairs, side.scale_words = group.scale_words;
+    }
+  }
+  BLOCKSCALE_DEVICE MatrixAt matrix(const Outer& outer) const {
+    return {outer, group.codes, group.scales, group.line, rng_of(side)};
+  }
   template <Pass kPass>
   BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt&, const Outer& outer) const {
-    MatrixAt m = group;
-    if (kPass.two_level()) m.outer = outer;
-    return m;
+    return matrix(kPass.two_level() ? outer : no_outer());
   }
 };
 
@@ -149,16 +158,18 @@ struct LoadedColumns {
   BLOCKSCALE_DEVICE void both(Columns* to) const { to[0] = in[0], to[1] = in[1]; }
 };
 
-// The columns of a tile, into the stage; load(part) is what gives them, as LoadedColumns.
-template <Pass kPass, class Tile, class Output, class Memory, class Load>
-BLOCKSCALE_DEVICE void columns_of_tile(const Output& out, const TileAt& at, Memory& memory,
+// The columns of a tile, into the stage; load(part) is what gives them, as LoadedColumns, and then
+// out_at() where they belong.
+template <Pass kPass, class Tile, class OutAt, class Memory, class Load>
+BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Memory& memory,
                                        Stage<kPass>& stage, const Load& load) {
-  const Side& s = out.side;
   using Part = ColumnPart<kPass>;
   constexpr int kBlock = kPass.block(), kWide = Part::kWide;
   const Part part;
   auto columns = load(part);
   using Values = ColumnValues<kPass, Tile, !decltype(columns)::kInRegisters>;
+  const auto out = out_at();
+  const Side& s = out.side;
   const MatrixAt m = out.template matrix<kPass>(at, memory.outer[1]);
   RandomRuns random[Part::kRuns];
 #pragma unroll
@@ -299,29 +310,32 @@ struct TileMemory {
     Results results;
   };
   DirectMemory direct;
-  GroupTile group;
+  GroupSide group[2];  // of the row and the column operand
 };
 
-template <class Row, class Column, class In, bool kGrouped>
+// place(operand) says where the tile's group lies in that operand, and is for one warp.
+template <class Row, class Column, class In, bool kGrouped, class Place>
 BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, const TileAt& at,
-                                     TileMemory<Row, Column, In>& memory) {
+                                     TileMemory<Row, Column, In>& memory, const Place& place) {
   using Memory = TileMemory<Row, Column, In>;
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   DirectMemory& direct = memory.direct;
-  // The outer scales, each found by one warp while the first loads are on their way.
+  // The outer scales, each found by one warp while the first loads are on their way, and by two
+  // others where the group lies.
   auto loaded = [&] {
     constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
     const int warp = static_cast<int>(threadIdx.x / 32);
     if (kRowOuter && warp == 0) direct.outer[0] = outer_of(p.row, at.batch);
     if (kColumnOuter && warp == 1) direct.outer[1] = outer_of(p.column, at.batch);
-    if (kRowOuter || kColumnOuter) __syncthreads();
+    if (kGrouped) place(warp - 2);
+    if (kRowOuter || kColumnOuter || kGrouped) __syncthreads();
   };
   if constexpr (!Memory::kColumns) {
     const auto reader_at = [&](int line, int run, int lines) {
       return typename In::Reader(x, at.batch, at.row + line, at.column + run * kRun, lines);
     };
-    rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
-                       reader_at, loaded);
+    rows_of_tile<kRow>(OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows), at, direct, reader_at,
+                       loaded);
   } else {
     auto& results = memory.results;
     const auto load = [&](const auto& part) {
@@ -340,13 +354,11 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
       if constexpr (Memory::kKeeps) part.keep(columns.in, results.kept);
       return columns;
     };
-    const auto column_at = [&] {
-      return OutputAt<kGrouped>(p.column, memory.group, Constant<1>{});
-    };
-    columns_of_tile<kColumn, typename In::Tile>(column_at(), at, direct, results.stage, load);
+    const auto column_at = [&] { return OutputAt<kGrouped, 1>(p.column, memory.group[1], x.rows); };
+    columns_of_tile<kColumn, typename In::Tile>(column_at, at, direct, results.stage, load);
     __syncthreads();
     // Anew: where a group lies would have been kept in registers that are missing above.
-    const OutputAt<kGrouped> column = column_at();
+    const auto column = column_at();
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
         results.stage);
@@ -354,7 +366,7 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
       const auto reader_at = [&](int line, int run, int) {
         return typename In::KeptReader(results.kept, line, run);
       };
-      rows_of_tile<kRow>(OutputAt<kGrouped>(p.row, memory.group, Constant<0>{}), at, direct,
+      rows_of_tile<kRow>(OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows), at, direct,
                          reader_at, [] {});
     }
   }
@@ -369,40 +381,53 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
   const TileAt at = direct_tile(p.sideways);
   if (at.column >= p.x.columns) return;
   if constexpr (!kGrouped) {
-    quantize_tile<Row, Column, In, false>(p, p.x, at, memory);
+    quantize_tile<Row, Column, In, false>(p, p.x, at, memory, [](int) {});
   } else {
     // The tiles of a group start anew at its first row, and end with its last.
-    const GroupTile& tile = memory.group;
-    if (threadIdx.x < 32)
-      find_tile<Row::kPass.present(), Column::kPass.present()>(
-          p.groups, p.row.groups, p.column.groups, at.row / kTile, memory.group);
-    __syncthreads();
+    const int tile_row = at.row / kTile, across = (p.x.columns + kTile - 1) / kTile;
+    const int column = at.column / kTile;
+    const GroupTile tile = find_tile(p.groups, tile_row);
     const auto for_each_operand = [&](const auto& does) {
       if constexpr (Row::kPass.present()) does(p.row, Constant<0>{});
       if constexpr (Column::kPass.present()) does(p.column, Constant<1>{});
     };
-    const int across = (p.x.columns + kTile - 1) / kTile, place = at.column / kTile;
     if (tile.group < 0) {
-      for_each_operand([&](const Side& side, auto operand) {
-        const GroupRows& end = tile.before[decltype(operand)::value];
+      const int count = static_cast<int>(p.groups.groups.count);
+      const Share rows = share_of_none(p.groups, tile.bad, tile_row);
+      for_each_operand([&](const Side& side, auto) {
+        const GroupRows end = rows_before(p.groups, side.groups, tile.bad ? 0 : count);
         fill_behind_groups(side, end.codes >> side.groups.code_shift,
-                           end.scales >> side.groups.scale_shift,
-                           static_cast<int>(p.groups.groups.count), tile.bad,
-                           {tile.row * across + place, tile.rows * across});
+                           end.scales >> side.groups.scale_shift, count, tile.bad,
+                           {rows.at * across + column, rows.of * across});
       });
       return;
     }
     Source x = p.x;
-    const int begin = p.groups.positions ? tile.before[1].position : tile.begin;
+    int begin = tile.begin;
+    x.rows = tile.rows;
+    if (p.groups.positions) {
+      begin = rows_before(p.groups, p.column.groups, tile.group).position;
+      x.rows = round_up_by(tile.rows, p.column.groups.position);
+    }
     In::skip(x, begin);
-    x.rows = p.groups.positions ? round_up_by(tile.rows, p.column.groups.position) : tile.rows;
     x.batch_stride = 0;
-    quantize_tile<Row, Column, In, true>(p, x, {tile.group, tile.row, at.column}, memory);
+    const auto place = [&](int warp) {
+      for_each_operand([&](const Side& side, auto operand) {
+        constexpr int kOperand = decltype(operand)::value;
+        if (warp != kOperand) return;
+        const GroupRows before = rows_before(p.groups, side.groups, tile.group);
+        if (threadIdx.x % 32 == 0)
+          memory.group[kOperand] = group_side<kOperand>(side, before, tile.begin, tile.rows);
+      });
+    };
+    quantize_tile<Row, Column, In, true>(p, x, {tile.group, tile.row, at.column}, memory, place);
     for_each_operand([&](const Side& side, auto operand) {
+      constexpr int kOperand = decltype(operand)::value;
       if (!side.groups.pads(tile.rows)) return;
-      const OutputAt<true> out(side, tile, operand);
-      fill_around_group(out.side, out.group,
-                        {tile.row / kTile * across + place, (x.rows + kTile - 1) / kTile * across});
+      const OutputAt<true, kOperand> out(side, memory.group[kOperand], tile.rows);
+      fill_around_group(
+          out.side, out.matrix(no_outer()),
+          {tile.row / kTile * across + column, (x.rows + kTile - 1) / kTile * across});
     });
   }
 }

@@ -64,7 +64,7 @@ int sideways_of(const QuantizeParams& p) {
 template <class Row, class Column, class In, bool kGrouped = false>
 void launch_tiles(QuantizeParams& p, NativeStream stream) {
   const int sideways = sideways_of<Row::kPass, Column::kPass, kGrouped>(p);
-  const dim3 grid = tiles_grid(kGrouped ? p.groups.tile_rows : p.tiles_down, p, sideways);
+  const dim3 grid = tiles_grid(kGrouped ? p.groups.tile_rows() : p.tiles_down, p, sideways);
   constexpr auto kKernel = tiles_kernel<Row, Column, In, kGrouped>;
   constexpr int kBytes = sizeof(TileMemory<Row, Column, In>);
   prepare<kKernel>(kBytes);

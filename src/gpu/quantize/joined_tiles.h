@@ -51,8 +51,9 @@ __global__ void __launch_bounds__(kDirectThreads* kJoined, kJoinedBlocks<Column>
   TileAt at = direct_tile(p.sideways);
   if (at.column >= p.x.columns) return;
   at.row = at.row * kJoined + static_cast<int>(threadIdx.y) * kTile;
-  const OutputAt<false> out(p.column, {}, Constant<1>{});
-  columns_of_tile<kPass, Bf16Tile>(out, at, part.direct, part.stage, [&](const auto& columns) {
+  const OutputAt<false, 1> out(p.column, {}, 0);
+  const auto out_at = [&] { return out; };
+  columns_of_tile<kPass, Bf16Tile>(out_at, at, part.direct, part.stage, [&](const auto& columns) {
     LoadedColumns<PairColumns> loaded;
     columns.load(Bf16In<true>{}, p.x, at, loaded.in);
     return loaded;

@@ -21,7 +21,7 @@ BLOCKSCALE_DEVICE void tile_of_pair(const TilesParams& p, uint8_t* bytes) {
   TileAt at = direct_tile(p.sideways);
   at.batch = 0;
   if (at.row >= p.x.rows || at.column >= p.x.columns) return;
-  quantize_tile<Row, Column, Bf16In<true>, false>(p, p.x, at, memory);
+  quantize_tile<Row, Column, Bf16In<true>, false>(p, p.x, at, memory, [](int) {});
 }
 
 // Grid: the tiles of either; which of the two.

@@ -256,8 +256,7 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
   if (!groups) {
     launch(p, row, column, native(stream));
   } else if (const Launcher<QuantizeParams> compiled = launcher_for(p, row, column, true)) {
-    p.groups = {groups, static_cast<int>(x.rows), most_tile_rows(y.rows, groups.count) + 1,
-                positions};
+    p.groups = {groups, static_cast<int>(x.rows), positions};
     compiled(p, native(stream));
   } else {
     planned();

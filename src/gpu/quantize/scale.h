@@ -98,28 +98,31 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
           static_cast<uint32_t>(whole.origin_line + at.line), rng_of(whole)};
 }
 
-// The group of a tile, with the same result. Operand 1 has groups along the contraction axis.
+// Where the group of a tile lies in operand kOperand; 1 has groups along the contraction axis.
 template <int kOperand>
-BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const GroupTile& tile) {
+BLOCKSCALE_DEVICE GroupSide group_side(const Side& whole, const GroupRows& before, int begin,
+                                       int rows) {
   const GroupRule& rule = whole.groups;
-  const GroupRows& before = tile.before[kOperand];
   const int64_t codes = rule.codes_at(before.codes), scales = rule.scales_at(before.scales);
-  uint32_t line = static_cast<uint32_t>(whole.origin_line);
+  GroupSide s{};
+  s.line = static_cast<uint32_t>(whole.origin_line);
+  s.origin_pos = whole.origin_pos;
+  s.padded = whole.padded, s.blocks = whole.blocks;
+  s.line_bytes = whole.line_bytes, s.scale_columns = whole.scale_columns;
   if constexpr (kOperand == 0) {
-    s.lines = tile.rows;
-    line += static_cast<uint32_t>(tile.begin);
+    s.line += static_cast<uint32_t>(begin);
   } else {
-    s.padded = round_up_by(tile.rows, rule.position);
+    s.padded = round_up_by(rows, rule.position);
     s.blocks = s.padded >> rule.scale_shift;
     if (!whole.linear_codes) s.line_bytes = s.padded >> rule.code_shift;
     if (!whole.linear_scales) s.scale_columns = s.blocks;
-    s.origin_pos = whole.origin_pos + before.position;
+    s.origin_pos += before.position;
   }
   s.code_pairs = whole.code_pairs && (codes | s.line_bytes | s.padded / 2) % 16 == 0;
   s.scale_words = whole.scale_words && (s.blocks | s.scale_columns | scales) % 4 == 0;
-  const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
-  return {no_outer(), whole.out.codes + codes, whole.out.scales + scales * bytes, line,
-          rng_of(whole)};
+  s.codes = whole.out.codes + codes;
+  s.scales = whole.out.scales + scales * (whole.out.spec.scale == Format::fp32 ? 4 : 1);
+  return s;
 }
 
 struct Block {
