@@ -159,8 +159,8 @@ struct LoadedColumns {
 };
 
 // The columns of a tile, into the stage; load(part) is what gives them, as LoadedColumns, and then
-// out_at() where they belong.
-template <Pass kPass, class Tile, class OutAt, class Memory, class Load>
+// out_at() where they belong. kEnds: runs of rows behind the end are left out.
+template <Pass kPass, class Tile, bool kEnds = false, class OutAt, class Memory, class Load>
 BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Memory& memory,
                                        Stage<kPass>& stage, const Load& load) {
   using Part = ColumnPart<kPass>;
@@ -170,6 +170,7 @@ BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Me
   using Values = ColumnValues<kPass, Tile, !decltype(columns)::kInRegisters>;
   const auto out = out_at();
   const Side& s = out.side;
+  if (kEnds && at.row + part.run * kRun >= s.padded) return;
   const MatrixAt m = out.template matrix<kPass>(at, memory.outer[1]);
   RandomRuns random[Part::kRuns];
 #pragma unroll
@@ -355,7 +356,11 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
       return columns;
     };
     const auto column_at = [&] { return OutputAt<kGrouped, 1>(p.column, memory.group[1], x.rows); };
-    columns_of_tile<kColumn, typename In::Tile>(column_at, at, direct, results.stage, load);
+    // Half of a group's last tile is behind its end on average. Where registers are missing leaving
+    // that out costs more, and all threads have to share blocks of a whole tile.
+    constexpr bool kEnds = kGrouped && !kRow.present() && kColumn.block() < kTile &&
+                           !(kColumn.hadamard && kColumn.encoder == Encoder::fp4_stochastic);
+    columns_of_tile<kColumn, typename In::Tile, kEnds>(column_at, at, direct, results.stage, load);
     __syncthreads();
     // Anew: where a group lies would have been kept in registers that are missing above.
     const auto column = column_at();
