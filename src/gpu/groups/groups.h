@@ -78,6 +78,10 @@ struct GroupGrid {
   int rows;        // of x
   bool positions;  // what is read is x after a wide transform, where groups start at positions
 
+  // Of group g, the first.
+  BLOCKSCALE_DEVICE static int first_tile_row(int g, int begin) {
+    return static_cast<int>(static_cast<uint32_t>(begin) / kTile) + g;
+  }
   // Of all groups; 0 without any.
   BLOCKSCALE_HD int tile_rows() const {
     return groups ? rows / kTile + static_cast<int>(groups.count) + 1 : 0;
@@ -107,12 +111,13 @@ struct WarpEnds {
   BLOCKSCALE_DEVICE WarpEnds(const Groups& groups, int first, int rows) {
     const auto end_of = [&](int g) {
       const int64_t at = groups.end(min(g, static_cast<int>(groups.count) - 1));
-      return at >= 0 && at <= rows ? static_cast<int>(at) : -1;
+      return static_cast<uint64_t>(at) <= static_cast<uint64_t>(rows) ? static_cast<int>(at) : -1;
     };
     const int lane = static_cast<int>(threadIdx.x) % 32;
     end = end_of(first + lane);
     begin = static_cast<int>(shuffle_up(static_cast<uint32_t>(end)));
-    if (lane == 0) begin = first == 0 ? 0 : end_of(first - 1);
+    if (lane == 0) begin = 0;
+    if (first != 0 && lane == 0) begin = end_of(first - 1);
     wrong = end < begin;
   }
 };
@@ -123,10 +128,11 @@ BLOCKSCALE_DEVICE GroupTile find_tile(const GroupGrid& grid, int tile_row) {
   const int lane = static_cast<int>(threadIdx.x) % 32, count = static_cast<int>(grid.groups.count);
   // Of the groups whose rows of tiles begin there or before: how many, and the last one's rows.
   uint32_t groups = 0, begin = 0, end = 0;
+#pragma unroll 1
   for (int base = 0; base < count; base += 32) {
     const WarpEnds ends(grid.groups, base, grid.rows);
     const int g = base + lane;
-    if (g < count && ends.begin / kTile + g <= tile_row) {
+    if (g < count && GroupGrid::first_tile_row(g, ends.begin) <= tile_row) {
       ++groups;
       begin = static_cast<uint32_t>(ends.begin), end = max(end, static_cast<uint32_t>(ends.end));
     }
@@ -135,12 +141,14 @@ BLOCKSCALE_DEVICE GroupTile find_tile(const GroupGrid& grid, int tile_row) {
   groups = warp_sum(groups), begin = warp_max(begin), end = warp_max(end);
   if (end == ~0u) return {-1, 0, 0, 0, true};
   const int g = static_cast<int>(groups) - 1, first = static_cast<int>(begin);
-  const int rows = static_cast<int>(end - begin), row = (tile_row - first / kTile - g) * kTile;
+  const int rows = static_cast<int>(end - begin);
+  const int row = (tile_row - GroupGrid::first_tile_row(g, first)) * kTile;
   return {row < rows ? g : -1, row, first, rows, false};
 }
 // Rows of groups, by one warp, in whose lanes the result is: of those before `group`.
 BLOCKSCALE_DEVICE GroupRows rows_before(const GroupGrid& grid, const GroupRule& rule, int group) {
   GroupRows rows;
+#pragma unroll 1
   for (int base = 0; base < group; base += 32) {
     const WarpEnds ends(grid.groups, base, grid.rows);
     if (base + static_cast<int>(threadIdx.x) % 32 < group) rows.add(rule, ends.end - ends.begin);
@@ -157,10 +165,13 @@ struct Share {
 // whose lanes the result is.
 BLOCKSCALE_DEVICE Share share_of_none(const GroupGrid& grid, bool bad, int tile_row) {
   int before = 0, all = 0;  // rows of tiles that are of groups
+#pragma unroll 1
   for (int base = 0; !bad && base < static_cast<int>(grid.groups.count); base += 32) {
     const WarpEnds ends(grid.groups, base, grid.rows);
-    const int first = ends.begin / kTile + base + static_cast<int>(threadIdx.x) % 32;
-    const int own = (ends.end - ends.begin + kTile - 1) / kTile;
+    const int first =
+        GroupGrid::first_tile_row(base + static_cast<int>(threadIdx.x) % 32, ends.begin);
+    const int own =
+        static_cast<int>(static_cast<uint32_t>(ends.end - ends.begin + kTile - 1) / kTile);
     before += min(max(tile_row - first, 0), own), all += own;
   }
   const auto sum = [](int n) { return static_cast<int>(warp_sum(static_cast<uint32_t>(n))); };
