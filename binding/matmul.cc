@@ -1,6 +1,7 @@
-// matmul. On a CPU, and on a GPU for FP32 scales and MXFP4, it is the core's GEMM. For the other
-// specs on a GPU: decode to BF16, let PyTorch multiply with FP32 sums, then apply outer scales and
-// bias in one pass over them. Over groups PyTorch writes these sums in BF16 only.
+// matmul. On a CPU, and on a GPU for FP32 scales and MXFP4, it is the core's GEMM. The other specs
+// on a GPU are decoded to BF16. What needs outer scales, or more than PyTorch's GEMM does after its
+// sums, goes to the core's BF16 GEMM where there is one; else PyTorch multiplies with FP32 sums
+// (over groups it writes them in BF16 only), and one pass over them does the rest.
 #include "matmul.h"
 
 #include <algorithm>
@@ -140,6 +141,37 @@ Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantize
   return out;
 }
 
+// What follows the sums, but for adding to D and what groups ask for. `row` keeps the memory of the
+// bias.
+gpu::Epilogue epilogue_of(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                          const std::optional<Tensor>& bias, std::optional<Tensor>& row) {
+  gpu::Epilogue epilogue;
+  if (a.spec.outer) epilogue.a_outer = a.outer;
+  if (b.spec.outer) epilogue.b_outer = b.outer;
+  if (bias) {
+    row = contiguous_of(*bias);
+    epilogue.bias = row->const_data_ptr();
+    epilogue.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
+  }
+  return epilogue;
+}
+
+// Decoded, and all of the rest in one kernel.
+Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                   const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
+                   const Stream& stream) {
+  const auto [left, right] = decoded(at, a, b, false, stream);
+  const int64_t m = a.shape().lines, n = b.shape().lines, k = a.shape().extent;
+  const int64_t stride = left.stride(0);
+  Tensor out = empty(sizes, out_dtype, at.device());
+  std::optional<Tensor> row;
+  gpu::multiply_bf16({left.const_data_ptr(), DType::bf16, m, k, stride},
+                     {right.const_data_ptr(), DType::bf16, n, k, stride, 1, b.batch, n * stride},
+                     result_view(at, a, b, out), a.groups, epilogue_of(at, a, b, bias, row),
+                     stream);
+  return out;
+}
+
 // Decoded, groups along the contraction axis are read as they lie in linear storage.
 void check_layouts(const Place& at, const ConstQuantized& a, const ConstQuantized& b) {
   for (const auto& [name, q] : {std::pair{"a", &a}, std::pair{"b", &b}})
@@ -157,19 +189,24 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
     return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
   check_layouts(at, a, b);
   const StoredShape sa = a.shape(), sb = b.shape();
-  std::optional<Ends> ends;
-  if (a.groups)
-    ends = group_ends(at, a.groups, a.rows,
-                      b.groups ? std::max<int64_t>(a.spec.block, a.spec.hadamard.dim) : 1, stream);
+  const bool empty_product = sa.lines * sb.lines * sa.extent == 0;
+  const bool outer = a.spec.outer || b.spec.outer;
   // PyTorch's GEMM rounds its sums once, to whatever dtype it writes: BF16 over groups, in rows of
   // whole 16 bytes.
   const bool writes = a.groups ? out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0
                                : out_dtype != ScalarType::Half;
   // It adds a bias of its operands' dtype before that rounding.
   const bool adds = bias && !a.groups && out_dtype == ScalarType::BFloat16 &&
-                    bias->scalar_type() == ScalarType::BFloat16 &&
-                    sa.lines * sb.lines * sa.extent != 0;
-  const bool finished = !a.spec.outer && !b.spec.outer && (!bias || adds) && !into && writes;
+                    bias->scalar_type() == ScalarType::BFloat16 && !empty_product;
+  const bool finished = !outer && (!bias || adds) && !into && writes;
+  if (!finished && !into && !b.groups && out_dtype != ScalarType::Half && !empty_product &&
+      gpu::multiplies_bf16(sa.lines, sb.lines, sa.extent, a.groups.count))
+    return bf16_matmul(at, a, b, bias, out_dtype, sizes, stream);
+
+  std::optional<Ends> ends;
+  if (a.groups)
+    ends = group_ends(at, a.groups, a.rows,
+                      b.groups ? std::max<int64_t>(a.spec.block, a.spec.hadamard.dim) : 1, stream);
   const ScalarType sum_dtype = ends       ? ScalarType::BFloat16
                                : finished ? out_dtype
                                           : ScalarType::Float;
@@ -184,15 +221,8 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   Tensor out = into                             ? *into
                : ends || out_dtype != sum_dtype ? empty(sizes, out_dtype, at.device())
                                                 : with_shape(sums, sizes);
-  gpu::Epilogue epilogue;
-  if (a.spec.outer) epilogue.a_outer = a.outer;
-  if (b.spec.outer) epilogue.b_outer = b.outer;
-  std::optional<Tensor> row;  // keeps the memory of the bias
-  if (bias) {
-    row = contiguous_of(*bias);
-    epilogue.bias = row->const_data_ptr();
-    epilogue.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
-  }
+  std::optional<Tensor> row;
+  gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = into.has_value();
   if (ends) epilogue.groups = ends->view(b.groups.count != 0);
   const Matrix d = result_view(at, a, b, out);
@@ -247,6 +277,10 @@ std::string matmul_path(const std::string& op, const QuantSpec& spec, std::strin
   } catch (const Error& error) {
     return renamed(error, op);
   }
+  if (spec.outer && gpu::has_gemm_device())
+    return "decoded to BF16, then the BF16 GEMM for compute capability 9.0, with outer scales "
+           "(PyTorch's where that is faster)" +
+           groups;
   std::string path = "decoded to BF16, then PyTorch's ";
   path += grouped ? "grouped GEMM, which rounds its sums to BF16" + groups : "GEMM with FP32 sums";
   return path + (spec.outer ? ", then outer scales in one pass" : "");

@@ -239,8 +239,10 @@ def matmul(
     """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along.
 
     On a GPU both operands are decoded to BF16 without their outer scales, which is exact (but for
-    values below 2^-126, which are rounded to multiples of 2^-133), PyTorch multiplies them with
-    FP32 sums, and outer scales and bias are applied to those. Specs with FP32 block scales
+    values below 2^-126, which are rounded to multiples of 2^-133), they are multiplied with FP32
+    sums, and outer scales and bias are applied to those. Specs with outer scales go to a BF16 GEMM
+    of our own on compute capability 9.0 (H100, H200); the others, other GPUs, and few rows times
+    few columns over a long contraction axis to PyTorch's. Specs with FP32 block scales
     (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: their own block-scaled GEMM runs on GPUs of
     compute capability 9.0 (H100, H200), and others refuse them. There it multiplies two operands
     of `mxfp4` too, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes become
@@ -290,8 +292,9 @@ def grouped_matmul(
 
     Each group is multiplied as `matmul` would multiply its own operands, outer scales included: bit
     for bit on the CPU. On a GPU, specs with FP32 block scales, and `mxfp4`, run in the block-scaled
-    GEMM of H100 and H200; the others are decoded to BF16 and multiplied by PyTorch's grouped GEMM,
-    which rounds its sums to BF16 before outer scales and bias are applied.
+    GEMM of H100 and H200. The others are decoded to BF16; groups of rows with outer scales, a bias
+    or a float32 result go to the BF16 GEMM of H100 and H200, and what is left to PyTorch's grouped
+    GEMM, which rounds its sums to BF16 before outer scales and bias are applied.
 
     Args:
         a, b: operands, of equal contraction lengths.

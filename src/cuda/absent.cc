@@ -15,4 +15,11 @@ bool has_gemm_device() { return false; }
 
 void check_gemm_device() { fail("gemm", "device", "cuda", "cpu", unavailable()); }
 
+bool multiplies_bf16(int64_t, int64_t, int64_t, int64_t) { return false; }
+
+void multiply_bf16(const ConstMatrix&, const ConstMatrix&, const Matrix&, const Groups&,
+                   const Epilogue&, const Stream&) {
+  fail("gemm", "device", "cuda", "cpu", unavailable());
+}
+
 }  // namespace blockscale::gpu

@@ -1,4 +1,4 @@
-// The GPU backend's GEMM: operands of the core as arguments of the kernel that multiplies them.
+// The GPU backend's GEMMs: operands of the core as arguments of the kernels that multiply them.
 #include "cuda/sm90/gemm.h"
 #include "gpu/launch.h"
 
@@ -85,6 +85,13 @@ int compute_capability() {
   return 10 * major + minor;
 }
 
+void check_launched(Error_t e) {
+  if (e == kSuccess) return;
+  (void)last_error();  // it is told here, and is none of the next launch
+  fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
+       "see `blockscale doctor`");
+}
+
 // Operands of FP8; `b_factors` of the lines of b, or null.
 void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_factors,
               const Matrix& d, const GemmOptions& options, const Stream& stream) {
@@ -118,11 +125,7 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   g.device_alpha = options.device_alpha;
   g.bias = options.bias;
   g.bias_dtype = options.bias_dtype;
-  if (const Error_t e = sm90::fp8_gemm(g, native(stream)); e != kSuccess) {
-    (void)last_error();  // it is told here, and is none of the next launch
-    fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
-         "see `blockscale doctor`");
-  }
+  check_launched(sm90::fp8_gemm(g, native(stream)));
 }
 
 }  // namespace
@@ -154,6 +157,31 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   if (!is_mxfp4(a.spec)) return multiply(a, b, nullptr, d, options, stream);
   const Widened wide = widen(in_linear(a, stream), in_linear(b, stream), stream);
   multiply(wide.a, wide.b, wide.line_scales, d, options, stream);
+}
+
+bool multiplies_bf16(int64_t m, int64_t n, int64_t k, int64_t groups) {
+  if (groups > sm90::kMaxGroups || !has_gemm_device()) return false;
+  sm90::Bf16Gemm g;
+  g.m = m, g.n = n, g.k = k;
+  if (groups) g.grouping = sm90::Grouping::rows, g.groups = static_cast<int>(groups);
+  return sm90::pays(g);
+}
+
+void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
+                   const Groups& groups, const Epilogue& e, const Stream& stream) {
+  sm90::Bf16Gemm g;
+  g.m = a.rows, g.n = b.rows, g.k = a.columns;
+  g.a = a.data, g.b = b.data, g.stride = a.row_stride;
+  g.d = d.data, g.d_stride = d.row_stride, g.d_f32 = d.dtype == DType::f32;
+  g.alpha = e.alpha, g.a_outer = e.a_outer, g.b_outer = e.b_outer;
+  g.bias = e.bias, g.bias_dtype = e.bias_dtype;
+  if (groups) {
+    g.grouping = sm90::Grouping::rows;
+    g.groups = static_cast<int>(groups.count);
+    g.group_rows = a.rows;
+    g.offsets = groups.offsets, g.wide_offsets = groups.wide;
+  }
+  check_launched(sm90::bf16_gemm(g, native(stream)));
 }
 
 }  // namespace blockscale::gpu

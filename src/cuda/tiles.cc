@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <span>
 
 #include "blockscale/spec.h"
 
@@ -35,14 +36,15 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const double wgmmas = t.groups * t.waves;
   const double arriving = (t.rows() + t.columns()) * 128.0;
   const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes;
-  // One warpgroup by itself: its wgmmas and promotions follow each other.
-  const double promotion = t.n / 2 * (square ? 1.0 : 2.5);
-  const double chain = t.waves * (t.n * 2 + promotion + kLatency);
+  // One warpgroup by itself: its wgmmas and promotions follow each other. Without scales the next
+  // block's wgmmas are there before this one's have ended.
+  const double promotion = s.scaled ? t.n / 2 * (square ? 1.0 : 2.5) + kLatency : 0;
+  const double chain = t.waves * (t.n * 2 + promotion);
   const int rows = static_cast<int>(std::min<int64_t>(t.rows(), s.rows));
   const double own =
       t.pairs_columns() ? t.columns() + rows / t.sharing() : rows + t.columns() / t.sharing();
   const double promoting =
-      square ? 0 : t.rows() * t.columns() * (t.waves == 2 ? kInTurn : kPromotion);
+      square || !s.scaled ? 0 : t.rows() * t.columns() * (t.waves == 2 ? kInTurn : kPromotion);
   // Two warpgroups meet at the tensor cores now and then, three always have one that is ready.
   const double meeting = t.groups == 2 ? kMeeting : 1;
   return std::max({tensor, shared, chain, promoting, own * 128.0 / l2_bytes}) * meeting;
@@ -66,7 +68,8 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
   // What splits K does not stay for a second tile.
   if (t.split && (units > clusters || s.grouped)) return std::numeric_limits<double>::infinity();
   const double asking = static_cast<double>(std::min(units, clusters) * t.cluster);
-  const double l2_all = t.sharing() > 1 ? kL2Shared : kL2Bytes;
+  // BF16 takes so much power that the clock falls, but not that of L2.
+  const double l2_all = !s.scaled ? kL2Most : t.sharing() > 1 ? kL2Shared : kL2Bytes;
   const double l2_bytes = std::min(kL2Most, l2_all * s.multiprocessors / asking);
   return static_cast<double>(ceil_div(units, clusters)) *
              (static_cast<double>(ceil_div(s.blocks, t.parts())) * step_cost(t, s, l2_bytes) +
@@ -75,13 +78,24 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
 }
 
 int choose_tile(const GemmSize& s) {
+  const std::span<const TileShape> tiles =
+      s.scaled ? std::span<const TileShape>(kTiles) : std::span<const TileShape>(kBf16Tiles);
   int best = 0;
-  double least = tile_cost(kTiles[0], s);
-  for (int i = 1; i < kTileCount; ++i) {
-    if (!kTiles[i].compiled(s.square, s.a_e5m2, s.b_e5m2)) continue;
-    if (const double cost = tile_cost(kTiles[i], s); cost < least) best = i, least = cost;
+  double least = tile_cost(tiles[0], s);
+  for (int i = 1; i < static_cast<int>(tiles.size()); ++i) {
+    const TileShape& tile = tiles[static_cast<size_t>(i)];
+    if (s.scaled && !tile.compiled(s.square, s.a_e5m2, s.b_e5m2)) continue;
+    if (const double cost = tile_cost(tile, s); cost < least) best = i, least = cost;
   }
   return best;
+}
+
+bool pays(const GemmSize& s) {
+  constexpr int64_t kFewBlocks = 64;
+  const TileShape& t = kBf16Tiles[kBf16TileCount - 1];
+  return s.blocks <= kFewBlocks ||
+         2 * s.groups * ceil_div(s.rows, t.rows()) * ceil_div(s.columns, t.columns()) >=
+             s.multiprocessors;
 }
 
 int choose_band(const TileShape& t, const GemmSize& s) {

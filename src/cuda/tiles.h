@@ -57,11 +57,18 @@ inline constexpr TileShape kTiles[] = {
     {2, true, 1, 32, 12, 12, 2, true, false},   // 64 x 64, K in 2
 };
 inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
+// Of operands in BF16, which have no scales. Pairs that share an operand were slower.
+inline constexpr TileShape kBf16Tiles[] = {
+    {2, false, 2, 128, 4, 4, 1, false, false},  // 256 x 128
+    {2, false, 1, 128, 6, 6, 1, false, false},  // 128 x 128
+};
+inline constexpr int kBf16TileCount = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
 
 // What the choice looks at. Groups count as equal parts.
 struct GemmSize {
-  int64_t rows = 0, columns = 0, blocks = 0;  // of one group; blocks of 128 along K
+  int64_t rows = 0, columns = 0, blocks = 0;  // of one group; blocks of 128 bytes along K
   int64_t groups = 1;
+  bool scaled = true;  // FP8; else BF16
   bool square = true;  // scales of B: 128x128, else 1x128
   bool a_e5m2 = false, b_e5m2 = false;
   bool f32 = false;      // the output
@@ -71,8 +78,11 @@ struct GemmSize {
 
 // Estimated cycles of the whole product.
 double tile_cost(const TileShape& tile, const GemmSize& size);
-// Index into kTiles of the cheapest tile that there is for these formats.
+// Index into kTiles, or kBf16Tiles, of the cheapest tile that there is for these formats.
 int choose_tile(const GemmSize& size);
+// Whether tiles of a BF16 product come to half of the multiprocessors, or do not take long. Else
+// kernels that divide K as well are faster.
+bool pays(const GemmSize& size);
 // How many units along M are walked together, so that what runs at once shares both operands in L2.
 int choose_band(const TileShape& tile, const GemmSize& size);
 

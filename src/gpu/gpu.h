@@ -82,6 +82,16 @@ struct Epilogue {
 void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
             const Stream& stream);
 
+// Whether multiply_bf16 runs on the current GPU and is faster than another GEMM and finish(): a
+// product of [m, k] and [n, k], or of groups that divide m.
+bool multiplies_bf16(int64_t m, int64_t n, int64_t k, int64_t groups);
+// D = alpha * a_outer * b_outer * (A B^T) + bias in one kernel, rounded as finish() does it. A
+// [m, k] and B [n, k], or with groups of A's rows [groups, n, k], are BF16; their lines are equally
+// far apart, a multiple of 8 elements, and they start at multiples of 16 bytes. Rows of no group
+// become 0, and wrong offsets make all of D NaN; e.groups and e.accumulate are not used.
+void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
+                   const Groups& groups, const Epilogue& e, const Stream& stream);
+
 // After a GEMM over groups of `rows` rows, or of the contraction axis: with `clear`, rows of D
 // behind the last group, or the matrices of empty groups, become 0; where the offsets are wrong,
 // all of D becomes NaN. D is FP32 or BF16 with contiguous columns, its batch one matrix below the

@@ -162,5 +162,25 @@ TEST(Divisor, DividesExactly) {
   }
 }
 
+// Without scales: the larger tile but where it leaves multiprocessors idle.
+TEST(Tiles, OfBf16) {
+  const auto rows = [](int64_t m, int64_t n, int64_t k) {
+    GemmSize s;
+    s.rows = m, s.columns = n, s.blocks = (k + 63) / 64, s.scaled = false;
+    EXPECT_TRUE(pays(s)) << m << " " << n;
+    return kBf16Tiles[choose_tile(s)].rows();
+  };
+  EXPECT_EQ(rows(8192, 8192, 8192), 256);
+  EXPECT_EQ(rows(10007, 2880, 2880), 256);
+  EXPECT_EQ(rows(2304, 4096, 4096), 128);  // 288 and 576 tiles
+  EXPECT_EQ(rows(512, 4096, 4096), 128);
+  EXPECT_EQ(rows(1, 4096, 4096), 128);
+  GemmSize s;
+  s.rows = 128, s.columns = 4096, s.blocks = 14336 / 64, s.scaled = false;
+  EXPECT_FALSE(pays(s));
+  s.groups = 8;
+  EXPECT_TRUE(pays(s));
+}
+
 }  // namespace
 }  // namespace blockscale::cuda

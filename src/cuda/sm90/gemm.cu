@@ -1,4 +1,4 @@
-// Chooses a tile and launches the kernel for it.
+// Chooses a tile for operands in FP8 and launches the kernel for it.
 #include <array>
 #include <utility>
 
@@ -16,7 +16,7 @@ using Table = std::array<Launch, cuda::kTileCount>;
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
 constexpr Launch entry() {
   if constexpr (cuda::kTiles[kIndex].compiled(kSquare, kAE5m2, kBE5m2))
-    return launch<kIndex, kSquare, kAE5m2, kBE5m2>;
+    return launch<typename TileOf<kIndex, kSquare>::type, kSquare, kAE5m2, kBE5m2, Fp8Gemm>;
   return nullptr;
 }
 template <bool kSquare, bool kAE5m2, bool kBE5m2, int... kIndex>
@@ -32,33 +32,16 @@ const Table& table_for(bool a_e5m2, bool b_e5m2) {
   return tables[2 * a_e5m2 + b_e5m2];
 }
 
-cuda::GemmSize size_of(const Fp8Gemm& g, int multiprocessors) {
-  const bool by_rows = g.grouping == Grouping::rows;
-  const bool by_contraction = g.grouping == Grouping::contraction;
-  cuda::GemmSize s;
-  s.grouped = g.grouping != Grouping::dense;
-  s.groups = s.grouped ? g.groups : 1;
-  s.rows = by_rows ? ceil_div(g.m, s.groups) : g.m;
-  s.columns = g.n;
-  s.blocks = ceil_div(ceil_div(g.k, kBlock), by_contraction ? s.groups : 1);
-  s.square = g.b_square;
-  s.a_e5m2 = g.a_e5m2, s.b_e5m2 = g.b_e5m2;
-  s.f32 = g.d_f32;
-  s.multiprocessors = multiprocessors;
-  return s;
-}
-
 }  // namespace
 
 cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream) {
   if (g.m == 0 || g.n == 0 || g.groups == 0) return cudaSuccess;
   if (g.groups > kMaxGroups) return cudaErrorInvalidValue;
   int device = 0, multiprocessors = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  if (e == cudaSuccess)
-    e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (e != cudaSuccess) return e;
-  const cuda::GemmSize size = size_of(g, multiprocessors);
+  if (const cudaError_t e = current(device, multiprocessors); e != cudaSuccess) return e;
+  cuda::GemmSize size = size_of(g, kBlock, multiprocessors);
+  size.square = g.b_square;
+  size.a_e5m2 = g.a_e5m2, size.b_e5m2 = g.b_e5m2;
   Fp8Gemm chosen = g;
   if (g.tile < 0) chosen.tile = cuda::choose_tile(size);
   if (size.grouped && cuda::kTiles[chosen.tile].split) return cudaErrorInvalidValue;

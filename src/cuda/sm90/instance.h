@@ -23,6 +23,27 @@ inline bool make_map(CUtensorMap& map, CUtensorMapDataType type, const void* dat
                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+// The device that is current, and how many multiprocessors it has.
+inline cudaError_t current(int& device, int& multiprocessors) {
+  const cudaError_t e = cudaGetDevice(&device);
+  if (e != cudaSuccess) return e;
+  return cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+}
+
+// What the choice of a tile looks at, of either kind of operands. `block`: of K, in elements.
+inline cuda::GemmSize size_of(const Gemm& g, int block, int multiprocessors) {
+  const bool by_contraction = g.grouping == Grouping::contraction;
+  cuda::GemmSize s;
+  s.grouped = g.grouping != Grouping::dense;
+  s.groups = s.grouped ? g.groups : 1;
+  s.rows = g.grouping == Grouping::rows ? ceil_div(g.m, s.groups) : g.m;
+  s.columns = g.n;
+  s.blocks = ceil_div(ceil_div(g.k, block), by_contraction ? s.groups : 1);
+  s.f32 = g.d_f32;
+  s.multiprocessors = multiprocessors;
+  return s;
+}
+
 // Two waves of a warpgroup become four of half the columns where every column has a scale: two of
 // them fit in registers beside the sums, and all four share their scales.
 template <int kIndex, bool kSquare>
@@ -34,6 +55,12 @@ struct TileOf {
            kSquare ? s.stages : s.line_stages, s.cluster, s.split, s.chunks(kSquare)>;
   static_assert(type::kRows == s.rows() && type::kColumns == s.columns());
   static_assert(type::kUnitRows == s.unit_rows() && type::kUnitColumns == s.unit_columns());
+};
+template <int kIndex>
+struct Bf16TileOf {
+  static constexpr cuda::TileShape s = cuda::kBf16Tiles[kIndex];
+  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.split,
+                    s.chunks(true), false>;
 };
 
 // False where the copy engine cannot read them.
@@ -48,6 +75,9 @@ bool set_operands(GemmParams& p, const Fp8Gemm& g) {
   p.b_scales = g.b_scales;
   p.a_scale_line = static_cast<int>(by_rows ? g.a_scale_line : round_up(g.m, 4));
   p.b_scale_group = blocks * round_up(kSquare ? ceil_div(g.n, kBlock) : g.n, 4);
+  p.out.device_alpha = g.device_alpha;
+  p.out.factors = g.b_factors;
+  p.problem.scale_unit = g.a_scale_unit;
   if (blocks == 0) return true;
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   return make_map(p.a, bytes, g.a, {{padded, g.m, 1}, {padded, padded * g.m}}, kBlock, a_rows) &&
@@ -55,16 +85,29 @@ bool set_operands(GemmParams& p, const Fp8Gemm& g) {
                   T::kColumns);
 }
 
+// BF16 as bytes: a block of 128 of them is 64 values of K.
+template <class T, bool kSquare>
+bool set_operands(GemmParams& p, const Bf16Gemm& g) {
+  const int64_t extent = 2 * g.k, row = 2 * g.stride;
+  const int64_t batch = g.grouping == Grouping::rows ? g.groups : 1;
+  const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, round_up(g.m, 8)));
+  p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + T::kBBytes);
+  p.out.a_outer = g.a_outer;
+  p.out.b_outer = g.b_outer;
+  if (g.k == 0) return true;
+  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  return make_map(p.a, bytes, g.a, {{extent, g.m, 1}, {row, row * g.m}}, kBlock, a_rows) &&
+         make_map(p.b, bytes, g.b, {{extent, g.n, batch}, {row, row * g.n}}, kBlock, T::kColumns);
+}
+
 template <class T>
-Problem problem_of(const Fp8Gemm& g) {
-  Problem p;
+void set_problem(Problem& p, const Gemm& g) {
   p.m = static_cast<int>(g.m);
   p.n = static_cast<int>(g.n);
-  p.k_blocks = static_cast<int>(ceil_div(g.k, kBlock));
+  p.k_blocks = static_cast<int>(ceil_div(T::kScaled ? g.k : 2 * g.k, kBlock));
   p.grouping = g.grouping;
   p.groups = g.grouping == Grouping::dense ? 1 : g.groups;
   p.group_rows = static_cast<int>(g.group_rows);
-  p.scale_unit = g.a_scale_unit;
   // Far from the other tiles of its group a tail reads its part of B again: that pays where groups
   // are many, and not short.
   const bool late = g.groups >= 16 && g.group_rows >= int64_t{2} * T::kUnitRows * g.groups;
@@ -78,18 +121,15 @@ Problem problem_of(const Fp8Gemm& g) {
   p.band = Divisor(band);
   p.band_units = Divisor(band * across);
   p.group_units = Divisor(down * across);
-  return p;
 }
 
 template <class T>
-void set_output(GemmParams& p, const Fp8Gemm& g) {
+void set_output(GemmParams& p, const Gemm& g) {
   Output& out = p.out;
   out.d = g.d;
   out.row_stride = g.d_stride;
   out.group_stride = g.m * g.d_stride;
   out.alpha = g.alpha;
-  out.device_alpha = g.device_alpha;
-  out.factors = g.b_factors;
   out.bias = g.bias;
   out.bias_dtype = g.bias_dtype;
   out.f32 = g.d_f32;
@@ -126,17 +166,17 @@ cudaError_t prepare(int device) {
   return e;
 }
 
-template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
-cudaError_t launch(const Fp8Gemm& g, int device, int multiprocessors, cudaStream_t stream) {
-  using T = typename TileOf<kIndex, kSquare>::type;
-  constexpr auto kKernel = fp8_gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
+// `Arguments`: Fp8Gemm or Bf16Gemm.
+template <class T, bool kSquare, bool kAE5m2, bool kBE5m2, class Arguments>
+cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStream_t stream) {
+  constexpr auto kKernel = gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;
   constexpr int kMostBytes = shared_bytes<T, kSquare>(kMaxGroups);
   static_assert(kMostBytes <= cuda::kMostSharedBytes);
   if (const cudaError_t e = prepare<kKernel, kMostBytes>(device); e != cudaSuccess) return e;
 
   GemmParams p{};
   if (!set_operands<T, kSquare>(p, g)) return cudaErrorInvalidValue;
-  p.problem = problem_of<T>(g);
+  set_problem<T>(p.problem, g);
   set_output<T>(p, g);
 
   cudaLaunchConfig_t config{};

@@ -1,11 +1,14 @@
-// The FP8 GEMM of Hopper: D = alpha * (A B^T) [+ bias] [+ D], A [m, k] in blocks of 1x128, B [n, k]
-// in blocks of 128x128 or 1x128, FP32 scales (specification, section 10).
+// The GEMMs of Hopper: D = alpha * (A B^T) [+ bias] [+ D], in FP8 with A [m, k] in blocks of 1x128,
+// B [n, k] in blocks of 128x128 or 1x128, FP32 scales (specification, section 10); or in BF16.
 //
 // One warpgroup brings tiles of both operands into a ring of stages, 128 codes of the contraction
 // axis each, by the copy engine; two or three others multiply them with wgmma. A stage is one block
 // of scales, so after each the tensor cores' sums are multiplied by their scales and added to FP32
 // sums on the ordinary units ("promoted"), while another warpgroup keeps the tensor cores busy.
 // CTAs stay on their multiprocessor and walk over the tiles.
+//
+// In BF16 a stage has 64 values, and the tensor cores add all stages up. There `kSquare` is true: a
+// stage has one barrier for the copy engine alone.
 #pragma once
 
 #include "cuda/sm90/problem.h"
@@ -19,7 +22,9 @@ struct Output {
   int64_t row_stride = 0, group_stride = 0;  // in elements
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor
-  const float* factors = nullptr;       // and one for each column
+  const float* a_outer = nullptr;       // two more for each group
+  const float* b_outer = nullptr;
+  const float* factors = nullptr;  // and one for each column
   const void* bias = nullptr;
   DType bias_dtype = DType::f32;
   bool f32 = false;
@@ -46,11 +51,12 @@ struct GemmParams {
 // group of rows ends early, all of them have less to do. Clusters of two share the operand they
 // have in common; with kSplit each CTA of a cluster sums a part of K instead.
 template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
-          bool kSplit_, int kChunks_>
+          bool kSplit_, int kChunks_, bool kScaled_ = true>
 struct Tile {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
   static constexpr int kCluster = kCluster_;
   static constexpr bool kSplit = kSplit_;
+  static constexpr bool kScaled = kScaled_;  // FP8 in blocks; else BF16, a block has 64 of them
   static constexpr int kSharing = kSplit ? 1 : kCluster;  // CTAs that share an operand
   static constexpr bool kSideBySide = kSideBySide_;
   static constexpr bool kInTurn = kSideBySide && kWaves > 1;          // see multiply_in_turn()
@@ -83,7 +89,7 @@ inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>
 inline constexpr int kScaleBytes =  // of a stage
-    T::kAScaleBytes + (kSquare ? kSquareScaleBytes : T::kBScaleBytes);
+    T::kScaled ? T::kAScaleBytes + (kSquare ? kSquareScaleBytes : T::kBScaleBytes) : 0;
 template <class T, bool kSquare>
 inline constexpr int kBarriersAt = T::kScalesAt + T::kStages* kScaleBytes<T, kSquare>;
 template <class T, bool kSquare>
@@ -183,7 +189,7 @@ BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
                                    const WorkBefore* starts, int rank) {
   constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
   constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
-  constexpr bool kBrings = kBringsScales<T, kSquare>;
+  constexpr bool kBrings = T::kScaled && kBringsScales<T, kSquare>;
   for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
     const int first = w.scale_row / 4 * 4;
     const float* a_scales = p.a_scales + first;

@@ -1,0 +1,246 @@
+// What follows the sums of a tile: factors, bias, and the ways in which a tile of output is
+// written.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "cuda/sm90/kernel.h"
+
+namespace blockscale::sm90 {
+
+BLOCKSCALE_DEVICE float bias_at(const Output& out, int64_t at) {
+  if (out.bias_dtype == DType::f32) return static_cast<const float*>(out.bias)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(out.bias)[at];
+  return out.bias_dtype == DType::bf16 ? __uint_as_float(uint32_t{bits} << 16)
+                                       : __half2float(__ushort_as_half(bits));
+}
+
+// Outer scales and bias of the group, in double like the epilogue that is a kernel of its own, so
+// that no product of outer scales leaves the range.
+template <class T>
+BLOCKSCALE_DEVICE void finish_outer(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+                                    int group, int column) {
+  const Output& out = p.out;
+  const double factor = static_cast<double>(out.alpha) * (out.a_outer ? out.a_outer[group] : 1.0f) *
+                        (out.b_outer ? out.b_outer[group] : 1.0f);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t first = int64_t{1} * group * p.problem.n;
+#pragma unroll
+  for (int g = 0; g < T::kN / 8; ++g) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int c = column + g * 8 + lane % 4 * 2 + i;
+      const double bias =
+          out.bias && c < p.problem.n ? static_cast<double>(bias_at(out, first + c)) : 0.0;
+#pragma unroll
+      for (int w = 0; w < T::kWaves; ++w)
+#pragma unroll
+        for (int half = 0; half < 4; half += 2) {
+          float& v = sum[w][4 * g + half + i];
+          const double value = factor * static_cast<double>(v);
+          v = static_cast<float>(out.bias ? value + bias : value);
+        }
+    }
+  }
+}
+
+// Factors of columns, alpha and bias.
+template <class T>
+BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
+                              int column, bool with_bias) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t first = int64_t{1} * group * p.problem.n;
+  if (p.out.factors) {
+#pragma unroll
+    for (int g = 0; g < T::kN / 8; ++g) {
+      const int c = column + g * 8 + lane % 4 * 2;
+      const float x = c < p.problem.n ? p.out.factors[first + c] : 0.0f;
+      const float y = c + 1 < p.problem.n ? p.out.factors[first + c + 1] : 0.0f;
+#pragma unroll
+      for (int w = 0; w < T::kWaves; ++w) {
+        sum[w][4 * g] *= x;
+        sum[w][4 * g + 1] *= y;
+        sum[w][4 * g + 2] *= x;
+        sum[w][4 * g + 3] *= y;
+      }
+    }
+  }
+  const float alpha = p.out.device_alpha ? p.out.alpha * *p.out.device_alpha : p.out.alpha;
+  if (alpha != 1.0f) {
+#pragma unroll
+    for (int w = 0; w < T::kWaves; ++w)
+#pragma unroll
+      for (int i = 0; i < T::kN / 2; ++i) sum[w][i] *= alpha;
+  }
+  if (p.out.bias && with_bias) {
+#pragma unroll
+    for (int g = 0; g < T::kN / 8; ++g) {
+      const int c = column + g * 8 + lane % 4 * 2;
+      const float x = c < p.problem.n ? bias_at(p.out, first + c) : 0.0f;
+      const float y = c + 1 < p.problem.n ? bias_at(p.out, first + c + 1) : 0.0f;
+#pragma unroll
+      for (int w = 0; w < T::kWaves; ++w) {
+        sum[w][4 * g] += x;
+        sum[w][4 * g + 1] += y;
+        sum[w][4 * g + 2] += x;
+        sum[w][4 * g + 3] += y;
+      }
+    }
+  }
+}
+
+// Through shared memory, from where the copy engine stores while the next tile is computed; it cuts
+// off what lies outside of D.
+template <class T, bool kSquare, bool kF32>
+BLOCKSCALE_DEVICE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+                                   const Shared<T, kSquare>& shared, int group, const Work& w,
+                                   int row, int column) {
+  constexpr int kColumns = kF32 ? 32 : 64, kEights = kColumns / 8;
+  constexpr int kAcross = T::kN / kColumns, kTotal = T::kWaves * kAcross;
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  const int warp_row = thread / 32 * 16;
+  // In one round each warp stores chunks of its own: one thread would take longer.
+  constexpr bool kSpread = kTotal <= T::kChunks;
+  const bool stores = lane == 0 && (kSpread || thread == 0);
+#pragma unroll
+  for (int done = 0; done < kTotal; done += T::kChunks) {
+    if (stores) stores_wait_read();  // of what was there before
+    named_sync(1 + group, 128);
+#pragma unroll
+    for (int i = 0; i < T::kChunks; ++i) {
+      if (done + i >= kTotal) break;
+      const int wave = (done + i) / kAcross, first = (done + i) % kAcross * kEights;
+      const uint32_t chunk = shared.chunk(group, i);
+      // Piece x of 16 bytes of row r lies at x ^ r % 8: the engine's swizzle of 128 bytes.
+      if constexpr (kF32) {
+        // Neighbouring lanes exchange halves: even ones then hold four columns of the upper row,
+        // odd ones of the lower. (Pairs of sums stored together would have to be pairs of
+        // registers, which the multiply-adds of the main loop would pay for in bank conflicts.)
+        const bool odd = lane % 2 != 0;
+        const int r = warp_row + lane / 4 + (odd ? 8 : 0);
+#pragma unroll
+        for (int g = 0; g < kEights; ++g) {
+          const float* v = sum[wave] + 4 * (first + g);
+          const float x = __shfl_xor_sync(~0u, odd ? v[0] : v[2], 1);
+          const float y = __shfl_xor_sync(~0u, odd ? v[1] : v[3], 1);
+          store_shared4(chunk + r * 128 + ((g * 2 + lane % 4 / 2) ^ (r % 8)) * 16, odd ? x : v[0],
+                        odd ? y : v[1], odd ? v[2] : x, odd ? v[3] : y);
+        }
+      } else {
+        const int r = warp_row + lane % 16;
+#pragma unroll
+        for (int g = 0; g < kEights; g += 2) {
+          const float* v = sum[wave] + 4 * (first + g);
+          const uint32_t words[4] = {to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]),
+                                     to_bf16x2(v[4], v[5]), to_bf16x2(v[6], v[7])};
+          store_matrices(chunk + r * 128 + ((g + lane / 16) ^ (r % 8)) * 16, words);
+        }
+      }
+    }
+    gpu::fence_copies();
+    named_sync(1 + group, 128);
+    if (stores) {
+#pragma unroll
+      for (int i = 0; i < T::kChunks; ++i) {
+        if (done + i >= kTotal) break;
+        if (kSpread && i % 4 != thread / 32) continue;
+        store_box(shared.chunk(group, i), p.d, column + (done + i) % kAcross * kColumns,
+                  row + (done + i) / kAcross * T::kWaveRows,
+                  p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
+      }
+      stores_commit();
+    }
+  }
+}
+
+BLOCKSCALE_DEVICE void store_pair(const GemmParams& p, int64_t at, int column, float x, float y) {
+  const Output& out = p.out;
+  const bool second = column + 1 < p.problem.n;
+  if (out.f32) {
+    float* d = static_cast<float*>(out.d) + at;
+    d[0] = out.add ? d[0] + x : x;
+    if (second) d[1] = out.add ? d[1] + y : y;
+  } else {
+    uint16_t* d = static_cast<uint16_t*>(out.d) + at;
+    const uint32_t both = to_bf16x2(x, y);
+    if (out.pairs && second) {
+      *reinterpret_cast<uint32_t*>(d) = both;
+    } else {
+      d[0] = static_cast<uint16_t>(both);
+      if (second) d[1] = static_cast<uint16_t>(both >> 16);
+    }
+  }
+}
+
+// Rows [first, last) of D, counted through its matrices; by kWarps warps of every CTA.
+template <int kWarps>
+BLOCKSCALE_DEVICE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
+                                 int warp) {
+  const int step = static_cast<int>(gridDim.x) * kWarps;
+  for (int64_t row = first + static_cast<int>(blockIdx.x) * kWarps + warp; row < last; row += step)
+    for (int c = lane_index() * 2; c < p.problem.n; c += 64)
+      store_pair(p, row * p.out.row_stride + c, c, value, value);
+}
+
+// Straight from registers: the tail of a group of rows, and outputs that the copy engine cannot
+// describe.
+template <class T>
+BLOCKSCALE_DEVICE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+                                      const Work& w, int row, int column) {
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  const int64_t base =
+      p.problem.grouping == Grouping::contraction ? w.group * p.out.group_stride : 0;
+#pragma unroll
+  for (int wave = 0; wave < T::kWaves; ++wave) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + wave * T::kWaveRows + thread / 32 * 16 + lane / 4 + half * 8;
+      if (r >= w.row_end) continue;
+      const int64_t line = base + r * p.out.row_stride;
+#pragma unroll
+      for (int g = 0; g < T::kN / 8; ++g) {
+        const int c = column + g * 8 + lane % 4 * 2;
+        if (c < p.problem.n)
+          store_pair(p, line + c, c, sum[wave][4 * g + 2 * half], sum[wave][4 * g + 2 * half + 1]);
+      }
+    }
+  }
+}
+
+// Each CTA of the cluster has summed a part of K in its registers. The parts meet in shared memory,
+// where each CTA adds some of the rows up, always in the same order.
+template <class T>
+BLOCKSCALE_DEVICE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
+                                 uint32_t memory, const Work& w, int group_column, int rank) {
+  constexpr int kPitch = T::kColumns + 8, kThreads = 128 * T::kGroups, kAcross = T::kColumns / 4;
+  static_assert(!T::kSplit || T::kRows == 64);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  named_sync(1, kThreads);  // all are done with the stages that lie there
+#pragma unroll
+  for (int g = 0; g < T::kN / 8; ++g) {
+    const int r = thread % 128 / 32 * 16 + lane / 4, c = group_column + g * 8 + lane % 4 * 2;
+    const uint32_t at = memory + (r * kPitch + c) * 4;
+    store_shared2(at, sum[0][4 * g], sum[0][4 * g + 1]);
+    store_shared2(at + 8 * kPitch * 4, sum[0][4 * g + 2], sum[0][4 * g + 3]);
+  }
+  cluster_sync();
+  for (int i = rank * kThreads + thread; i < 64 * kAcross; i += T::kCluster * kThreads) {
+    const int r = i / kAcross, c = i % kAcross * 4;
+    if (w.row + r >= w.row_end) break;
+    float4 part[T::kCluster];
+#pragma unroll
+    for (int j = 0; j < T::kCluster; ++j)
+      part[j] = load_there4(barrier_of(memory + (r * kPitch + c) * 4, j));
+    float4 v = part[0];
+#pragma unroll
+    for (int j = 1; j < T::kCluster; ++j) {
+      v.x += part[j].x, v.y += part[j].y, v.z += part[j].z, v.w += part[j].w;
+    }
+    const int column = w.column + c;
+    const int64_t at = (w.row + r) * p.out.row_stride + column;
+    if (column < p.problem.n) store_pair(p, at, column, v.x, v.y);
+    if (column + 2 < p.problem.n) store_pair(p, at + 2, column + 2, v.z, v.w);
+  }
+}
+
+}  // namespace blockscale::sm90

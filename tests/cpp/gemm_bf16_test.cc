@@ -1,0 +1,275 @@
+// The BF16 GEMM of Hopper against sums in double: dense and by rows of groups, every tile, every
+// tail, into poisoned and guarded memory.
+//
+// Values of 0, ±1 and ±2 have sums that no order and no precision of the machine rounds. Outer
+// scales, bias and the rounding to D follow in double, so the result must be equal to the bit.
+// Random values: the tensor cores cut what they add below FP32's last bit, so that each of K sums
+// is off by 2^-23 of the largest at most; the test takes 2^-22 of the sum of all magnitudes for
+// each 16 products, which are added at once.
+#ifdef BLOCKSCALE_CUDA
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "blockscale/spec.h"
+#include "cuda/sm90/gemm.h"
+#include "cuda/tiles.h"
+#include "device.h"
+#include "testing.h"
+
+namespace blockscale::testing {
+namespace {
+
+using sm90::Bf16Gemm;
+using sm90::Grouping;
+
+struct Case {
+  int64_t m = 0, n = 0, k = 0;
+  std::vector<int64_t> groups;  // sizes along M, instead of m
+  int64_t behind = 0;           // rows of no group
+  bool f32 = true, accumulate = false, outer = false, bias = false, wide = false;
+  bool wrong = false;  // the last group ends behind the rows
+  DType bias_dtype = DType::f32;
+  bool exact = true;
+  int tile = -1;
+  int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
+};
+
+constexpr int64_t kGuard = 64;
+constexpr uint8_t kPoison = 0xFF;  // NaN
+constexpr float kBefore = 3.5f;
+
+class Product {
+ public:
+  Product(const Case& c, uint64_t seed) : c_(c), random_(seed) {
+    if (!c.groups.empty()) {
+      for (const int64_t size : c.groups) ends_.push_back(c_.m += size);
+      c_.m += c.behind;
+    }
+    batch_ = std::max<int64_t>(1, static_cast<int64_t>(ends_.size()));
+    stride_ = round_up(std::max<int64_t>(c_.k, 1), 8);
+    a_ = values(c_.m), b_ = values(batch_ * c_.n);
+    for (int64_t g = 0; g < batch_; ++g) a_outer_.push_back(scale()), b_outer_.push_back(scale());
+    for (int64_t i = 0; i < batch_ * c_.n; ++i) {  // the same value in every dtype
+      bias_bf16_.push_back(to_bf16(scale()));
+      bias_.push_back(from_bf16(bias_bf16_.back()));
+      bias_fp16_.push_back(to_fp16(bias_.back()));
+    }
+  }
+
+  void run() {
+    const Memory a(a_), b(b_), a_outer(a_outer_), b_outer(b_outer_);
+    const Memory bias(bias_), bias_bf16(bias_bf16_), bias_fp16(bias_fp16_);
+    std::vector<int64_t> ends = ends_;
+    if (c_.wrong) ends.back() = c_.m + 1;
+    const Memory wide(ends), narrow(std::vector<int32_t>(ends.begin(), ends.end()));
+    const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad, elements = c_.m * stride;
+    std::vector<uint8_t> memory(static_cast<size_t>((2 * kGuard + elements) * size), kPoison);
+    for (int64_t i = 0; c_.accumulate && i < elements; ++i)
+      std::memcpy(&memory[static_cast<size_t>((kGuard + c_.pad + i) * 4)], &kBefore, 4);
+    std::vector<uint8_t> first;
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      const Memory d(memory);
+      Bf16Gemm g;
+      g.m = c_.m, g.n = c_.n, g.k = c_.k, g.stride = stride_;
+      g.a = a.as<void>(), g.b = b.as<void>();
+      g.d = d.at((kGuard + c_.pad) * size);
+      g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
+      if (c_.outer) g.alpha = 0.75f, g.a_outer = a_outer.as<float>();
+      if (c_.outer) g.b_outer = b_outer.as<float>();
+      if (c_.bias)
+        g.bias = (c_.bias_dtype == DType::f32    ? bias
+                  : c_.bias_dtype == DType::bf16 ? bias_bf16
+                                                 : bias_fp16)
+                     .as<void>();
+      g.bias_dtype = c_.bias_dtype;
+      if (!ends_.empty()) g.grouping = Grouping::rows, g.groups = static_cast<int>(batch_);
+      g.group_rows = c_.m;
+      g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
+      g.tile = c_.tile;
+      ASSERT_EQ(sm90::bf16_gemm(g, nullptr), cudaSuccess);
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      std::vector<uint8_t> got(memory.size());
+      d.read(got.data(), static_cast<int64_t>(got.size()));
+      if (repeat == 0) first = got;
+      ASSERT_EQ(first, got) << "not the same bits again";
+    }
+    check(first, memory);
+  }
+
+ private:
+  std::vector<uint16_t> values(int64_t lines) {
+    std::vector<uint16_t> all(static_cast<size_t>(lines * stride_), 0x7FC0);  // NaN between lines
+    for (int64_t i = 0; i < lines * stride_; ++i)
+      if (i % stride_ < c_.k)
+        all[static_cast<size_t>(i)] = to_bf16(c_.exact ? static_cast<float>(random_.below(5)) - 2
+                                                       : static_cast<float>(random_.normal()));
+    return all;
+  }
+  float scale() { return static_cast<float>(0.01 * (1 + random_.uniform())); }
+
+  // Of an element of D, before it is rounded to BF16.
+  struct Value {
+    float exact;
+    double bound;
+  };
+  Value value(int64_t row, int64_t group, int64_t column) const {
+    const uint16_t* a = &a_[static_cast<size_t>(row * stride_)];
+    const uint16_t* b = &b_[static_cast<size_t>((group * c_.n + column) * stride_)];
+    double sum = 0, all = 0;
+    for (int64_t k = 0; k < c_.k; ++k) {
+      const double p = static_cast<double>(from_bf16(a[k])) * from_bf16(b[k]);
+      sum += p, all += std::fabs(p);
+    }
+    const auto of_group = static_cast<size_t>(group);
+    const double factor =
+        c_.outer ? static_cast<double>(0.75f) * a_outer_[of_group] * b_outer_[of_group] : 1.0;
+    double v = factor * sum;
+    if (c_.bias) v += static_cast<double>(bias_[static_cast<size_t>(group * c_.n + column)]);
+    const double bound = c_.exact ? 0
+                                  : factor * static_cast<double>(c_.k / 16 + 1) * 0x1p-22 * all +
+                                        0x1p-22 * (std::fabs(v) + kBefore);
+    return {static_cast<float>(v) + (c_.accumulate ? kBefore : 0.0f), bound};
+  }
+
+  void check(const std::vector<uint8_t>& got, const std::vector<uint8_t>& before) const {
+    const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad;
+    std::vector<bool> written(got.size());
+    const auto groups = static_cast<int64_t>(ends_.size());
+    int64_t group = 0;
+    for (int64_t row = 0; row < c_.m; ++row) {
+      while (group < groups && row >= ends_[static_cast<size_t>(group)]) ++group;
+      for (int64_t column = 0; column < c_.n; ++column) {
+        const auto at = static_cast<size_t>((kGuard + c_.pad + row * stride + column) * size);
+        for (int64_t i = 0; i < size; ++i) written[at + static_cast<size_t>(i)] = true;
+        uint32_t bits = 0;
+        std::memcpy(&bits, &got[at], static_cast<size_t>(size));
+        const float found = c_.f32 ? float_of(bits) : float_of(bits << 16);
+        const std::string where =
+            "row " + std::to_string(row) + ", column " + std::to_string(column);
+        if (c_.wrong) {
+          ASSERT_TRUE(std::isnan(found)) << where;
+          continue;
+        }
+        const bool of_none = groups > 0 && group == groups;
+        const Value want =
+            of_none ? Value{c_.accumulate ? kBefore : 0.0f, 0} : value(row, group, column);
+        const float rounded = c_.f32 ? want.exact : from_bf16(to_bf16(want.exact));
+        const double bound =
+            want.bound + (want.bound > 0 && !c_.f32 ? 0x1p-8 * std::fabs(want.exact) : 0);
+        ASSERT_LE(std::fabs(static_cast<double>(found) - rounded), bound) << where;
+      }
+    }
+    for (size_t i = 0; i < got.size(); ++i) {
+      if (written[i]) continue;
+      ASSERT_EQ(got[i], before[i]) << "byte " << i << " outside of D";
+    }
+  }
+
+  Case c_;
+  Random random_;
+  std::vector<int64_t> ends_;
+  int64_t batch_ = 1, stride_ = 0;
+  std::vector<uint16_t> a_, b_, bias_bf16_, bias_fp16_;
+  std::vector<float> a_outer_, b_outer_, bias_;
+};
+
+class Bf16GemmTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int major = 0, minor = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0) != cudaSuccess ||
+        major != 9 || minor != 0)
+      GTEST_SKIP() << "no GPU of compute capability 9.0";
+  }
+};
+
+void run(const Case& c, uint64_t seed) {
+  SCOPED_TRACE("seed " + std::to_string(seed) + ": " + std::to_string(c.m) + " x " +
+               std::to_string(c.n) + " x " + std::to_string(c.k) + ", " +
+               std::to_string(c.groups.size()) + " groups, tile " + std::to_string(c.tile) +
+               (c.f32 ? ", FP32" : ", BF16") + (c.exact ? ", exact" : ", random"));
+  Product(c, seed).run();
+}
+
+// Draws what is left open.
+Case drawn(Random& random, int tile) {
+  constexpr int64_t kSizes[] = {1, 7, 64, 127, 128, 129, 300};
+  Case c;
+  c.tile = tile;
+  c.m = random.pick(kSizes), c.n = random.pick(kSizes), c.k = random.pick(kSizes);
+  c.f32 = random.one_in(2);
+  c.accumulate = c.f32 && random.one_in(3);
+  c.outer = !random.one_in(3), c.bias = random.one_in(2), c.wide = random.one_in(2);
+  c.bias_dtype = static_cast<DType>(random.below(3));
+  c.exact = !random.one_in(4);
+  c.pad = random.one_in(2) ? 0 : random.one_in(2) ? 8 : 1;
+  return c;
+}
+
+TEST_F(Bf16GemmTest, EveryTileEveryTail) {
+  for (int tile = -1; tile < cuda::kBf16TileCount; ++tile) {
+    for (uint64_t seed = 0; seed < 12; ++seed) {
+      Random random(seed * 100 + static_cast<uint64_t>(tile + 1));
+      Case c = drawn(random, tile);
+      if (seed == 0) c.m = 520, c.n = 400, c.k = 700, c.pad = 0;  // several tiles, whole ones too
+      run(c, seed);
+      c.m = 0, c.n = std::min<int64_t>(c.n, 129), c.k = std::min<int64_t>(c.k, 129);
+      const uint64_t count = random.one_in(2) ? 9 : 3;
+      for (uint64_t g = 0; g < count; ++g)
+        c.groups.push_back(random.one_in(4)   ? 0
+                           : random.one_in(3) ? 1
+                                              : static_cast<int64_t>(random.below(40)));
+      c.groups[random.below(count)] = 180;  // some rows of the second and third 64
+      c.groups[random.below(count)] = 300;
+      c.behind = random.one_in(2) ? 0 : 37;
+      run(c, seed);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Tails of many long groups come late.
+TEST_F(Bf16GemmTest, ManyGroups) {
+  Case c;
+  c.n = 70, c.k = 72, c.outer = c.bias = true;
+  for (int g = 0; g < 4; ++g) c.groups.insert(c.groups.end(), {620, 0, 1100, 436});
+  for (const bool f32 : {false, true}) {
+    c.f32 = f32;
+    run(c, 1);
+  }
+}
+
+TEST_F(Bf16GemmTest, WrongOffsetsMakeAllNan) {
+  Case c;
+  c.n = 130, c.k = 64, c.groups = {100, 0, 30}, c.wrong = true;
+  for (const bool wide : {false, true}) {
+    c.wide = wide;
+    run(c, 1);
+  }
+}
+
+TEST_F(Bf16GemmTest, NothingToAdd) {
+  Case c;
+  c.m = 5, c.n = 70, c.k = 0;
+  for (const bool bias : {false, true}) {
+    c.bias = bias;
+    run(c, 1);
+  }
+}
+
+TEST_F(Bf16GemmTest, RefusesWhatItHasNoKernelFor) {
+  Bf16Gemm g;
+  g.m = g.n = g.k = 8, g.groups = sm90::kMaxGroups + 1;
+  EXPECT_EQ(sm90::bf16_gemm(g, nullptr), cudaErrorInvalidValue);
+  g.groups = 1, g.grouping = Grouping::contraction;
+  EXPECT_EQ(sm90::bf16_gemm(g, nullptr), cudaErrorInvalidValue);
+}
+
+}  // namespace
+}  // namespace blockscale::testing
+#endif
