@@ -91,9 +91,9 @@ int choose_tile(const GemmSize& s) {
 }
 
 bool pays(const GemmSize& s) {
-  constexpr int64_t kFewBlocks = 64;
+  constexpr int64_t kFewBlocks = 16;
   const TileShape& t = kBf16Tiles[kBf16TileCount - 1];
-  return s.blocks <= kFewBlocks ||
+  return s.grouped || s.blocks <= kFewBlocks ||
          2 * s.groups * ceil_div(s.rows, t.rows()) * ceil_div(s.columns, t.columns()) >=
              s.multiprocessors;
 }

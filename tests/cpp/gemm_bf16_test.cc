@@ -3,9 +3,8 @@
 //
 // Values of 0, ±1 and ±2 have sums that no order and no precision of the machine rounds. Outer
 // scales, bias and the rounding to D follow in double, so the result must be equal to the bit.
-// Random values: the tensor cores cut what they add below FP32's last bit, so that each of K sums
-// is off by 2^-23 of the largest at most; the test takes 2^-22 of the sum of all magnitudes for
-// each 16 products, which are added at once.
+// Random values: the tensor cores add 16 products and the sum so far at once, each cut to 23 bits
+// below the largest of them, which is at most the sum of all magnitudes.
 #ifdef BLOCKSCALE_CUDA
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
@@ -129,9 +128,8 @@ class Product {
         c_.outer ? static_cast<double>(0.75f) * a_outer_[of_group] * b_outer_[of_group] : 1.0;
     double v = factor * sum;
     if (c_.bias) v += static_cast<double>(bias_[static_cast<size_t>(group * c_.n + column)]);
-    const double bound = c_.exact ? 0
-                                  : factor * static_cast<double>(c_.k / 16 + 1) * 0x1p-22 * all +
-                                        0x1p-22 * (std::fabs(v) + kBefore);
+    const double cut = 17 * 0x1p-23 * all * static_cast<double>(ceil_div(c_.k, 16));
+    const double bound = c_.exact ? 0 : factor * cut + 0x1p-22 * (std::fabs(v) + kBefore);
     return {static_cast<float>(v) + (c_.accumulate ? kBefore : 0.0f), bound};
   }
 

@@ -68,7 +68,7 @@ struct Bf16Gemm : Gemm {
   int tile = -1;  // index into kBf16Tiles; chosen when negative
 };
 
-// Whether it is likely to be faster than kernels that divide K as well.
+// Whether it is likely to be faster than another GEMM and a pass over its sums.
 bool pays(const Bf16Gemm& g);
 // Return cudaSuccess, or why the launch failed.
 cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream);
