@@ -129,7 +129,7 @@ class Product {
     double v = factor * sum;
     if (c_.bias) v += static_cast<double>(bias_[static_cast<size_t>(group * c_.n + column)]);
     const double cut = 17 * 0x1p-23 * all * static_cast<double>(ceil_div(c_.k, 16));
-    const double bound = c_.exact ? 0 : factor * cut + 0x1p-22 * (std::fabs(v) + kBefore);
+    const double bound = factor * cut + 0x1p-22 * (std::fabs(v) + kBefore);
     return {static_cast<float>(v) + (c_.accumulate ? kBefore : 0.0f), bound};
   }
 
@@ -155,10 +155,13 @@ class Product {
         const bool of_none = groups > 0 && group == groups;
         const Value want =
             of_none ? Value{c_.accumulate ? kBefore : 0.0f, 0} : value(row, group, column);
-        const float rounded = c_.f32 ? want.exact : from_bf16(to_bf16(want.exact));
-        const double bound =
-            want.bound + (want.bound > 0 && !c_.f32 ? 0x1p-8 * std::fabs(want.exact) : 0);
-        ASSERT_LE(std::fabs(static_cast<double>(found) - rounded), bound) << where;
+        if (c_.exact) {
+          ASSERT_EQ(found, c_.f32 ? want.exact : from_bf16(to_bf16(want.exact))) << where;
+          continue;
+        }
+        const double exact = want.exact;
+        const double bound = want.bound + (c_.f32 ? 0 : 0x1p-8 * (std::fabs(exact) + want.bound));
+        ASSERT_LE(std::fabs(static_cast<double>(found) - exact), bound) << where;
       }
     }
     for (size_t i = 0; i < got.size(); ++i) {
