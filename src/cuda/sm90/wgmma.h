@@ -1,6 +1,7 @@
-// wgmma, m64 n k32: D[64, n] (+)= A[64, 32] B[n, 32]^T on FP8 codes in shared memory, FP32 sums in
-// registers. Thread t of the warpgroup holds, of row t/32*16 + t%32/4 (and of 8 rows below it in
-// elements 2 and 3), columns 8g + t%4*2 and the next in d[4g] and d[4g + 1].
+// wgmma, m64 n k32: D[64, n] (+)= A[64, 32] B[n, 32]^T on FP8 codes in shared memory (and k16 on
+// BF16, 32 bytes as well), FP32 sums in registers. Thread t of the warpgroup holds, of row t/32*16
+// + t%32/4 (and of 8 rows below it in elements 2 and 3), columns 8g + t%4*2 and the next in d[4g]
+// and d[4g + 1].
 #pragma once
 
 #include <cstdint>
@@ -23,13 +24,6 @@ namespace blockscale::sm90 {
   BLOCKSCALE_R48       \
   ", "                 \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define BLOCKSCALE_R128                                                                        \
-  BLOCKSCALE_R64                                                                               \
-  ", "                                                                                         \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
-  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, " \
-  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
-  "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define BLOCKSCALE_R4 "%0, %1, %2, %3"
 #define BLOCKSCALE_R8 BLOCKSCALE_R4 ", %4, %5, %6, %7"
 #define BLOCKSCALE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -37,7 +31,6 @@ namespace blockscale::sm90 {
 #define BLOCKSCALE_D16(i) BLOCKSCALE_D8(i), BLOCKSCALE_D8(i + 8)
 #define BLOCKSCALE_D32(i) BLOCKSCALE_D16(i), BLOCKSCALE_D16(i + 16)
 #define BLOCKSCALE_D64(i) BLOCKSCALE_D32(i), BLOCKSCALE_D32(i + 32)
-#define BLOCKSCALE_D128(i) BLOCKSCALE_D64(i), BLOCKSCALE_D64(i + 64)
 #define BLOCKSCALE_WGMMA(n, k, types, majors, registers, a, b, add)                        \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add                               \
                ", 0;\n"                                                                    \
@@ -71,21 +64,18 @@ BLOCKSCALE_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
 // m64 n k16 on BF16 in shared memory, added to D; two more in a descriptor are 16 values on.
 template <int kN>
 BLOCKSCALE_DEVICE void wgmma_bf16(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
-  static_assert(kN == 128 || kN == 256);
+  static_assert(kN == 128);
   constexpr int add_to = 1;
-  if constexpr (kN == 128) BLOCKSCALE_WGMMA(128, 16, "bf16.bf16", ", 0, 0", 64, 64, 65, 66);
-  if constexpr (kN == 256) BLOCKSCALE_WGMMA(256, 16, "bf16.bf16", ", 0, 0", 128, 128, 129, 130);
+  BLOCKSCALE_WGMMA(128, 16, "bf16.bf16", ", 0, 0", 64, 64, 65, 66);
 }
 
 #undef BLOCKSCALE_WGMMA_SIZES
 #undef BLOCKSCALE_WGMMA
-#undef BLOCKSCALE_D128
 #undef BLOCKSCALE_D64
 #undef BLOCKSCALE_D32
 #undef BLOCKSCALE_D16
 #undef BLOCKSCALE_D8
 #undef BLOCKSCALE_D4
-#undef BLOCKSCALE_R128
 #undef BLOCKSCALE_R64
 #undef BLOCKSCALE_R48
 #undef BLOCKSCALE_R32
