@@ -84,7 +84,7 @@ int choose_tile(const GemmSize& s) {
   double least = tile_cost(tiles[0], s);
   for (int i = 1; i < static_cast<int>(tiles.size()); ++i) {
     const TileShape& tile = tiles[static_cast<size_t>(i)];
-    if (s.scaled && !tile.compiled(s.square, s.a_e5m2, s.b_e5m2)) continue;
+    if (!tile.compiled(s.square, s.a_e5m2, s.b_e5m2)) continue;
     if (const double cost = tile_cost(tile, s); cost < least) best = i, least = cost;
   }
   return best;

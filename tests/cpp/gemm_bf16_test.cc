@@ -6,18 +6,12 @@
 // Random values: the tensor cores add 16 products and the sum so far at once, each cut to 23 bits
 // below the largest of them, which is at most the sum of all magnitudes.
 #ifdef BLOCKSCALE_CUDA
-#include <cuda_runtime_api.h>
-#include <gtest/gtest.h>
-
 #include <cmath>
-#include <cstring>
 #include <vector>
 
-#include "blockscale/spec.h"
 #include "cuda/sm90/gemm.h"
 #include "cuda/tiles.h"
-#include "device.h"
-#include "testing.h"
+#include "gemm_device.h"
 
 namespace blockscale::testing {
 namespace {
@@ -37,9 +31,7 @@ struct Case {
   int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
 };
 
-constexpr int64_t kGuard = 64;
-constexpr uint8_t kPoison = 0xFF;  // NaN
-constexpr float kBefore = 3.5f;
+constexpr float kBefore = GuardedD::kBefore;
 
 class Product {
  public:
@@ -52,51 +44,35 @@ class Product {
     stride_ = round_up(std::max<int64_t>(c_.k, 1), 8);
     a_ = values(c_.m), b_ = values(batch_ * c_.n);
     for (int64_t g = 0; g < batch_; ++g) a_outer_.push_back(scale()), b_outer_.push_back(scale());
-    for (int64_t i = 0; i < batch_ * c_.n; ++i) {  // the same value in every dtype
-      bias_bf16_.push_back(to_bf16(scale()));
-      bias_.push_back(from_bf16(bias_bf16_.back()));
-      bias_fp16_.push_back(to_fp16(bias_.back()));
-    }
+    for (int64_t i = 0; i < batch_ * c_.n; ++i) bias_.add(scale());
   }
 
   void run() {
     const Memory a(a_), b(b_), a_outer(a_outer_), b_outer(b_outer_);
-    const Memory bias(bias_), bias_bf16(bias_bf16_), bias_fp16(bias_fp16_);
+    const Memory bias = bias_.on_device(c_.bias_dtype);
     std::vector<int64_t> ends = ends_;
     if (c_.wrong) ends.back() = c_.m + 1;
     const Memory wide(ends), narrow(std::vector<int32_t>(ends.begin(), ends.end()));
-    const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad, elements = c_.m * stride;
-    std::vector<uint8_t> memory(static_cast<size_t>((2 * kGuard + elements) * size), kPoison);
-    for (int64_t i = 0; c_.accumulate && i < elements; ++i)
-      std::memcpy(&memory[static_cast<size_t>((kGuard + c_.pad + i) * 4)], &kBefore, 4);
-    std::vector<uint8_t> first;
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      const Memory d(memory);
+    GuardedD d(c_.m, c_.n, c_.pad, c_.f32, c_.accumulate);
+    d.run([&](void* to) {
       Bf16Gemm g;
       g.m = c_.m, g.n = c_.n, g.k = c_.k, g.stride = stride_;
       g.a = a.as<void>(), g.b = b.as<void>();
-      g.d = d.at((kGuard + c_.pad) * size);
-      g.d_stride = stride, g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
+      g.d = to;
+      g.d_stride = d.stride(), g.d_f32 = c_.f32, g.accumulate = c_.accumulate;
       if (c_.outer) g.alpha = 0.75f, g.a_outer = a_outer.as<float>();
       if (c_.outer) g.b_outer = b_outer.as<float>();
-      if (c_.bias)
-        g.bias = (c_.bias_dtype == DType::f32    ? bias
-                  : c_.bias_dtype == DType::bf16 ? bias_bf16
-                                                 : bias_fp16)
-                     .as<void>();
+      if (c_.bias) g.bias = bias.as<void>();
       g.bias_dtype = c_.bias_dtype;
       if (!ends_.empty()) g.grouping = Grouping::rows, g.groups = static_cast<int>(batch_);
       g.group_rows = c_.m;
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
       g.tile = c_.tile;
-      ASSERT_EQ(sm90::bf16_gemm(g, nullptr), cudaSuccess);
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-      std::vector<uint8_t> got(memory.size());
-      d.read(got.data(), static_cast<int64_t>(got.size()));
-      if (repeat == 0) first = got;
-      ASSERT_EQ(first, got) << "not the same bits again";
-    }
-    check(first, memory);
+      return sm90::bf16_gemm(g, nullptr);
+    });
+    if (::testing::Test::HasFatalFailure()) return;
+    check(d);
+    d.check_guards();
   }
 
  private:
@@ -127,25 +103,19 @@ class Product {
     const double factor =
         c_.outer ? static_cast<double>(0.75f) * a_outer_[of_group] * b_outer_[of_group] : 1.0;
     double v = factor * sum;
-    if (c_.bias) v += static_cast<double>(bias_[static_cast<size_t>(group * c_.n + column)]);
+    if (c_.bias) v += bias_[group * c_.n + column];
     const double cut = 17 * 0x1p-23 * all * static_cast<double>(ceil_div(c_.k, 16));
     const double bound = factor * cut + 0x1p-22 * (std::fabs(v) + kBefore);
     return {static_cast<float>(v) + (c_.accumulate ? kBefore : 0.0f), bound};
   }
 
-  void check(const std::vector<uint8_t>& got, const std::vector<uint8_t>& before) const {
-    const int64_t size = c_.f32 ? 4 : 2, stride = c_.n + c_.pad;
-    std::vector<bool> written(got.size());
+  void check(const GuardedD& d) const {
     const auto groups = static_cast<int64_t>(ends_.size());
     int64_t group = 0;
     for (int64_t row = 0; row < c_.m; ++row) {
       while (group < groups && row >= ends_[static_cast<size_t>(group)]) ++group;
       for (int64_t column = 0; column < c_.n; ++column) {
-        const auto at = static_cast<size_t>((kGuard + c_.pad + row * stride + column) * size);
-        for (int64_t i = 0; i < size; ++i) written[at + static_cast<size_t>(i)] = true;
-        uint32_t bits = 0;
-        std::memcpy(&bits, &got[at], static_cast<size_t>(size));
-        const float found = c_.f32 ? float_of(bits) : float_of(bits << 16);
+        const float found = d.value(row, column);
         const std::string where =
             "row " + std::to_string(row) + ", column " + std::to_string(column);
         if (c_.wrong) {
@@ -164,30 +134,18 @@ class Product {
         ASSERT_LE(std::fabs(static_cast<double>(found) - exact), bound) << where;
       }
     }
-    for (size_t i = 0; i < got.size(); ++i) {
-      if (written[i]) continue;
-      ASSERT_EQ(got[i], before[i]) << "byte " << i << " outside of D";
-    }
   }
 
   Case c_;
   Random random_;
   std::vector<int64_t> ends_;
   int64_t batch_ = 1, stride_ = 0;
-  std::vector<uint16_t> a_, b_, bias_bf16_, bias_fp16_;
-  std::vector<float> a_outer_, b_outer_, bias_;
+  std::vector<uint16_t> a_, b_;
+  std::vector<float> a_outer_, b_outer_;
+  BiasValues bias_;
 };
 
-class Bf16GemmTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int major = 0, minor = 0;
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess ||
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0) != cudaSuccess ||
-        major != 9 || minor != 0)
-      GTEST_SKIP() << "no GPU of compute capability 9.0";
-  }
-};
+class Bf16GemmTest : public HopperTest {};
 
 void run(const Case& c, uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed) + ": " + std::to_string(c.m) + " x " +
@@ -220,13 +178,7 @@ TEST_F(Bf16GemmTest, EveryTileEveryTail) {
       if (seed == 0) c.m = 520, c.n = 400, c.k = 700, c.pad = 0;  // several tiles, whole ones too
       run(c, seed);
       c.m = 0, c.n = std::min<int64_t>(c.n, 129), c.k = std::min<int64_t>(c.k, 129);
-      const uint64_t count = random.one_in(2) ? 9 : 3;
-      for (uint64_t g = 0; g < count; ++g)
-        c.groups.push_back(random.one_in(4)   ? 0
-                           : random.one_in(3) ? 1
-                                              : static_cast<int64_t>(random.below(40)));
-      c.groups[random.below(count)] = 180;  // some rows of the second and third 64
-      c.groups[random.below(count)] = 300;
+      c.groups = drawn_groups(random);
       c.behind = random.one_in(2) ? 0 : 37;
       run(c, seed);
       if (HasFatalFailure()) return;
@@ -234,11 +186,10 @@ TEST_F(Bf16GemmTest, EveryTileEveryTail) {
   }
 }
 
-// Tails of many long groups come late.
 TEST_F(Bf16GemmTest, ManyGroups) {
   Case c;
   c.n = 70, c.k = 72, c.outer = c.bias = true;
-  for (int g = 0; g < 4; ++g) c.groups.insert(c.groups.end(), {620, 0, 1100, 436});
+  c.groups = many_groups();
   for (const bool f32 : {false, true}) {
     c.f32 = f32;
     run(c, 1);

@@ -63,41 +63,38 @@ struct Bf16TileOf {
                     s.chunks(true), false>;
 };
 
-// False where the copy engine cannot read them.
-template <class T, bool kSquare>
-bool set_operands(GemmParams& p, const Fp8Gemm& g) {
-  const bool by_rows = g.grouping == Grouping::rows;
-  const int64_t padded = round_up(g.k, kBlock), blocks = padded / kBlock;
-  const int64_t batch = by_rows ? g.groups : 1;
+// Operands as bytes: lines of `extent`, `row` apart. False where the copy engine cannot read them.
+template <class T>
+bool set_maps(GemmParams& p, const Gemm& g, int64_t extent, int64_t row) {
+  const int64_t batch = g.grouping == Grouping::rows ? g.groups : 1;
   const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, round_up(g.m, 8)));
   p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + T::kBBytes);
+  if (extent == 0) return true;
+  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  return make_map(p.a, bytes, g.a, {{extent, g.m, 1}, {row, row * g.m}}, kBlock, a_rows) &&
+         make_map(p.b, bytes, g.b, {{extent, g.n, batch}, {row, row * g.n}}, kBlock, T::kColumns);
+}
+
+template <class T, bool kSquare>
+bool set_operands(GemmParams& p, const Fp8Gemm& g) {
+  const int64_t padded = round_up(g.k, kBlock), blocks = padded / kBlock;
   p.a_scales = g.a_scales;
   p.b_scales = g.b_scales;
-  p.a_scale_line = static_cast<int>(by_rows ? g.a_scale_line : round_up(g.m, 4));
+  p.a_scale_line =
+      static_cast<int>(g.grouping == Grouping::rows ? g.a_scale_line : round_up(g.m, 4));
   p.b_scale_group = blocks * round_up(kSquare ? ceil_div(g.n, kBlock) : g.n, 4);
   p.out.device_alpha = g.device_alpha;
   p.out.factors = g.b_factors;
   p.problem.scale_unit = g.a_scale_unit;
-  if (blocks == 0) return true;
-  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  return make_map(p.a, bytes, g.a, {{padded, g.m, 1}, {padded, padded * g.m}}, kBlock, a_rows) &&
-         make_map(p.b, bytes, g.b, {{padded, g.n, batch}, {padded, padded * g.n}}, kBlock,
-                  T::kColumns);
+  return set_maps<T>(p, g, padded, padded);
 }
 
-// BF16 as bytes: a block of 128 of them is 64 values of K.
+// A block of 128 bytes is 64 values of K.
 template <class T, bool kSquare>
 bool set_operands(GemmParams& p, const Bf16Gemm& g) {
-  const int64_t extent = 2 * g.k, row = 2 * g.stride;
-  const int64_t batch = g.grouping == Grouping::rows ? g.groups : 1;
-  const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, round_up(g.m, 8)));
-  p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + T::kBBytes);
   p.out.a_outer = g.a_outer;
   p.out.b_outer = g.b_outer;
-  if (g.k == 0) return true;
-  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  return make_map(p.a, bytes, g.a, {{extent, g.m, 1}, {row, row * g.m}}, kBlock, a_rows) &&
-         make_map(p.b, bytes, g.b, {{extent, g.n, batch}, {row, row * g.n}}, kBlock, T::kColumns);
+  return set_maps<T>(p, g, 2 * g.k, 2 * g.stride);
 }
 
 template <class T>
