@@ -156,19 +156,26 @@ gpu::Epilogue epilogue_of(const Place& at, const ConstQuantized& a, const ConstQ
   return epilogue;
 }
 
+// Groups along the contraction axis start at multiples of it in storage.
+int64_t storage_unit(const QuantSpec& spec) {
+  return std::max<int64_t>(spec.block, spec.hadamard.dim);
+}
+
 // Decoded, and all of the rest in one kernel.
 Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
-                   const Stream& stream) {
+                   const std::optional<Tensor>& into, const Stream& stream) {
   const auto [left, right] = decoded(at, a, b, false, stream);
   const int64_t m = a.shape().lines, n = b.shape().lines, k = a.shape().extent;
   const int64_t stride = left.stride(0);
-  Tensor out = empty(sizes, out_dtype, at.device());
+  Tensor out = into ? *into : empty(sizes, out_dtype, at.device());
   std::optional<Tensor> row;
+  gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
+  epilogue.accumulate = into.has_value();
   gpu::multiply_bf16({left.const_data_ptr(), DType::bf16, m, k, stride},
                      {right.const_data_ptr(), DType::bf16, n, k, stride, 1, b.batch, n * stride},
-                     result_view(at, a, b, out), a.groups, epilogue_of(at, a, b, bias, row),
-                     stream);
+                     result_view(at, a, b, out), a.groups, a.rows,
+                     b.groups ? storage_unit(a.spec) : 0, epilogue, stream);
   return out;
 }
 
@@ -199,14 +206,14 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   const bool adds = bias && !a.groups && out_dtype == ScalarType::BFloat16 &&
                     bias->scalar_type() == ScalarType::BFloat16 && !empty_product;
   const bool finished = !outer && (!bias || adds) && !into && writes;
-  if (!finished && !into && !b.groups && out_dtype != ScalarType::Half && !empty_product &&
+  const bool half = !into && out_dtype == ScalarType::Half;
+  if (!finished && !half && !empty_product &&
       gpu::multiplies_bf16(sa.lines, sb.lines, sa.extent, a.groups.count))
-    return bf16_matmul(at, a, b, bias, out_dtype, sizes, stream);
+    return bf16_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
 
   std::optional<Ends> ends;
   if (a.groups)
-    ends = group_ends(at, a.groups, a.rows,
-                      b.groups ? std::max<int64_t>(a.spec.block, a.spec.hadamard.dim) : 1, stream);
+    ends = group_ends(at, a.groups, a.rows, b.groups ? storage_unit(a.spec) : 1, stream);
   const ScalarType sum_dtype = ends       ? ScalarType::BFloat16
                                : finished ? out_dtype
                                           : ScalarType::Float;

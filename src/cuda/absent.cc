@@ -17,8 +17,8 @@ void check_gemm_device() { fail("gemm", "device", "cuda", "cpu", unavailable());
 
 bool multiplies_bf16(int64_t, int64_t, int64_t, int64_t) { return false; }
 
-void multiply_bf16(const ConstMatrix&, const ConstMatrix&, const Matrix&, const Groups&,
-                   const Epilogue&, const Stream&) {
+void multiply_bf16(const ConstMatrix&, const ConstMatrix&, const Matrix&, const Groups&, int64_t,
+                   int64_t, const Epilogue&, const Stream&) {
   fail("gemm", "device", "cuda", "cpu", unavailable());
 }
 

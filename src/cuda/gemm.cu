@@ -168,17 +168,20 @@ bool multiplies_bf16(int64_t m, int64_t n, int64_t k, int64_t groups) {
 }
 
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
-                   const Groups& groups, const Epilogue& e, const Stream& stream) {
+                   const Groups& groups, int64_t rows, int64_t unit, const Epilogue& e,
+                   const Stream& stream) {
   sm90::Bf16Gemm g;
   g.m = a.rows, g.n = b.rows, g.k = a.columns;
   g.a = a.data, g.b = b.data, g.stride = a.row_stride;
   g.d = d.data, g.d_stride = d.row_stride, g.d_f32 = d.dtype == DType::f32;
+  g.accumulate = e.accumulate;
   g.alpha = e.alpha, g.a_outer = e.a_outer, g.b_outer = e.b_outer;
   g.bias = e.bias, g.bias_dtype = e.bias_dtype;
   if (groups) {
-    g.grouping = sm90::Grouping::rows;
+    g.grouping = unit ? sm90::Grouping::contraction : sm90::Grouping::rows;
+    if (unit) g.storage_unit = static_cast<int>(unit);
     g.groups = static_cast<int>(groups.count);
-    g.group_rows = a.rows;
+    g.group_rows = rows;
     g.offsets = groups.offsets, g.wide_offsets = groups.wide;
   }
   check_launched(sm90::bf16_gemm(g, native(stream)));

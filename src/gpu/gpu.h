@@ -88,9 +88,13 @@ bool multiplies_bf16(int64_t m, int64_t n, int64_t k, int64_t groups);
 // D = alpha * a_outer * b_outer * (A B^T) + bias in one kernel, rounded as finish() does it. A
 // [m, k] and B [n, k], or with groups of A's rows [groups, n, k], are BF16; their lines are equally
 // far apart, a multiple of 8 elements, and they start at multiples of 16 bytes. Rows of no group
-// become 0, and wrong offsets make all of D NaN; e.groups and e.accumulate are not used.
+// become 0 unless D is added to, and wrong offsets make all of D NaN; e.groups is not used.
+//
+// `groups` divide `rows` rows: with a `unit` those of the contraction axis, where each starts at a
+// multiple of it, of 16 elements or more, in the lines of both, and D has a matrix for each.
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
-                   const Groups& groups, const Epilogue& e, const Stream& stream);
+                   const Groups& groups, int64_t rows, int64_t unit, const Epilogue& e,
+                   const Stream& stream);
 
 // After a GEMM over groups of `rows` rows, or of the contraction axis: with `clear`, rows of D
 // behind the last group, or the matrices of empty groups, become 0; where the offsets are wrong,

@@ -1,5 +1,5 @@
-// The BF16 GEMM of Hopper against sums in double: dense and by rows of groups, every tile, every
-// tail, into poisoned and guarded memory.
+// The BF16 GEMM of Hopper against sums in double: dense, by groups of rows and of the contraction
+// axis, every tile, every tail, into poisoned and guarded memory.
 //
 // Values of 0, ±1 and ±2 have sums that no order and no precision of the machine rounds. Outer
 // scales, bias and the rounding to D follow in double, so the result must be equal to the bit.
@@ -21,7 +21,8 @@ using sm90::Grouping;
 
 struct Case {
   int64_t m = 0, n = 0, k = 0;
-  std::vector<int64_t> groups;  // sizes along M, instead of m
+  std::vector<int64_t> groups;  // sizes along M or K, instead of m or k
+  int64_t unit = 0;             // along K: each starts at a multiple of it
   int64_t behind = 0;           // rows of no group
   bool f32 = true, accumulate = false, outer = false, bias = false, wide = false;
   bool wrong = false;  // the last group ends behind the rows
@@ -36,24 +37,33 @@ constexpr float kBefore = GuardedD::kBefore;
 class Product {
  public:
   Product(const Case& c, uint64_t seed) : c_(c), random_(seed) {
-    if (!c.groups.empty()) {
-      for (const int64_t size : c.groups) ends_.push_back(c_.m += size);
-      c_.m += c.behind;
+    int64_t& along = c.unit ? c_.k : c_.m;
+    const int64_t unit = std::max<int64_t>(c.unit, 1);
+    if (!c.groups.empty()) along = 0;
+    for (const int64_t size : c.groups) {
+      ends_.push_back((ends_.empty() ? 0 : ends_.back()) + size);
+      starts_.push_back(along);
+      along += round_up(size, unit);
     }
-    batch_ = std::max<int64_t>(1, static_cast<int64_t>(ends_.size()));
+    starts_.push_back(along);
+    if (!c.groups.empty()) along += c.behind * unit;
+    groups_ = std::max<int64_t>(1, static_cast<int64_t>(ends_.size()));
+    batch_ = c.unit ? 1 : groups_;
+    matrices_ = c.unit ? groups_ : 1;
     stride_ = round_up(std::max<int64_t>(c_.k, 1), 8);
     a_ = values(c_.m), b_ = values(batch_ * c_.n);
-    for (int64_t g = 0; g < batch_; ++g) a_outer_.push_back(scale()), b_outer_.push_back(scale());
-    for (int64_t i = 0; i < batch_ * c_.n; ++i) bias_.add(scale());
+    for (int64_t g = 0; g < groups_; ++g) a_outer_.push_back(scale()), b_outer_.push_back(scale());
+    for (int64_t i = 0; i < groups_ * c_.n; ++i) bias_.add(scale());
   }
 
   void run() {
     const Memory a(a_), b(b_), a_outer(a_outer_), b_outer(b_outer_);
     const Memory bias = bias_.on_device(c_.bias_dtype);
     std::vector<int64_t> ends = ends_;
-    if (c_.wrong) ends.back() = c_.m + 1;
+    const int64_t rows = c_.unit ? c_.k : c_.m;  // that the groups divide
+    if (c_.wrong) ends.back() = rows + 1;
     const Memory wide(ends), narrow(std::vector<int32_t>(ends.begin(), ends.end()));
-    GuardedD d(c_.m, c_.n, c_.pad, c_.f32, c_.accumulate);
+    GuardedD d(matrices_ * c_.m, c_.n, c_.pad, c_.f32, c_.accumulate);
     d.run([&](void* to) {
       Bf16Gemm g;
       g.m = c_.m, g.n = c_.n, g.k = c_.k, g.stride = stride_;
@@ -64,8 +74,9 @@ class Product {
       if (c_.outer) g.b_outer = b_outer.as<float>();
       if (c_.bias) g.bias = bias.as<void>();
       g.bias_dtype = c_.bias_dtype;
-      if (!ends_.empty()) g.grouping = Grouping::rows, g.groups = static_cast<int>(batch_);
-      g.group_rows = c_.m;
+      if (!ends_.empty()) g.grouping = c_.unit ? Grouping::contraction : Grouping::rows;
+      if (c_.unit) g.storage_unit = static_cast<int>(c_.unit);
+      g.groups = static_cast<int>(groups_), g.group_rows = rows;
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
       g.tile = c_.tile;
       return sm90::bf16_gemm(g, nullptr);
@@ -93,9 +104,11 @@ class Product {
   };
   Value value(int64_t row, int64_t group, int64_t column) const {
     const uint16_t* a = &a_[static_cast<size_t>(row * stride_)];
-    const uint16_t* b = &b_[static_cast<size_t>((group * c_.n + column) * stride_)];
+    const uint16_t* b = &b_[static_cast<size_t>((group % batch_ * c_.n + column) * stride_)];
+    const int64_t first = c_.unit ? starts_[static_cast<size_t>(group)] : 0;
+    const int64_t last = c_.unit ? starts_[static_cast<size_t>(group + 1)] : c_.k;
     double sum = 0, all = 0;
-    for (int64_t k = 0; k < c_.k; ++k) {
+    for (int64_t k = first; k < last; ++k) {
       const double p = static_cast<double>(from_bf16(a[k])) * from_bf16(b[k]);
       sum += p, all += std::fabs(p);
     }
@@ -104,27 +117,28 @@ class Product {
         c_.outer ? static_cast<double>(0.75f) * a_outer_[of_group] * b_outer_[of_group] : 1.0;
     double v = factor * sum;
     if (c_.bias) v += bias_[group * c_.n + column];
-    const double cut = 17 * 0x1p-23 * all * static_cast<double>(ceil_div(c_.k, 16));
+    const double cut = 17 * 0x1p-23 * all * static_cast<double>(ceil_div(last - first, 16));
     const double bound = factor * cut + 0x1p-22 * (std::fabs(v) + kBefore);
     return {static_cast<float>(v) + (c_.accumulate ? kBefore : 0.0f), bound};
   }
 
   void check(const GuardedD& d) const {
-    const auto groups = static_cast<int64_t>(ends_.size());
     int64_t group = 0;
-    for (int64_t row = 0; row < c_.m; ++row) {
-      while (group < groups && row >= ends_[static_cast<size_t>(group)]) ++group;
+    for (int64_t line = 0; line < matrices_ * c_.m; ++line) {
+      const auto behind = [&] { return line >= ends_[static_cast<size_t>(group)]; };
+      if (c_.unit) group = line / c_.m;
+      while (!c_.unit && !ends_.empty() && group < groups_ && behind()) ++group;
       for (int64_t column = 0; column < c_.n; ++column) {
-        const float found = d.value(row, column);
+        const float found = d.value(line, column);
         const std::string where =
-            "row " + std::to_string(row) + ", column " + std::to_string(column);
+            "line " + std::to_string(line) + ", column " + std::to_string(column);
         if (c_.wrong) {
           ASSERT_TRUE(std::isnan(found)) << where;
           continue;
         }
-        const bool of_none = groups > 0 && group == groups;
+        const bool of_none = group == groups_;
         const Value want =
-            of_none ? Value{c_.accumulate ? kBefore : 0.0f, 0} : value(row, group, column);
+            of_none ? Value{c_.accumulate ? kBefore : 0.0f, 0} : value(line % c_.m, group, column);
         if (c_.exact) {
           ASSERT_EQ(found, c_.f32 ? want.exact : from_bf16(to_bf16(want.exact))) << where;
           continue;
@@ -139,7 +153,9 @@ class Product {
   Case c_;
   Random random_;
   std::vector<int64_t> ends_;
-  int64_t batch_ = 1, stride_ = 0;
+  std::vector<int64_t> starts_;  // of groups along K in storage, and where the last one ends
+  int64_t groups_ = 1, stride_ = 0;
+  int64_t batch_ = 1, matrices_ = 1;  // of B and of D
   std::vector<uint16_t> a_, b_;
   std::vector<float> a_outer_, b_outer_;
   BiasValues bias_;
@@ -181,6 +197,9 @@ TEST_F(Bf16GemmTest, EveryTileEveryTail) {
       c.groups = drawn_groups(random);
       c.behind = random.one_in(2) ? 0 : 37;
       run(c, seed);
+      constexpr int64_t kUnits[] = {16, 32, 128};
+      c.unit = random.pick(kUnits), c.m = 70;
+      run(c, seed);
       if (HasFatalFailure()) return;
     }
   }
@@ -201,7 +220,10 @@ TEST_F(Bf16GemmTest, WrongOffsetsMakeAllNan) {
   c.n = 130, c.k = 64, c.groups = {100, 0, 30}, c.wrong = true;
   for (const bool wide : {false, true}) {
     c.wide = wide;
-    run(c, 1);
+    for (const int64_t unit : {0, 16}) {
+      c.unit = unit, c.m = 20;
+      run(c, 1);
+    }
   }
 }
 
@@ -218,7 +240,7 @@ TEST_F(Bf16GemmTest, RefusesWhatItHasNoKernelFor) {
   Bf16Gemm g;
   g.m = g.n = g.k = 8, g.groups = sm90::kMaxGroups + 1;
   EXPECT_EQ(sm90::bf16_gemm(g, nullptr), cudaErrorInvalidValue);
-  g.groups = 1, g.grouping = Grouping::contraction;
+  g.groups = 1, g.grouping = Grouping::contraction, g.storage_unit = 8;
   EXPECT_EQ(sm90::bf16_gemm(g, nullptr), cudaErrorInvalidValue);
 }
 

@@ -33,7 +33,7 @@ bool pays(const Bf16Gemm& g) {
 cudaError_t bf16_gemm(const Bf16Gemm& g, cudaStream_t stream) {
   static constexpr auto kLaunches = table(std::make_integer_sequence<int, cuda::kBf16TileCount>());
   if (g.m == 0 || g.n == 0 || g.groups == 0) return cudaSuccess;
-  if (g.groups > kMaxGroups || g.grouping == Grouping::contraction) return cudaErrorInvalidValue;
+  if (g.groups > kMaxGroups || g.storage_unit % (kStepBytes / 2) != 0) return cudaErrorInvalidValue;
   int device = 0, multiprocessors = 0;
   if (const cudaError_t e = current(device, multiprocessors); e != cudaSuccess) return e;
   const cuda::GemmSize size = bf16_size(g, multiprocessors);

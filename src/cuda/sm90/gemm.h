@@ -58,11 +58,12 @@ struct Fp8Gemm : Gemm {
   int tile = -1;                        // index into kTiles; chosen when negative
 };
 
-// Dense or by rows; `stride` elements between rows of both operands, a multiple of 8, which start
-// at multiples of 16 bytes. D = fl(alpha * a_outer * b_outer * (A B^T) + bias), with outer scales
-// of the row's group in device memory, or null.
+// `stride` elements between rows of both operands, a multiple of 8, which start at multiples of 16
+// bytes. D = fl(alpha * a_outer * b_outer * (A B^T) + bias), with outer scales of the group in
+// device memory, or null; the product of an empty group is 0 whatever its scales.
 struct Bf16Gemm : Gemm {
   int64_t stride = 0;
+  int storage_unit = 16;  // contraction: groups start at multiples of it; a multiple of 16
   const float* a_outer = nullptr;
   const float* b_outer = nullptr;
   int tile = -1;  // index into kBf16Tiles; chosen when negative

@@ -94,6 +94,7 @@ template <class T, bool kSquare>
 bool set_operands(GemmParams& p, const Bf16Gemm& g) {
   p.out.a_outer = g.a_outer;
   p.out.b_outer = g.b_outer;
+  p.problem.storage_unit = g.storage_unit;
   return set_maps<T>(p, g, 2 * g.k, 2 * g.stride);
 }
 

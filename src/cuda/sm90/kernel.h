@@ -195,18 +195,17 @@ BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
     const float* a_scales = p.a_scales + first;
     const int values = (w.scale_row - first + T::kRows + 3) / 4 * 4;
     const uint32_t scale_bytes = kBrings ? 4 * min(values, p.a_scale_line - first) : 0;
-    return
-        [&, row = w.row, column = w.column, b_batch, a_scales, scale_bytes](int block, int stage) {
-          const uint32_t full = shared.full(stage);
-          const int k = block * kBlock;
-          barrier_expect(full, p.stage_bytes + scale_bytes);
-          if (kBrings && (!kShareA || rank == 0))
-            copy_bytes<kShareA>(shared.a_scales(stage),
-                                a_scales + int64_t{1} * block * p.a_scale_line, scale_bytes, full);
-          if (!kShareA || rank == 0) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
-          if (!kShareB || rank == 0)
-            copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
-        };
+    return [&, row = w.row, column = w.column, shift = w.shift, b_batch, a_scales, scale_bytes](
+               int block, int stage) {
+      const uint32_t full = shared.full(stage);
+      const int k = block * kBlock + shift;
+      barrier_expect(full, p.stage_bytes + scale_bytes);
+      if (kBrings && (!kShareA || rank == 0))
+        copy_bytes<kShareA>(shared.a_scales(stage), a_scales + int64_t{1} * block * p.a_scale_line,
+                            scale_bytes, full);
+      if (!kShareA || rank == 0) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
+      if (!kShareB || rank == 0) copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
+    };
   });
 }
 

@@ -119,35 +119,49 @@ struct Multiplier {
     }
   }
 
-  // Without scales: the tensor cores sum up all blocks by themselves. A stage is free when the
-  // products with the next one are under way, as then its own are done.
+  // Adds the products of one stage, of its first `steps` steps if that is less than all.
+  template <int kWaves, bool kWhole>
+  BLOCKSCALE_DEVICE void start_plain(Sums& sum, int stage, int steps) const {
+    const uint64_t a = a_tile(stage), b = b_tile(stage);
+    wgmma_begin();
+#pragma unroll
+    for (int wave = 0; wave < kWaves; ++wave) {
+      pin(sum[wave]);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+        if (kWhole || k < steps) wgmma_bf16<kN>(sum[wave], a + wave * kWaveStep + 2 * k, b + 2 * k);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int wave = 0; wave < kWaves; ++wave) pin(sum[wave]);
+  }
+
+  // Without scales: the tensor cores sum up all blocks by themselves, of the last one `last_steps`.
+  // A stage is free when the products with the next one are under way, as then its own are done.
   template <int kWaves>
-  BLOCKSCALE_DEVICE void multiply_plain(Sums& sum, int blocks) {
+  BLOCKSCALE_DEVICE void multiply_plain(Sums& sum, int blocks, int last_steps) {
     int before = -1;
+    const int whole = last_steps == kSteps ? blocks : blocks - 1;
 #pragma unroll 1
-    for (int i = 0; i < blocks; ++i, ring.next()) {
-      const int stage = ring.stage;
-      barrier_wait(shared.full(stage), ring.phase);
-      const uint64_t a = a_tile(stage), b = b_tile(stage);
-      wgmma_begin();
-#pragma unroll
-      for (int wave = 0; wave < kWaves; ++wave) {
-        pin(sum[wave]);
-#pragma unroll
-        for (int k = 0; k < kBlock / 32; ++k)
-          wgmma_bf16<kN>(sum[wave], a + wave * kWaveStep + 2 * k, b + 2 * k);
-      }
-      wgmma_commit();
-#pragma unroll
-      for (int wave = 0; wave < kWaves; ++wave) pin(sum[wave]);
+    for (int i = 0; i < whole; ++i, ring.next()) {
+      barrier_wait(shared.full(ring.stage), ring.phase);
+      start_plain<kWaves, true>(sum, ring.stage, kSteps);
       wgmma_wait<1>();
       if (before >= 0) release(before);
-      before = stage;
+      before = ring.stage;
+    }
+    if (whole < blocks) {
+      barrier_wait(shared.full(ring.stage), ring.phase);
+      start_plain<kWaves, false>(sum, ring.stage, last_steps);
     }
     wgmma_wait();
 #pragma unroll
     for (int wave = 0; wave < kWaves; ++wave) pin(sum[wave]);
     if (before >= 0) release(before);
+    if (whole < blocks) {
+      release(ring.stage);
+      ring.next();
+    }
   }
 
   // Waves that share the scales of their columns, in two accumulators by turns: the tensor cores
@@ -221,7 +235,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     const auto multiply_waves = [&](auto waves) {
       constexpr int kWaves = decltype(waves)::value;
       if constexpr (!T::kScaled)
-        multiplier.template multiply_plain<kWaves>(sum, w.blocks);
+        multiplier.template multiply_plain<kWaves>(sum, w.blocks, w.last_steps);
       else if constexpr (T::kInTurn)
         multiplier.template multiply_in_turn<kWaves>(sum, w.blocks, first_scale);
       else
@@ -237,7 +251,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     if constexpr (T::kScaled)
       finish<T>(sum, p, w.group, column, !T::kSplit || rank == 0);
     else
-      finish_outer<T>(sum, p, w.group, column);
+      finish_outer<T>(sum, p, w.group, column, w.blocks > 0);
     if constexpr (T::kSplit) {
       add_parts<T>(sum, p, shared.base, w, group_column, rank);
       return;  // the launch has a cluster for every unit
@@ -277,7 +291,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     __syncthreads();
   if (p.problem.grouping != Grouping::dense) {
     after_previous();
-    if (!list_groups<T::kUnitRows>(p.problem, starts)) {
+    if (!list_groups<T>(p.problem, starts)) {
       const int matrices = p.problem.grouping == Grouping::rows ? 1 : p.problem.groups;
       fill_rows<T::kThreads / 32>(p, 0, int64_t{1} * matrices * p.problem.m,
                                   __uint_as_float(kNanBits), static_cast<int>(threadIdx.x) / 32);

@@ -16,13 +16,14 @@ BLOCKSCALE_DEVICE float bias_at(const Output& out, int64_t at) {
 }
 
 // Outer scales and bias of the group, in double like the epilogue that is a kernel of its own, so
-// that no product of outer scales leaves the range.
+// that no product of outer scales leaves the range. `any`: there is something that was summed up.
 template <class T>
 BLOCKSCALE_DEVICE void finish_outer(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
-                                    int group, int column) {
+                                    int group, int column, bool any) {
   const Output& out = p.out;
-  const double factor = static_cast<double>(out.alpha) * (out.a_outer ? out.a_outer[group] : 1.0f) *
-                        (out.b_outer ? out.b_outer[group] : 1.0f);
+  const double outer = static_cast<double>(out.alpha) * (out.a_outer ? out.a_outer[group] : 1.0f) *
+                       (out.b_outer ? out.b_outer[group] : 1.0f);
+  const double factor = any ? outer : 0.0;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t first = int64_t{1} * group * p.problem.n;
 #pragma unroll

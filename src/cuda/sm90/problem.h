@@ -10,6 +10,8 @@
 
 namespace blockscale::sm90 {
 
+inline constexpr int kStepBytes = 32, kSteps = kBlock / kStepBytes;  // of K, in one wgmma
+
 // In units: a unit is the tile, or the pair of neighbouring tiles, that one cluster computes.
 struct Problem {
   int m = 0, n = 0;  // rows: m counts the rows of all groups
@@ -19,6 +21,7 @@ struct Problem {
   int group_rows = 0;             // that the groups divide
   int scale_unit = 1;             // rows: where groups start among the scales of A
   int tail_rows = 0;              // rows: a group's last unit comes late if it has no more
+  int storage_unit = kBlock;      // contraction, BF16: groups start at multiples of it in storage
   const void* offsets = nullptr;  // cumulative ends of the groups, int32 or int64
   bool wide_offsets = false;
   Divisor units_across;             // along N
@@ -34,6 +37,8 @@ struct Work {
   int column;
   int group;
   int first_block, blocks;  // along K
+  int shift = 0;            // BF16: bytes by which they lie behind such blocks of the storage
+  int last_steps = kSteps;  // and wgmmas of the last one
 };
 
 BLOCKSCALE_DEVICE int64_t group_end(const Problem& p, int group) {
@@ -44,7 +49,7 @@ BLOCKSCALE_DEVICE int64_t group_end(const Problem& p, int group) {
 
 // What comes before a group.
 struct WorkBefore {
-  int work;       // units (rows: without tails) or blocks along K (contraction)
+  int work;  // units (rows: without tails); contraction: blocks along K, in BF16 steps of 32 bytes
   uint32_t more;  // rows: tails and gaps, so that both are added up at once
 
   // Units along M that have no more than p.tail_rows of their rows.
@@ -56,7 +61,7 @@ static_assert(3 * kMaxGroups < 1 << 16);  // gaps, of up to 3 rows a group, fit 
 
 // The starts of all groups, and of what would come after them. False where the offsets make no
 // sense: then there are none. All threads call it; the caller synchronizes.
-template <int kUnitRows>
+template <class Tile>
 BLOCKSCALE_DEVICE bool list_groups(const Problem& p, WorkBefore* starts) {
   const auto units = [](int size, int unit) { return (size + unit - 1) / unit; };
   bool wrong = false;
@@ -65,12 +70,14 @@ BLOCKSCALE_DEVICE bool list_groups(const Problem& p, WorkBefore* starts) {
     wrong |= begin > end || end > p.group_rows;
     const int size = static_cast<int>(end - begin);
     if (p.grouping == Grouping::rows) {
-      const int whole = units(size - p.tail_rows, kUnitRows);
+      const int whole = units(size - p.tail_rows, Tile::kUnitRows);
       const int gap = units(size, p.scale_unit) * p.scale_unit - size;
-      const uint32_t tail = whole * kUnitRows < size;
+      const uint32_t tail = whole * Tile::kUnitRows < size;
       starts[g + 1] = {whole * static_cast<int>(p.units_across.by()), tail << 16 | gap};
-    } else {
+    } else if constexpr (Tile::kScaled) {
       starts[g + 1] = {units(size, kBlock), 0};
+    } else {
+      starts[g + 1] = {units(size, p.storage_unit) * (p.storage_unit / (kStepBytes / 2)), 0};
     }
   }
   if (__syncthreads_or(wrong)) return false;
@@ -126,6 +133,13 @@ BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int u
     group = static_cast<int>(p.group_units.divide(left));
     w.first_block = starts[group].work;
     w.blocks = starts[group + 1].work - starts[group].work;
+    if constexpr (!Tile::kScaled) {  // these were steps
+      const int steps = w.blocks;
+      w.shift = w.first_block % kSteps * kStepBytes;
+      w.first_block /= kSteps;
+      w.blocks = (steps + kSteps - 1) / kSteps;
+      w.last_steps = steps - (w.blocks - 1) * kSteps;
+    }
   }
   w.group = group;
   const int most = static_cast<int>(p.band.by());
