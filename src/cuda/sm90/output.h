@@ -24,6 +24,7 @@ BLOCKSCALE_DEVICE void finish_outer(float (&sum)[T::kWaves][T::kN / 2], const Ge
   const double outer = static_cast<double>(out.alpha) * (out.a_outer ? out.a_outer[group] : 1.0f) *
                        (out.b_outer ? out.b_outer[group] : 1.0f);
   const double factor = any ? outer : 0.0;
+  if (factor == 1.0 && !out.bias) return;  // there is nothing to convert the sums for
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t first = int64_t{1} * group * p.problem.n;
 #pragma unroll
