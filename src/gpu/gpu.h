@@ -91,7 +91,7 @@ bool multiplies_bf16(int64_t m, int64_t n, int64_t k, int64_t groups);
 // become 0 unless D is added to, and wrong offsets make all of D NaN; e.groups is not used.
 //
 // `groups` divide `rows` rows: with a `unit` those of the contraction axis, where each starts at a
-// multiple of it, of 16 elements or more, in the lines of both, and D has a matrix for each.
+// multiple of it, itself one of 16, in the lines of both, and D has a matrix for each.
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
                    const Groups& groups, int64_t rows, int64_t unit, const Epilogue& e,
                    const Stream& stream);
