@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from blockscale import ops
 from blockscale._errors import fail, fail_type
+from blockscale.functional import first_order
 from blockscale.recipe import OPERANDS, Recipe, Spec
 from blockscale.rng import Key, Rng
 from blockscale.tensor import QuantizedTensor, gemm_layout
@@ -237,7 +237,7 @@ class _Linear(torch.autograd.Function):
         return y.reshape(*x.shape[:-1], w.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_x, of_w, key = pytree.tree_unflatten(ctx.saved_tensors, ctx.tree)
         recipe, places, (dx, dw, db), x_dtype, w_dtype, bias_dtype = ctx.call

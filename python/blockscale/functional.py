@@ -3,6 +3,7 @@ recipe."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -152,7 +153,7 @@ def linear_with_key(
         made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
         rest = (recipe.text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made)
         if forward_ad._current_level >= 0:
-            _refuse_tangents(_name(offsets), x, w)
+            _refuse_tangents(_name(offsets), x, w, bias)
         y: torch.Tensor
         watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         forward = _forward if watched else _forward_now
@@ -214,10 +215,12 @@ def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
     fail(_name(offsets), "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
 
 
-def _refuse_tangents(operation: str, x: torch.Tensor, w: torch.Tensor) -> None:
+def _refuse_tangents(
+    operation: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     """PyTorch would take an operator without a derivative of its own for a constant."""
-    for name, tensor in (("x", x), ("w", w)):
-        if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             need = "no tangent: forward-mode derivatives are not implemented"
             fail(operation, name, "a dual tensor", need, "use reverse mode")
 
@@ -236,6 +239,21 @@ def _check_into(
         fail(op, name, got, need)
     if torch.is_grad_enabled() and not dw:
         fail(op, name, "given", "none: w needs no gradient", "leave it out")
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose gradients raise when they are differentiated again. PyTorch's
+    `once_differentiable` sees to that only where dy needs a gradient; where it does not, as after
+    `y.sum()`, w's part of a second derivative would be left out without a word."""
+    once: Callable[..., Any] = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, dy: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            dy = dy.detach().requires_grad_()
+        return once(ctx, dy)
+
+    return run
 
 
 class LinearFunction(torch.autograd.Function):
@@ -276,7 +294,7 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
         text, k, dx, dw, db, dtypes, into = ctx.call

@@ -360,3 +360,23 @@ def test_the_layer_is_the_function() -> None:
     assert torch.equal(dw, torch.autograd.grad(want, case.w, case.dy)[0])
     assert "recipe=nvfp4" in repr(layer)
     assert isinstance(layer, torch.nn.Linear)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_second_derivative_raises_also_where_dy_is_constant(recipe: str) -> None:
+    """`y.sum()` gives a dy without a gradient, where PyTorch alone would return a constant."""
+    x, w, _, _ = make()
+    x.requires_grad_(), w.requires_grad_()
+    y = x.sum() + bs.linear(x, w, None, recipe, rng=RNG)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        gradient.square().mean().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_tangent_of_the_bias_is_refused() -> None:
+    x, w, bias, _ = make()
+    assert bias is not None
+    refused = pytest.raises(ValueError, match="linear: bias = a dual tensor; need no tangent")
+    with forward_ad.dual_level(), refused:
+        dual = forward_ad.make_dual(bias, torch.ones_like(bias))  # type: ignore[no-untyped-call]
+        bs.linear(x, w, dual, "mxfp8")
