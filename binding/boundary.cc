@@ -11,7 +11,6 @@ std::string list_text(const int64_t* values, size_t count) {
   for (size_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
   return text + "]";
 }
-std::string shape_text(const Tensor& t) { return list_text(t.sizes().data(), t.sizes().size()); }
 
 // The torch dtype of codes or scales: torch's own where it has one, else bytes.
 ScalarType torch_dtype(Format format) {
@@ -93,6 +92,8 @@ std::optional<int64_t> common_row_stride(const Tensor& x) {
 }
 
 }  // namespace
+
+std::string shape_text(const Tensor& t) { return list_text(t.sizes().data(), t.sizes().size()); }
 
 std::string dtype_text(ScalarType type) {
   switch (type) {
@@ -191,9 +192,11 @@ Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
   const ScalarType type = offsets->scalar_type();
   if (type != ScalarType::Int && type != ScalarType::Long)
     fail(op, "offsets.dtype", dtype_text(type), "int32 or int64");
-  if (offsets->dim() != 1 || offsets->numel() == 0 || !offsets->is_contiguous())
-    fail(op, "offsets.shape", shape_text(*offsets), "one contiguous dimension of at least 1 group",
+  if (offsets->dim() != 1 || offsets->numel() == 0)
+    fail(op, "offsets.shape", shape_text(*offsets), "one dimension of at least 1 group",
          "offsets are the cumulative ends of groups of rows");
+  if (!offsets->is_contiguous())
+    fail(op, "offsets", "strided", "contiguous memory", "call offsets.contiguous()");
   if (batch)
     fail(op, "batch_dims", 1, "0: offsets cut the rows of one matrix", "pass either of the two");
   const Groups groups{offsets->const_data_ptr(), type == ScalarType::Long, offsets->numel()};

@@ -66,6 +66,7 @@ Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
 
 // torch's name, e.g. "float8_e4m3fn"; torch/headeronly only has "Float8_e4m3fn".
 std::string dtype_text(ScalarType type);
+std::string shape_text(const Tensor& t);
 int checked_axis(const char* op, int64_t axis);
 DType dtype_of(const char* op, const char* argument, ScalarType type);
 

@@ -157,3 +157,13 @@ BLOCKSCALE_EXPORT long bs_matmul_path(const char* op, const char* spec, const ch
   using namespace blockscale;
   return answer([&] { return binding::matmul_path(op, parse_spec(spec), device); }, out, n);
 }
+
+// Whether a weight of spec `weight` that is made ahead of products with operands of spec `a`, whose
+// rows so many groups (or 0) divide, is widened on the current GPU.
+BLOCKSCALE_EXPORT long bs_widens(const char* a, const char* weight, const char* groups, char* out,
+                                 long n) {
+  using namespace blockscale;
+  return answer(
+      [&] { return boolean(gpu::widens(parse_spec(a), parse_spec(weight), std::stoll(groups))); },
+      out, n);
+}

@@ -5,9 +5,11 @@
 #include <string>
 #include <utility>
 
-// PyTorch has it in its builds for GPUs only: weak, so that one binary loads under every build.
-extern "C" __attribute__((weak, visibility("default"))) AOTITorchError
-aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+// PyTorch has these in its builds for GPUs only: weak, so that one binary loads under every build.
+#define BLOCKSCALE_OF_GPUS extern "C" __attribute__((weak, visibility("default"))) AOTITorchError
+BLOCKSCALE_OF_GPUS aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+BLOCKSCALE_OF_GPUS aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t nbytes, void** ret_ptr);
+BLOCKSCALE_OF_GPUS aoti_torch_cuda_caching_allocator_raw_delete(void* ptr);
 
 namespace blockscale::binding {
 namespace {
@@ -61,7 +63,11 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
 Place::Place(const char* op, const char* argument, const Tensor& first)
     : op_(op), first_(argument), device_(first.device()), memory_(device_) {
   if (device_.type() == DeviceType::CPU) return;
-  if (cuda() && runs_kernels(device_)) return;
+  if (cuda() && runs_kernels(device_)) {
+    using torch::stable::accelerator::getCurrentDeviceIndex;
+    if (getCurrentDeviceIndex() != device_.index()) guard_.emplace(device_.index());
+    return;
+  }
   fail(op, std::string(argument) + ".device", device_text(device_), "cpu",
        "move it with .cpu(): " + refusal(device_));
 }
@@ -107,40 +113,54 @@ Tensor contiguous_of(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-void* Memory::take(int64_t bytes) {
-  if (void* const small = take_small(bytes)) return small;
-  tensors_.push_back(empty({bytes}, ScalarType::Byte, device_));
-  return tensors_.back().mutable_data_ptr();
+Tensor borrowed(void* data, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                ScalarType dtype, const Device& device) {
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      data, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0,
+      to<int32_t>(from(dtype)), to<int32_t>(from(device.type())), device.index(), &made));
+  return Tensor(made);
 }
 
-void* Memory::take_small(int64_t bytes) {
+Piece::Piece(const Device& device, int64_t bytes) {
+  if (device.type() == DeviceType::CPU) {
+    tensor_ = empty({bytes}, ScalarType::Byte, device);
+    data_ = static_cast<uint8_t*>(tensor_->mutable_data_ptr());
+    return;
+  }
+  void* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data));
+  data_ = static_cast<uint8_t*>(data);
+}
+Piece::~Piece() {
+  if (data_ && !tensor_) (void)aoti_torch_cuda_caching_allocator_raw_delete(data_);
+}
+
+uint8_t* Memory::take(int64_t bytes) {
+  if (uint8_t* const small = take_small(bytes)) return small;
+  return pieces_.emplace_back(device_, bytes).data();
+}
+
+uint8_t* Memory::take_small(int64_t bytes) {
   constexpr int64_t kShared = 1 << 19, kMost = 1 << 17, kAlign = 256;
   if (device_.type() == DeviceType::CPU || bytes > kMost) return nullptr;
-  if (!shared_ || used_ + bytes > kShared) {
-    if (shared_) tensors_.push_back(*shared_);
-    shared_ = empty({kShared / 2}, ScalarType::BFloat16, device_);
-    base_ = static_cast<uint8_t*>(shared_->mutable_data_ptr());
+  if (!base_ || used_ + bytes > kShared) {
+    base_ = pieces_.emplace_back(device_, kShared).data();
     used_ = 0;
   }
   return base_ + std::exchange(used_, round_up(used_ + bytes, kAlign));
 }
 
-Memory::Values Memory::take_values(int64_t count) {
-  if (void* const small = take_small(2 * count))
-    return {*shared_, (static_cast<uint8_t*>(small) - base_) / 2};
-  return {empty({count}, ScalarType::BFloat16, device_), 0};
-}
-
 TorchStream::TorchStream(const Device& device, Memory& memory) : device_(device), memory_(memory) {
-  using namespace torch::stable::accelerator;
-  if (getCurrentDeviceIndex() != device.index()) guard_.emplace(device.index());
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &handle_));
 }
 
 void* TorchStream::workspace(int64_t bytes) const {
-  if (void* const small = memory_.take_small(bytes)) return small;
-  workspaces_.push_back(empty({bytes}, ScalarType::Byte, device_));
-  return workspaces_.back().mutable_data_ptr();
+  if (uint8_t* const small = memory_.take_small(bytes)) return small;
+  return workspaces_.emplace_back(device_, bytes).data();
 }
 
 const Executor& executor_for(int64_t elements) {

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "blockscale/ops.h"
@@ -19,32 +20,40 @@ using torch::headeronly::ScalarType;
 using torch::stable::Device;
 using torch::stable::Tensor;
 
-// Memory of a call, until it returns. Small pieces on a GPU are parts of one tensor: to the host of
-// a small layer an allocation is a good part of a kernel's launch.
+// A piece of memory from PyTorch's allocator. On a GPU it is no tensor, which costs the host twice
+// as much, lies on the current device, and may be freed before the kernels that use it have run:
+// memory is handed on in stream order.
+class Piece {
+ public:
+  Piece(const Device& device, int64_t bytes);
+  Piece(Piece&& other) noexcept
+      : tensor_(std::move(other.tensor_)), data_(std::exchange(other.data_, nullptr)) {}
+  Piece& operator=(Piece&&) = delete;
+  ~Piece();
+  uint8_t* data() const { return data_; }
+
+ private:
+  std::optional<Tensor> tensor_;  // in host memory
+  uint8_t* data_ = nullptr;
+};
+
+// Memory of a call, until it returns. Small pieces on a GPU are parts of one: to the host of a
+// small layer an allocation is a good part of a kernel's launch.
 class Memory {
  public:
   explicit Memory(const Device& device) : device_(device) {}
-  void* take(int64_t bytes);
+  uint8_t* take(int64_t bytes);
   // Null for what is large, or lies in host memory.
-  void* take_small(int64_t bytes);
-  // BF16 values, from an element of a tensor on; large ones live as long as it.
-  struct Values {
-    Tensor tensor;
-    int64_t from;
-  };
-  Values take_values(int64_t count);
+  uint8_t* take_small(int64_t bytes);
 
  private:
   Device device_;
-  std::vector<Tensor> tensors_;
-  std::optional<Tensor> shared_;  // BF16, and `used_` bytes are taken of the last one
-  uint8_t* base_ = nullptr;
+  std::vector<Piece> pieces_;
+  uint8_t* base_ = nullptr;  // of the last one for small parts
   int64_t used_ = 0;
 };
 
-// PyTorch's current stream of a device, which is the current one while this lives. Memory is freed
-// before the kernels that use them have run: PyTorch's allocator hands memory on in stream
-// order.
+// PyTorch's current stream of a device.
 class TorchStream final : public Stream {
  public:
   TorchStream(const Device& device, Memory& memory);
@@ -55,12 +64,12 @@ class TorchStream final : public Stream {
  private:
   Device device_;
   Memory& memory_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
   void* handle_ = nullptr;
-  mutable std::vector<Tensor> workspaces_;
+  mutable std::vector<Piece> workspaces_;
 };
 
-// The one device of a call: that of its first tensor, which this build must have a backend for.
+// The one device of a call: that of its first tensor, which this build must have a backend for, and
+// which is the current one while this lives.
 class Place {
  public:
   Place(const char* op, const char* argument, const Tensor& first);
@@ -81,6 +90,7 @@ class Place {
   const char* op_;
   const char* first_;
   Device device_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
   mutable Memory memory_;
   mutable std::optional<TorchStream> stream_;
 };
@@ -95,6 +105,9 @@ Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_
 Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes);
 Tensor part(const Tensor& fresh, const std::vector<int64_t>& sizes,
             const std::vector<int64_t>& strides, int64_t from);
+// Memory of a GPU as a tensor that does not own it.
+Tensor borrowed(void* data, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                ScalarType dtype, const Device& device);
 // The tensor itself where it is contiguous already: asking PyTorch costs its dispatcher.
 Tensor contiguous_of(const Tensor& tensor);
 

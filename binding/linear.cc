@@ -129,6 +129,7 @@ Tensor grouped_on_cpu(const Place& at, const Tensor& a, const Tensor& b, const G
 Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
                ScalarType compute, ScalarType out_dtype, const Ints& sizes, const Groups& groups,
                int64_t rows, const std::optional<Tensor>& into = std::nullopt) {
+  if (a.view && b.wide) return matmul(at, *a.view, *b.wide, bias, out_dtype, sizes, into);
   if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes, into);
   const Tensor left = values(at, a, false, compute);
   const Tensor right = values(at, b, groups && a.axis == -1, compute);
@@ -212,8 +213,9 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   } else {
     require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
             "what quantize_weight returned");
-    right = side_of(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_w,
-                    -1, {n, k, grouped ? w.size(0) : 1, {}});
+    const Extent extent{n, k, grouped ? w.size(0) : 1, {}};
+    right = weight_of(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_x,
+                      recipe.fprop_w, -1, extent, groups.count);
   }
   const bool draws = recipe.backward_draws(dx, dw);
   std::optional<Kept> kept;
@@ -237,13 +239,35 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at("quantize_weight", "w", w);
   require(w.dim() == 2 || w.dim() == 3, at.op(), "w.dim()", w.dim(), "2, [N, K], or 3, [E, N, K]");
-  Making made(at, w, w.dim() == 3, {}, recipe.fprop_w, recipe.dgrad_w,
-              outside_if(recipe.fprop_w.has_value()), outside_if(dgrad && recipe.dgrad_w),
+  const bool batched = w.dim() == 3;
+  const int64_t groups = batched ? w.size(0) : 0;
+  const bool row_wide = lies_wide(at, recipe.fprop_x, recipe.fprop_w, groups);
+  const bool column_wide = lies_wide(at, recipe.dgrad_dy, recipe.dgrad_w, groups);
+  // What is widened is quantized into memory of this call.
+  const auto wanted = [](bool made, bool wide) { return wide ? here_if(made) : outside_if(made); };
+  Making made(at, w, batched, {}, recipe.fprop_w, recipe.dgrad_w,
+              wanted(recipe.fprop_w.has_value(), row_wide),
+              wanted(dgrad && recipe.dgrad_w, column_wide),
               {Role::w, key_or_none(at, "seed", seed), key_or_none(at, "offset", offset)});
   std::vector<Tensor> results;
-  for (std::optional<Made>* operand : {&made.made_row, &made.made_column})
-    if (*operand) results.push_back(hand_out(at, operand).memory);
+  const auto allocate = [&](std::optional<Made>& operand, bool wide) {
+    if (!operand) return;
+    const int64_t bytes = wide ? gpu::wide_bytes(as_const(operand->view)) : 0;
+    results.push_back(wide ? empty({bytes}, ScalarType::Byte, at.device())
+                           : hand_out(at, &operand).memory);
+  };
+  allocate(made.made_row, row_wide);
+  allocate(made.made_column, column_wide);
   make(at, made);
+  const auto widen = [&](const std::optional<Made>& operand, bool wide, Tensor& to) {
+    if (operand && wide)
+      gpu::widen_b(as_const(operand->view), static_cast<uint8_t*>(to.mutable_data_ptr()),
+                   at.stream());
+  };
+  if (!results.empty()) {
+    widen(made.made_row, row_wide, results.front());
+    widen(made.made_column, column_wide, results.back());
+  }
   return results;
 }
 
@@ -255,17 +279,17 @@ struct Saved {
   Saved(const Place& at, const std::vector<Tensor>& saved, const Recipe& recipe, bool dx, bool dw,
         bool draws, const Extent& of_x, const Extent& of_w) {
     const bool x_made = dw && recipe.wgrad_x, w_made = dx && recipe.dgrad_w;
-    // An operand of w that was made ahead looks like what a forward makes, were it alone.
     const size_t others = size_t{dw && !x_made} + size_t{dx && !w_made} + size_t{draws};
-    const bool ahead = w_made && (x_made || draws) && saved.size() == others + 2;
-    const bool made = x_made || w_made || draws;
-    require(saved.size() == others + size_t{made} + size_t{ahead}, at.op(), "saved", saved.size(),
+    const bool together = x_made || draws;  // the forward has made more than w's operand
+    const bool alone = w_made && (!together || saved.size() == others + 2);
+    require(saved.size() == others + size_t{together} + size_t{alone}, at.op(), "saved",
+            saved.size(),
             "what the forward made, w's operand, x, w and seed, each where it is needed");
     std::optional<Plan> x_plan, w_plan;
     if (x_made) x_plan.emplace(*recipe.wgrad_x, -2, of_x);
-    if (w_made && !ahead) w_plan.emplace(*recipe.dgrad_w, -2, of_w);
+    if (w_made && !alone) w_plan.emplace(*recipe.dgrad_w, -2, of_w);
     auto next = saved.begin();
-    if (made) {
+    if (together) {
       Kept kept(x_plan ? &*x_plan : nullptr, w_plan ? &*w_plan : nullptr, draws);
       kept.read(at, "saved", *next++);
       if (x_plan) x = Side{kept.memory, -2, as_const(kept.view[0])};
@@ -273,7 +297,9 @@ struct Saved {
       offset = kept.offset;
       memory = kept.memory;
     }
-    if (ahead) w = side_of(at, "saved", *next++, recipe.dgrad_w, -2, of_w);
+    if (alone)
+      w = weight_of(at, "saved", *next++, recipe.dgrad_dy, recipe.dgrad_w, -2, of_w,
+                    of_x.groups.count);
     if (dw && !x_made) x = Side{matrix(*next++), -2, std::nullopt};
     if (dx && !w_made) w = Side{*next++, -2, std::nullopt};
     if (draws) seed = key_of(at, "seed", *next++);

@@ -57,23 +57,31 @@ ConstQuantized without_outer(const ConstQuantized& q) {
 
 // Both operands in BF16: [lines, extent] of a, and of b, with `batched` a batch, [extent, lines]
 // over lines in memory. Rows are at multiples of 16 bytes, which the fast kernels of both sides ask
-// for, and both are parts of one tensor, which costs the host less than two.
-std::pair<Tensor, Tensor> decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-                                  bool batched, const Stream& stream) {
+// for, and both are parts of one piece, which costs the host less than two.
+struct Decoded {
+  std::optional<Piece> memory;  // of large ones; small ones are the call's
+  Tensor left, right;
+};
+Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b, bool batched,
+                const Stream& stream) {
   const ConstQuantized left = without_outer(a), right = without_outer(b);
   const int64_t stride = std::max<int64_t>(round_up(left.columns, 8), 8);
   const int64_t first = round_up(left.rows * stride, 128), matrix = right.rows * stride;
-  const auto [memory, from] = at.memory().take_values(first + b.batch * matrix);
-  auto* const values = static_cast<uint16_t*>(memory.mutable_data_ptr()) + from;
+  const int64_t bytes = 2 * (first + b.batch * matrix);
+  std::optional<Piece> memory;
+  uint8_t* values = at.memory().take_small(bytes);
+  if (!values) values = memory.emplace(at.device(), bytes).data();
   const auto view = [&](const ConstQuantized& q, int64_t at_element) {
-    return Matrix{values + at_element, DType::bf16, q.rows, q.columns, stride, 1, q.batch,
+    return Matrix{values + 2 * at_element, DType::bf16, q.rows, q.columns, stride, 1, q.batch,
                   q.rows * stride};
   };
   gpu::dequantize_two(left, view(left, 0), right, view(right, first), stream);
   Ints sizes{right.columns, right.rows}, strides{1, stride};
   if (batched) sizes.insert(sizes.begin(), b.batch), strides.insert(strides.begin(), matrix);
-  return {part(memory, {left.rows, left.columns}, {stride, 1}, from),
-          part(memory, sizes, strides, from + first)};
+  constexpr ScalarType kType = ScalarType::BFloat16;
+  return {std::move(memory),
+          borrowed(values, {left.rows, left.columns}, {stride, 1}, kType, at.device()),
+          borrowed(values + 2 * first, sizes, strides, kType, at.device())};
 }
 
 void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
@@ -98,10 +106,13 @@ std::string renamed(const Error& error, const std::string& op) {
 Matrix result_view(const Place& at, const ConstQuantized& a, const ConstQuantized& b, Tensor& out) {
   return matrices(at, out, a.shape().lines, b.shape().lines, b.groups ? b.groups.count : 1);
 }
+Matrix result_view(const Place& at, const ConstQuantized& a, const gpu::Wide& b, Tensor& out) {
+  return result_view(at, a, b.q, out);
+}
 
-// The core's GEMM, with threads or on a stream.
-template <class On>
-Tensor core_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+// The core's GEMM, with threads or on a stream; b may be widened before.
+template <class B, class On>
+Tensor core_matmul(const Place& at, const ConstQuantized& a, const B& b,
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
                    const std::optional<Tensor>& into, const On& on) {
   GemmOptions options;
@@ -134,7 +145,7 @@ Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantize
     if (b.groups) shape.insert(shape.begin(), b.groups.count);
     return torch::stable::full(shape, 0.0, dtype, std::nullopt, at.device());
   }
-  const auto [left, right] = decoded(at, a, b, ends && !b.groups, stream);
+  const auto [memory, left, right] = decoded(at, a, b, ends && !b.groups, stream);
   if (ends) return grouped_mm(left, right, *ends);
   Tensor out = empty({sa.lines, sb.lines}, dtype, at.device());
   multiply(left, right, bias, out, dtype);
@@ -165,7 +176,7 @@ int64_t storage_unit(const QuantSpec& spec) {
 Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
                    const std::optional<Tensor>& into, const Stream& stream) {
-  const auto [left, right] = decoded(at, a, b, false, stream);
+  const auto [memory, left, right] = decoded(at, a, b, false, stream);
   const int64_t m = a.shape().lines, n = b.shape().lines, k = a.shape().extent;
   const int64_t stride = left.stride(0);
   Tensor out = into ? *into : empty(sizes, out_dtype, at.device());
@@ -239,6 +250,20 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   return out;
 }
 
+void check_bias(const Place& at, const std::optional<Tensor>& bias, const Groups& groups,
+                int64_t lines) {
+  if (!bias) return;
+  at.check("bias", *bias);
+  dtype_of(at.op(), "bias.dtype", bias->scalar_type());
+  const int64_t rank = bias->dim();
+  const std::string needed = std::to_string(lines);
+  if (groups && (rank != 2 || bias->size(0) != groups.count || bias->size(1) != lines))
+    fail(at.op(), "bias.shape", shape_text(*bias),
+         "[" + std::to_string(groups.count) + ", " + needed + "], a row for each group");
+  if (!groups && (rank != 1 || bias->numel() != lines))
+    fail(at.op(), "bias.shape", shape_text(*bias), "[" + needed + "], the rows of b");
+}
+
 }  // namespace
 
 gpu::GroupEnds Ends::view(bool contraction) const {
@@ -297,21 +322,18 @@ Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,
               const std::vector<int64_t>& sizes, const std::optional<Tensor>& into) {
   const StoredShape sa = a.shape(), sb = b.shape();
-  if (bias) {
-    at.check("bias", *bias);
-    dtype_of(at.op(), "bias.dtype", bias->scalar_type());
-    const int64_t rank = bias->dim(), count = a.groups ? a.groups.count : 1;
-    const std::string lines = std::to_string(sb.lines);
-    if (a.groups && (rank != 2 || bias->size(0) != count || bias->size(1) != sb.lines))
-      fail(at.op(), "bias", "another shape",
-           "[" + std::to_string(count) + ", " + lines + "], a row for each group");
-    if (!a.groups && (rank != 1 || bias->numel() != sb.lines))
-      fail(at.op(), "bias.numel()", bias->numel(), "one dimension of " + lines + ", the rows of b");
-  }
+  check_bias(at, bias, a.groups, sb.lines);
   if (at.cuda()) return matmul_on_gpu(at, a, b, bias, out_dtype, sizes, into);
   // A multiply-add costs about 1/16 of quantizing an element.
   const int64_t work = sa.lines * sb.lines / 16 * sa.extent;
   return core_matmul(at, a, b, bias, out_dtype, sizes, into, executor_for(work));
+}
+
+Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
+              const std::optional<Tensor>& bias, ScalarType out_dtype,
+              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into) {
+  check_bias(at, bias, a.groups, b.q.shape().lines);
+  return core_matmul(at, a, b, bias, out_dtype, sizes, into, at.stream());
 }
 
 }  // namespace blockscale::binding

@@ -19,6 +19,10 @@ namespace blockscale::binding {
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,
               const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt);
+// The same of a in MXFP4, and a b that was widened before.
+Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
+              const std::optional<Tensor>& bias, ScalarType out_dtype,
+              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt);
 
 // Where groups of `rows` rows end on a GPU, in storage where each starts at a multiple of `unit`;
 // looked at, so that nothing is read outside whatever the offsets are.

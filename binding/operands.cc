@@ -30,6 +30,19 @@ void quantize_one(const Quantization& q, const Executor& on) {
     quantize(q.x, *q.column, q.column_options, on);
 }
 
+// What an earlier call has filled, where it was made or a copy.
+Tensor read_bytes(const Place& at, const char* name, const Tensor& saved, int64_t bytes) {
+  at.check(name, saved);
+  if (saved.scalar_type() != ScalarType::Byte || saved.numel() != bytes)
+    fail(at.op(), name, std::to_string(saved.numel()) + " elements",
+         std::to_string(bytes) + " bytes", "pass what was returned for these extents");
+  Tensor memory = contiguous_of(saved);
+  // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
+  if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
+    memory = torch::stable::clone(memory);
+  return memory;
+}
+
 }  // namespace
 
 Plan::Plan(const QuantSpec& spec, int axis, const Extent& e) {
@@ -62,14 +75,7 @@ void Kept::allocate(const Place& at) {
 }
 
 void Kept::read(const Place& at, const char* name, const Tensor& saved) {
-  at.check(name, saved);
-  if (saved.scalar_type() != ScalarType::Byte || saved.numel() != bytes_)
-    fail(at.op(), name, std::to_string(saved.numel()) + " elements",
-         std::to_string(bytes_) + " bytes", "pass what was returned for these extents");
-  memory = contiguous_of(saved);
-  // Hooks may have brought it back to anywhere; GPU kernels read codes 16 bytes at a time.
-  if (reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 != 0)
-    memory = torch::stable::clone(memory);
+  memory = read_bytes(at, name, saved, bytes_);
   place();
 }
 
@@ -85,17 +91,32 @@ void Kept::place() {
   if (has_offset_) offset = reinterpret_cast<int64_t*>(next), next += sizeof(int64_t);
   for (int i = 0; i < 2; ++i)
     if (plans_[i]) view[i].outer = reinterpret_cast<float*>(next), next += plans_[i]->outer;
-  for (int i = 0; i < 2; ++i)
-    if (plans_[i]) view[i].scales = next, next += plans_[i]->scales;
+  // Those of four bytes first, which have to be aligned.
+  for (const int64_t size : {4, 1})
+    for (int i = 0; i < 2; ++i)
+      if (plans_[i] && scale_bytes(plans_[i]->q.spec.scale) == size)
+        view[i].scales = next, next += plans_[i]->scales;
 }
 
-Side side_of(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
-             const Extent& e) {
-  if (!spec) return {saved, axis, std::nullopt};
-  const Plan plan(*spec, axis, e);
+bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups) {
+  if (!at.cuda() || !a || !weight) return false;
+  return gpu::widens(*a, *weight, groups);
+}
+
+Side weight_of(const Place& at, const char* name, const Tensor& saved, const Spec& a,
+               const Spec& weight, int axis, const Extent& e, int64_t groups) {
+  if (!weight) return {saved, axis, std::nullopt};
+  const Plan plan(*weight, axis, e);
   Kept kept(&plan);
-  kept.read(at, name, saved);
-  return {kept.memory, axis, as_const(kept.view[0])};
+  if (saved.numel() == kept.bytes() || !lies_wide(at, a, weight, groups)) {
+    kept.read(at, name, saved);
+    return {kept.memory, axis, as_const(kept.view[0])};
+  }
+  validate_pair(at.op(), *a, *weight);
+  const ConstQuantized narrow = as_const(plan.q);
+  const Tensor memory = read_bytes(at, name, saved, gpu::wide_bytes(narrow));
+  auto* const base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
+  return {memory, axis, std::nullopt, gpu::wide_in(narrow, base)};
 }
 
 int64_t rows_of(const Tensor& x) {
@@ -112,7 +133,7 @@ Tensor matrix(const Tensor& x) {
 Made::Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wanted wanted)
     : plan(spec, axis, e), view(plan.q) {
   if (wanted == Wanted::outside) return;
-  auto* const base = static_cast<uint8_t*>(at.memory().take(plan.codes + plan.outer + plan.scales));
+  uint8_t* const base = at.memory().take(plan.codes + plan.outer + plan.scales);
   view.codes = base;
   view.outer = reinterpret_cast<float*>(base + plan.codes);
   view.scales = base + plan.codes + plan.outer;

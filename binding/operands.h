@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "boundary.h"
+#include "gpu/gpu.h"
 
 namespace blockscale::binding {
 
@@ -20,9 +21,10 @@ struct Extent {
 // One operand of a GEMM, quantized or a high-precision matrix, which runs along the contraction
 // axis or, with axis -2, down it.
 struct Side {
-  std::optional<Tensor> memory;  // what was handed in: the matrix, or what `view` lies in
+  std::optional<Tensor> memory;  // what was handed in: the matrix, or what the others lie in
   int axis;
   std::optional<ConstQuantized> view;
+  std::optional<gpu::Wide> wide{};  // in the place of `view`: see lies_wide()
 };
 
 // A quantized operand without memory, and how many bytes its parts take.
@@ -40,6 +42,7 @@ struct Plan {
 class Kept {
  public:
   Kept(const Plan* first, const Plan* second = nullptr, bool offset = false);
+  int64_t bytes() const { return bytes_; }
   void allocate(const Place& at);
   // As an earlier call has filled it.
   void read(const Place& at, const char* name, const Tensor& saved);
@@ -56,9 +59,13 @@ class Kept {
   int64_t second_ = 0, bytes_ = 0;  // where the codes of the second begin; all
 };
 
-// What an earlier call has made, from memory of its own; without a spec, the matrix itself.
-Side side_of(const Place& at, const char* name, const Tensor& saved, const Spec& spec, int axis,
-             const Extent& e);
+// A weight made ahead, for products with operands of spec `a` on the current GPU, whose rows so
+// many groups (or 0) divide, lies as the GEMM reads it: one in MXFP4 is widened then, once for all
+// calls.
+bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups);
+// What an earlier call has made of it alone: ahead, or a forward, which does not widen.
+Side weight_of(const Place& at, const char* name, const Tensor& saved, const Spec& a,
+               const Spec& weight, int axis, const Extent& e, int64_t groups);
 
 // x [..., K] as one matrix.
 int64_t rows_of(const Tensor& x);

@@ -55,6 +55,10 @@ void check_matrix(const char* op, const char* name, int64_t rows, int64_t column
          "quantize parts of it, each with its origin");
   if (rows < 0 || columns < 0 || batch < 0)
     fail(op, name, extents(rows, columns), "extents of at least 0");
+  const int64_t tiles = ceil_div(rows, 128) * ceil_div(columns, 128);
+  if (memory == Memory::device && tiles != 0 && batch >= limit / tiles)
+    fail(op, name, std::to_string(batch) + " matrices of " + extents(rows, columns),
+         "fewer than 2^31 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
   if (!data && rows * columns * batch != 0) fail(op, name, "null", "a pointer to data");
 }
 

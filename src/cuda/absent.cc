@@ -8,8 +8,12 @@ void gemm(const ConstQuantized&, const ConstQuantized&, const Matrix&, const Gem
           const Stream&) {
   fail("gemm", "device", "cuda", "cpu", unavailable());
 }
+void gemm(const ConstQuantized&, const Wide&, const Matrix&, const GemmOptions&, const Stream&) {
+  fail("gemm", "device", "cuda", "cpu", unavailable());
+}
 
 bool widens(const ConstQuantized&, const ConstQuantized&) { return false; }
+bool widens(const QuantSpec&, const QuantSpec&, int64_t) { return false; }
 
 bool has_gemm_device() { return false; }
 

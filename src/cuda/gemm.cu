@@ -1,4 +1,5 @@
 // The GPU backend's GEMMs: operands of the core as arguments of the kernels that multiply them.
+#include "cuda/attribute.h"
 #include "cuda/sm90/gemm.h"
 #include "gpu/launch.h"
 
@@ -18,22 +19,25 @@ __global__ void __launch_bounds__(256)
   from += blockIdx.z * layout_size(layout, scale_rows, blocks);
   to += int64_t{1} * blockIdx.z * pitch * blocks;
   const int first_line = static_cast<int>(blockIdx.x) * kSide;
-  const int first_block = static_cast<int>(blockIdx.y) * kSide;
   const int across = static_cast<int>(threadIdx.x) % kSide;
   const int down = static_cast<int>(threadIdx.x) / kSide;
+  for (int first_block = static_cast<int>(blockIdx.y) * kSide; first_block < blocks;
+       first_block += static_cast<int>(gridDim.y) * kSide) {
 #pragma unroll
-  for (int i = down; i < kSide; i += kDown) {
-    const int line = first_line + i, block = first_block + across;
-    const int row = repeat == 1 ? line : line / repeat;
-    tile[i][across] = line < lines && block < blocks
-                          ? from[layout_offset(layout, scale_rows, blocks, row, block)]
-                          : 0.0f;
-  }
-  __syncthreads();
+    for (int i = down; i < kSide; i += kDown) {
+      const int line = first_line + i, block = first_block + across;
+      const int row = repeat == 1 ? line : line / repeat;
+      tile[i][across] = line < lines && block < blocks
+                            ? from[layout_offset(layout, scale_rows, blocks, row, block)]
+                            : 0.0f;
+    }
+    __syncthreads();
 #pragma unroll
-  for (int i = down; i < kSide; i += kDown) {
-    const int block = first_block + i, line = first_line + across;
-    if (block < blocks && line < pitch) to[int64_t{1} * block * pitch + line] = tile[across][i];
+    for (int i = down; i < kSide; i += kDown) {
+      const int block = first_block + i, line = first_line + across;
+      if (block < blocks && line < pitch) to[int64_t{1} * block * pitch + line] = tile[across][i];
+    }
+    __syncthreads();
   }
 }
 
@@ -49,10 +53,12 @@ const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream
   if (count * q.batch == 0) return scales;
   float* spread = static_cast<float*>(stream.workspace(q.batch * count * 4));
   const auto tiles = [](int64_t n) { return static_cast<unsigned>(ceil_div(n, 32)); };
-  const dim3 grid(tiles(lines), tiles(s.blocks), static_cast<unsigned>(q.batch));
+  const dim3 grid(tiles(lines), std::min(tiles(s.blocks), 1u << 15),
+                  static_cast<unsigned>(q.batch));
   start(spread_scales_kernel, grid, 256, 0, native(stream), scales, spread, q.layout.scales,
         static_cast<int>(lines), static_cast<int>(s.blocks), s.scale_rows,
         repeated ? q.spec.block : 1);
+  check_launch("gemm");
   return spread;
 }
 
@@ -74,15 +80,6 @@ ConstQuantized in_linear(const ConstQuantized& q, const Stream& stream) {
   to.scales = static_cast<uint8_t*>(stream.workspace(q.batch * s.scale_count));
   gpu::relayout(q, to, stream);
   return as_const(to);
-}
-
-// Major and minor, as one number of two digits.
-int compute_capability() {
-  const int device = current_device();
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  return 10 * major + minor;
 }
 
 void check_launched(Error_t e) {
@@ -130,10 +127,10 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
 
 }  // namespace
 
-bool has_gemm_device() { return compute_capability() == 90; }
+bool has_gemm_device() { return cuda::compute_capability(current_device()) == 90; }
 
 void check_gemm_device() {
-  const int capability = compute_capability();
+  const int capability = cuda::compute_capability(current_device());
   if (capability == 90) return;
   fail("gemm", "device", device_text(),
        "a GPU of compute capability 9.0 (H100, H200), whose tensor cores the FP8 GEMM is written "
@@ -142,12 +139,18 @@ void check_gemm_device() {
        "dequantize both operands and multiply them");
 }
 
+bool widens(const QuantSpec& a, const QuantSpec& b, int64_t groups) {
+  return is_mxfp4(a) && is_mxfp4(b) && !(groups && a.square) && groups <= sm90::kMaxGroups &&
+         has_gemm_device();
+}
+
 bool widens(const ConstQuantized& a, const ConstQuantized& b) {
-  const bool along = b.groups.count != 0;
-  // Groups along the contraction axis lie in other places in other layouts.
-  if (along && (a.layout != StorageLayout{} || b.layout != StorageLayout{})) return false;
-  return is_mxfp4(a.spec) && is_mxfp4(b.spec) && (along || !(a.groups && a.spec.square)) &&
-         a.groups.count <= sm90::kMaxGroups && has_gemm_device();
+  if (b.groups.count == 0) return widens(a.spec, b.spec, a.groups.count);
+  // Groups along the contraction axis lie in other places in other layouts, and start at multiples
+  // of 128 once they are widened.
+  return a.shape().extent + a.groups.count * 128 < int64_t{1} << 31 &&
+         a.layout == StorageLayout{} && b.layout == StorageLayout{} &&
+         a.groups.count <= sm90::kMaxGroups && widens(a.spec, b.spec, 0);
 }
 
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
@@ -156,11 +159,19 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   check_groups(a);
   if (!is_mxfp4(a.spec)) return multiply(a, b, nullptr, d, options, stream);
   const Widened wide = widen(in_linear(a, stream), in_linear(b, stream), stream);
-  multiply(wide.a, wide.b, wide.line_scales, d, options, stream);
+  multiply(wide.a.q, wide.b.q, wide.b.line_scales, d, options, stream);
+}
+
+void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOptions& options,
+          const Stream& stream) {
+  check_gemm_device();
+  check_groups(a);
+  multiply(widen_a(in_linear(a, stream), stream).q, b.q, b.line_scales, d, options, stream);
 }
 
 bool multiplies_bf16(int64_t m, int64_t n, int64_t k, int64_t groups) {
-  if (groups > sm90::kMaxGroups || !has_gemm_device()) return false;
+  // The copy engine counts bytes of a line in 31 bits.
+  if (groups > sm90::kMaxGroups || k >= int64_t{1} << 30 || !has_gemm_device()) return false;
   sm90::Bf16Gemm g;
   g.m = m, g.n = n, g.k = k;
   if (groups) g.grouping = sm90::Grouping::rows, g.groups = static_cast<int>(groups);

@@ -34,20 +34,36 @@ inline bool is_mxfp4(const QuantSpec& spec) {
 //
 // Both are linear, and codes start at multiples of 16 bytes. In groups, rows of a lie among its
 // scales as they do among its codes.
+struct Wide {
+  ConstQuantized q;  // E5M2, scales mn_major; codes and scales of a batch follow each other
+  // Of every line of b; along the contraction axis for each group.
+  const float* line_scales = nullptr;
+};
 struct Widened {
-  ConstQuantized a, b;       // E5M2, scales mn_major; codes and scales of a batch follow each other
-  const float* line_scales;  // of every line of b; along the contraction axis for each group
+  Wide a, b;
 };
 Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream);
+// `a` alone, without groups along the contraction axis.
+Wide widen_a(const ConstQuantized& a, const Stream& stream);
+// A linear `b` without groups alone, which many products may read: into memory of so many bytes
+// that starts at a multiple of 16, and where it is there.
+int64_t wide_bytes(const ConstQuantized& b);
+Wide widen_b(const ConstQuantized& b, uint8_t* memory, const Stream& stream);
+Wide wide_in(const ConstQuantized& b, uint8_t* memory);
 
-// Whether gemm takes these operands, in MXFP4, on the current GPU.
+// Whether gemm takes these operands, in MXFP4, on the current GPU; or any of these specs, where so
+// many groups (or 0) divide the rows of a.
 bool widens(const ConstQuantized& a, const ConstQuantized& b);
+bool widens(const QuantSpec& a, const QuantSpec& b, int64_t groups);
 // Whether gemm runs on the current GPU; refuses it if not.
 bool has_gemm_device();
 void check_gemm_device();
 // Operands that gemm_needs has nothing to say about; d with contiguous columns.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
+// The same with a b that was widened before.
+void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOptions& options,
+          const Stream& stream);
 
 // What a kernel that comes after the offsets were looked at needs of groups: where they end, and
 // whether the offsets made sense.

@@ -220,11 +220,14 @@ TEST_P(QuantizeTest, ManyMatricesAreTheReference) {
 // the scales of both directions.
 TEST_P(QuantizeTest, ManyTilesOfBytesAreTheReference) {
   const Specs fp8 = {kFp8_1x128}, mxfp8 = {kMxfp8};
+  const Specs wide = {parse_spec("mxfp8[hadamard=32]")};  // in a pass of its own
   for (int i = 0; i < 4 && !HasFailure(); ++i) {
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, &fp8, &fp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::padded_rows, &fp8, &fp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, &mxfp8, &mxfp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::negative_rows, &mxfp8, &mxfp8, 800);
+    expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, &mxfp8, &wide, 800);
+    expect_reference(*runner, Random(seed() + i), Strides::padded_rows, &wide, &mxfp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, nullptr, &fp8, 800);
     expect_reference(*runner, Random(seed() + i), Strides::aligned_rows, nullptr, &mxfp8, 800);
   }

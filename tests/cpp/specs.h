@@ -128,7 +128,13 @@ inline const std::vector<std::vector<QuantSpec>>& compiled_specs() {
 }
 // Whether there is one for rows and columns at once.
 inline bool is_compiled_pair(const QuantSpec& row, const QuantSpec& column) {
-  if (row.scale != column.scale || row.square != column.square) return false;
+  if (row.scale != column.scale) return false;
+  if (row.square != column.square) {
+    const auto is_e4m3fn = [](const QuantSpec& s) {
+      return s.element == Format::e4m3fn && s.scale == Format::fp32 && !s.stochastic();
+    };
+    return column.square && is_e4m3fn(row) && is_e4m3fn(column);
+  }
   if (shares_encoder(row) || shares_encoder(column))
     return shares_encoder(row) && shares_encoder(column);
   if (row.element != column.element) return false;

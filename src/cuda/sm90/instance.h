@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "blockscale/spec.h"
+#include "cuda/attribute.h"
 #include "cuda/sm90/gemm.h"
 #include "cuda/sm90/multiply.h"
 #include "cuda/tensor_map.h"
@@ -26,8 +27,8 @@ inline bool make_map(CUtensorMap& map, CUtensorMapDataType type, const void* dat
 // The device that is current, and how many multiprocessors it has.
 inline cudaError_t current(int& device, int& multiprocessors) {
   const cudaError_t e = cudaGetDevice(&device);
-  if (e != cudaSuccess) return e;
-  return cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e == cudaSuccess) multiprocessors = cuda::multiprocessors(device);
+  return e;
 }
 
 // What the choice of a tile looks at, of either kind of operands. `block`: of K, in elements.

@@ -208,6 +208,21 @@ void run(DequantizeParams& p, const Stream& stream) {
   check_launch("dequantize");
 }
 
+// The matrices of a batch from `first` on, before `end`.
+ConstQuantized matrices_of(ConstQuantized q, int64_t first, int64_t end) {
+  const StoredShape s = q.shape();
+  q.codes += first * s.code_bytes;
+  q.scales += first * s.scale_count * scale_bytes(q.spec.scale);
+  if (q.outer) q.outer += first;
+  q.batch = end - first;
+  return q;
+}
+Matrix matrices_of(Matrix x, int64_t first, int64_t end) {
+  x.data = static_cast<uint8_t*>(x.data) + first * x.batch_stride * dtype_bytes(x.dtype);
+  x.batch = end - first;
+  return x;
+}
+
 // Whether one launch decodes both: lines of one form, so that they differ in where they lie and in
 // how many share a scale.
 bool alike(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b, const Matrix& y) {
@@ -226,6 +241,12 @@ bool alike(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b, co
 
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) {
   if (x.rows * x.columns * x.batch == 0) return;
+  // Kernels count the pieces of all rows in 31 bits.
+  if (x.batch > 1 && ceil_div(x.columns, kPiece) * x.rows * x.batch >= int64_t{1} << 31) {
+    const int64_t half = x.batch / 2;
+    gpu::dequantize(matrices_of(q, 0, half), matrices_of(x, 0, half), stream);
+    return gpu::dequantize(matrices_of(q, half, q.batch), matrices_of(x, half, x.batch), stream);
+  }
   DequantizeParams p = params_of(q, x);
   if (q.groups) p.plan = make_plan(q.groups, x.rows, x.columns, &q, nullptr, false, stream);
   run(p, stream);

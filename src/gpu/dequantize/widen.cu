@@ -4,6 +4,7 @@
 // between two blocks' scales. So blocks of 32 with a scale each become a line (or 128 of it) with
 // one scale, exactly, with codes of E5M2 that hold what the blocks' scales differ by.
 #include <bit>
+#include <utility>
 
 #include "divisor.h"
 #include "gpu/launch.h"
@@ -165,22 +166,25 @@ __global__ void __launch_bounds__(kWidenThreads)
   }
 }
 
-// An operand with room for its codes and scales, and what the kernel needs to know of it.
+// An operand with room for its codes and scales, and what the kernel needs to know of it. `take`
+// gives memory, in multiples of 16 bytes.
 struct Room {
-  Room(const ConstQuantized& from, const QuantSpec& spec, const Stream& stream) : made(from) {
+  template <class Take>
+  Room(const ConstQuantized& from, const QuantSpec& spec, const Take& take) : made{from} {
     const StoredShape s = from.shape();
-    made.spec = spec;
-    made.spec.element = Format::e5m2;
-    made.layout.scales = Layout::mn_major;
+    ConstQuantized& q = made.q;
+    q.spec = spec;
+    q.spec.element = Format::e5m2;
+    q.layout.scales = Layout::mn_major;
     // The tails that a transform filled are codes like others; groups along the contraction axis
     // have whole blocks of theirs anyway.
-    if (from.axis == -1 || !from.groups)
-      made.axis = -1, made.rows = s.lines, made.columns = s.extent;
-    const StoredShape m = made.shape();
+    if (from.axis == -1 || !from.groups) q.axis = -1, q.rows = s.lines, q.columns = s.extent;
+    const StoredShape m = q.shape();
     padded = static_cast<int>(m.padded);
-    side.to = static_cast<uint8_t*>(stream.workspace(made.batch * s.lines * padded));
-    side.to_scales = static_cast<float*>(stream.workspace(made.batch * m.scale_count * 4));
-    made.codes = side.to, made.scales = reinterpret_cast<const uint8_t*>(side.to_scales);
+    side.to = take(q.batch * s.lines * padded);
+    uint8_t* const to_scales = take(q.batch * m.scale_count * 4);
+    side.to_scales = reinterpret_cast<float*>(to_scales);
+    q.codes = side.to, q.scales = to_scales;
     side.codes = from.codes, side.scales = from.scales;
     side.code_columns = static_cast<int>(s.code_columns);
     side.scale_columns = static_cast<int>(s.scale_columns);
@@ -189,11 +193,27 @@ struct Room {
     side.scale_shift = s.scale_lines == 1 ? 0 : std::countr_zero(uint32_t{kBlock});
     side.lines = static_cast<uint32_t>(from.batch * s.lines);
     side.matrix = Divisor(std::max<int64_t>(s.lines, 1));
+    blocks = static_cast<int>(s.blocks);
   }
-  ConstQuantized made;
+  Wide made;
   WideSide side{};
-  int padded;  // bytes of a line
+  int padded, blocks;  // of a line: bytes of what is made, blocks of 32
 };
+Room room_of_a(const ConstQuantized& a, const Stream& stream) {
+  return {a, kFp8_1x128,
+          [&](int64_t bytes) { return static_cast<uint8_t*>(stream.workspace(bytes)); }};
+}
+// And with scales of its lines, of each of the groups along the contraction axis.
+template <class Take>
+Room room_of_b(const ConstQuantized& b, int groups, const Take& take) {
+  Room room(b, kFp8_128x128, take);
+  room.made.line_scales = reinterpret_cast<float*>(take(int64_t{4} * groups * room.side.lines));
+  return room;
+}
+// In memory that starts at `memory`, one piece behind the other; `end` moves on.
+auto from(uint8_t* memory, int64_t& end) {
+  return [memory, &end](int64_t bytes) { return memory + std::exchange(end, end + bytes); };
+}
 
 // Where groups along the contraction axis end, in storage where each starts at a multiple of unit.
 const int32_t* ends_of(const ConstQuantized& q, int64_t unit, const Stream& stream) {
@@ -202,28 +222,59 @@ const int32_t* ends_of(const ConstQuantized& q, int64_t unit, const Stream& stre
   return ends;
 }
 
+// The operands that there are.
+void launch(WidenParams& p, const Room* a, const Room* b, const Stream& stream) {
+  const Room& one = a ? *a : *b;
+  p.blocks = one.blocks, p.padded = one.padded;
+  if (a) p.a = a->side;
+  if (b) p.b = b->side, p.line_scales = const_cast<float*>(b->made.line_scales);
+  p.a_blocks = static_cast<uint32_t>(ceil_div(p.a.lines, kWidenLines));
+  const auto blocks = p.a_blocks + static_cast<uint32_t>(ceil_div(p.b.lines, kWidenLines));
+  if (blocks == 0) return;
+  start(widen_kernel, blocks, kWidenThreads, 0, native(stream), p);
+  check_launch("gemm");
+}
+
 }  // namespace
 
 Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream) {
-  const Room left(a, kFp8_1x128, stream), right(b, kFp8_128x128, stream);
-  WidenParams p{};
-  p.a = left.side, p.b = right.side;
-  p.blocks = static_cast<int>(a.shape().blocks);
-  p.padded = left.padded;
-  p.groups = 1;
+  WidenParams p{.groups = 1};
   if (b.groups && a.groups.count > 0) {
     p.groups = static_cast<int>(a.groups.count);
     p.ends = ends_of(a, std::max<int64_t>(kBlock, a.spec.hadamard.dim), stream);
     p.to_ends = ends_of(a, kShared, stream);
   }
-  p.line_scales = static_cast<float*>(stream.workspace(int64_t{4} * p.groups * p.b.lines));
-  p.a_blocks = static_cast<uint32_t>(ceil_div(p.a.lines, kWidenLines));
-  const auto blocks = p.a_blocks + static_cast<uint32_t>(ceil_div(p.b.lines, kWidenLines));
-  if (blocks > 0) {
-    start(widen_kernel, blocks, kWidenThreads, 0, native(stream), p);
-    check_launch("gemm");
-  }
-  return {left.made, right.made, p.line_scales};
+  const Room left = room_of_a(a, stream);
+  const Room right = room_of_b(
+      b, p.groups, [&](int64_t bytes) { return static_cast<uint8_t*>(stream.workspace(bytes)); });
+  launch(p, &left, &right, stream);
+  return {left.made, right.made};
+}
+
+Wide widen_a(const ConstQuantized& a, const Stream& stream) {
+  WidenParams p{.groups = 1};
+  const Room room = room_of_a(a, stream);
+  launch(p, &room, nullptr, stream);
+  return room.made;
+}
+
+int64_t wide_bytes(const ConstQuantized& b) {
+  int64_t bytes = 0;
+  room_of_b(b, 1, from(nullptr, bytes));
+  return bytes;
+}
+
+Wide wide_in(const ConstQuantized& b, uint8_t* memory) {
+  int64_t end = 0;
+  return room_of_b(b, 1, from(memory, end)).made;
+}
+
+Wide widen_b(const ConstQuantized& b, uint8_t* memory, const Stream& stream) {
+  WidenParams p{.groups = 1};
+  int64_t end = 0;
+  const Room room = room_of_b(b, 1, from(memory, end));
+  launch(p, nullptr, &room, stream);
+  return room.made;
 }
 
 }  // namespace blockscale::gpu

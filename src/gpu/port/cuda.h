@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/attribute.h"
 #include "cuda/tensor_map.h"
 
 namespace blockscale::gpu {
@@ -23,11 +24,7 @@ inline int current_device() {
   cudaGetDevice(&device);
   return device;
 }
-inline int multiprocessors(int device) {
-  int count = 1;
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
+inline int multiprocessors(int device) { return cuda::multiprocessors(device); }
 inline void allow_shared(const void* kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
@@ -109,11 +106,7 @@ BLOCKSCALE_DEVICE void wait(CopyBarrier& b, uint32_t parity) {
       : "memory");
 #endif
 }
-inline bool has_copy_engine() {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current_device());
-  return major >= 9;
-}
+inline bool has_copy_engine() { return cuda::compute_capability(current_device()) >= 90; }
 // Describes a batch of BF16 matrices with contiguous columns, in boxes of `box` x `box`; false
 // where there is no copy engine, or it cannot read it: rows have to start at multiples of 16 bytes.
 inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,

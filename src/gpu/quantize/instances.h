@@ -228,6 +228,11 @@ inline constexpr Entry kFp8Entries[] = {
     kEntry<Fp8<kElement, kScale>, Fp8<kElement, kScale>>,
     kEntry<Fp8Square<kElement, kScale>, Fp8Square<kElement, kScale>>,
 };
+// Of an x whose rows the forward reads, and whose squares the weight's gradient.
+template <Encoder kElement, Format kScale>
+inline constexpr Entry kFp8MixedEntries[] = {
+    kEntry<Fp8<kElement, kScale>, Fp8Square<kElement, kScale>>,
+};
 template <Format kScale>
 inline constexpr Entry kFp4Entries[] = {
     kRows<Fp4<kScale>>,

@@ -5,6 +5,7 @@ namespace blockscale::gpu {
 std::span<const Table> fp8_kernels() {
   static constexpr Table kTables[] = {
     Table(kFp8Entries<Encoder::e4m3fn, Format::fp32>),
+    Table(kFp8MixedEntries<Encoder::e4m3fn, Format::fp32>),
     Table(kFp8Entries<Encoder::byte, Format::e8m0>),
 #if !defined(BLOCKSCALE_SAMPLE)
     Table(kFp8Entries<Encoder::e4m3fn, Format::e8m0>),

@@ -24,6 +24,8 @@ std::span<const PairEntry> pair_kernels() {
   static constexpr PairEntry kEntries[] = {
     kForward<X8, X8, W8>,
     kBoth<X8, X8, W8>,
+    kForward<X8, W8, W8>,
+    kBoth<X8, W8, W8>,
     kForward<Fp4<e4m3>, Fp4Hadamard<e4m3>, Fp4Square<e4m3>>,
     kBoth<Fp4<e4m3>, Fp4Hadamard<e4m3>, Fp4Square<e4m3>>,
 #if !defined(BLOCKSCALE_SAMPLE)

@@ -183,13 +183,15 @@ void find_amaxes(std::span<Quantization> inputs, const Stream& stream) {
 }
 
 // Whether scales of both directions go to the workspace first, as words, and are turned then: where
-// a kernel more is less than what it saves.
+// a kernel more is less than what it saves. Both leave one kernel, so that neither side may have a
+// transform that is a pass of its own.
 bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
   constexpr int64_t kTilesEach = 10;  // of a multiprocessor
   const auto may = [](const Quantized& q) {
     const bool words = q.spec.scale == Format::fp32 ||
                        (q.spec.scale == Format::e8m0 && codes_per_byte(q.spec.element) == 1);
-    return words && !q.spec.square && q.layout.scales == Layout::linear && !q.groups;
+    return words && q.spec.hadamard.dim <= kRun && !q.spec.square &&
+           q.layout.scales == Layout::linear && !q.groups;
   };
   return may(row_out) && may(column_out) &&
          x.batch * x.rows * x.columns >=

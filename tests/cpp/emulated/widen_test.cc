@@ -104,10 +104,19 @@ TEST(Widen, EveryValueStaysWhatItIs) {
                     nans);
     const HostStream stream;
     const gpu::Widened wide = gpu::widen(a.q, b.q, stream);
-    EXPECT_EQ(to_string(wide.a.spec), "fp8_1x128[element=e5m2]");
-    EXPECT_EQ(to_string(wide.b.spec), "fp8_128x128[element=e5m2]");
-    EXPECT_EQ(check(a, wide.a, nullptr), 0) << i;
-    EXPECT_EQ(check(b, wide.b, wide.line_scales), 0) << i;
+    EXPECT_EQ(to_string(wide.a.q.spec), "fp8_1x128[element=e5m2]");
+    EXPECT_EQ(to_string(wide.b.q.spec), "fp8_128x128[element=e5m2]");
+    EXPECT_EQ(check(a, wide.a.q, nullptr), 0) << i;
+    EXPECT_EQ(check(b, wide.b.q, wide.b.line_scales), 0) << i;
+    EXPECT_EQ(check(a, gpu::widen_a(a.q, stream).q, nullptr), 0) << i;
+    // A weight, and what a later call finds of it.
+    Guarded memory(gpu::wide_bytes(b.q));
+    const gpu::Wide made = gpu::widen_b(b.q, memory.data(), stream);
+    const gpu::Wide found = gpu::wide_in(b.q, memory.data());
+    EXPECT_EQ(made.q.codes, found.q.codes);
+    EXPECT_EQ(made.line_scales, found.line_scales);
+    EXPECT_EQ(check(b, found.q, found.line_scales), 0) << i;
+    EXPECT_TRUE(memory.guards_whole());
     if (HasFailure()) return;
   }
 }
@@ -140,7 +149,7 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
     const gpu::Widened wide = gpu::widen(both[0].q, both[1].q, stream);
     for (int side = 0; side < 2; ++side) {
       const Operand& from = both[side];
-      const ConstQuantized& to = side == 0 ? wide.a : wide.b;
+      const ConstQuantized& to = side == 0 ? wide.a.q : wide.b.q;
       const StoredShape s = from.q.shape(), t = to.shape();
       const int64_t pitch = padded_rows(Layout::mn_major, t.scale_rows);
       const auto* scales = reinterpret_cast<const float*>(to.scales);
@@ -153,7 +162,7 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
             const int64_t k_to = to_at + k;
             double got = decode(Format::e5m2, to.codes[line * t.padded + k_to]);
             got *= scales[k_to / 128 * pitch + (side == 0 ? line : line / 128)];
-            if (side == 1) got *= wide.line_scales[g * lines[1] + line];
+            if (side == 1) got *= wide.b.line_scales[g * lines[1] + line];
             double want = 0;
             if (k < round_up(size, 32)) {
               const uint8_t byte = from.q.codes[line * s.line_bytes + (at + k) / 2];
@@ -165,7 +174,7 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
                                  << ", " << k;
           }
           if (side == 1) {
-            EXPECT_TRUE(std::isfinite(wide.line_scales[g * lines[1] + line]));
+            EXPECT_TRUE(std::isfinite(wide.b.line_scales[g * lines[1] + line]));
           }
         }
         at += round_up(size, 32), to_at += round_up(size, 128);
@@ -180,8 +189,8 @@ TEST(Widen, BlocksFarBelowTheLargestAreRounded) {
   const Operand b(random, false, 1, 30, 1000, 0, 254, false);
   const HostStream stream;
   const gpu::Widened wide = gpu::widen(a.q, b.q, stream);
-  EXPECT_GT(check(a, wide.a, nullptr), 0);
-  EXPECT_GT(check(b, wide.b, wide.line_scales), 0);
+  EXPECT_GT(check(a, wide.a.q, nullptr), 0);
+  EXPECT_GT(check(b, wide.b.q, wide.b.line_scales), 0);
 }
 
 }  // namespace
