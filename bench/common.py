@@ -11,10 +11,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import blockscale as bs
 import torch
 from blockscale.cli import bench
 from blockscale.cli.bench_clock import CudaClock, between_events, captured
 from blockscale.cli.provenance import provenance
+
+# FP8 whose gradient of the weight reads x in blocks of 128x128, a scale for many columns; dy stays
+# in blocks of 1x128.
+SQUARES = "fp8_blockwise squares"
+
+
+def recipe(name: str) -> bs.Recipe:
+    """A named one, or SQUARES."""
+    if name == SQUARES:
+        return bs.recipe("fp8_blockwise").replace(wgrad_x="fp8_128x128", name=SQUARES)
+    return bs.recipe(name)
 
 
 def options(description: str) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
-from common import options, seconds, speeds, with_backward, write
+from common import SQUARES, options, recipe, seconds, speeds, with_backward, write
 
 # M, N, K. A 1x128 by B 128x128: what the forward pass and the input's gradient multiply.
 FPROP = (
@@ -72,24 +72,29 @@ def measure(kind: str, m: int, n: int, k: int) -> dict[str, Any]:
 
 
 def layer(m: int, n: int, k: int) -> dict[str, Any]:
-    """TFLOP/s of a layer's three products, everything that it takes to make them included."""
+    """TFLOP/s of a layer's three products, everything that it takes to make them included, a bias
+    and its gradient where there is one."""
     x, w, dy = (
         torch.randn(r, c, device="cuda", dtype=torch.bfloat16) for r, c in ((m, k), (n, k), (m, n))
     )
-    for leaf in (x, w):
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    for leaf in (x, w, bias):
         leaf.requires_grad_()
+    linear = torch.nn.functional.linear
     forwards: dict[str, Callable[[], torch.Tensor]] = {
-        "bf16": lambda: torch.nn.functional.linear(x, w)
+        "bf16": functools.partial(linear, x, w),
+        "bf16 bias": functools.partial(linear, x, w, bias),
+        "fp8_blockwise bias": functools.partial(bs.linear, x, w, bias, "fp8_blockwise"),
     }
-    for recipe in ("fp8_blockwise", "mxfp4"):
-        kept = bs.quantize_weight(w, recipe)
-        forwards[recipe] = functools.partial(bs.linear, x, w, recipe=recipe)
-        forwards[f"{recipe} ahead"] = functools.partial(
-            bs.linear, x, w, recipe=recipe, quantized_weight=kept
-        )
+    for name in ("fp8_blockwise", SQUARES, "mxfp4"):
+        ours = functools.partial(bs.linear, x, w, None, recipe(name))
+        kept = bs.quantize_weight(w, recipe(name))
+        forwards[name] = ours
+        forwards[f"{name} ahead"] = functools.partial(ours, quantized_weight=kept)
     row: dict[str, Any] = {"kind": "layer", "m": m, "n": n, "k": k}
     for name, forward in forwards.items():
-        took = seconds(with_backward(forward, (x, w), dy), RUNS, 5)
+        leaves = (x, w, bias) if name.endswith(" bias") else (x, w)
+        took = seconds(with_backward(forward, leaves, dy), RUNS, 5)
         row[name] = round(6e-12 * m * n * k / took, 1)
     return row
 

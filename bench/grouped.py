@@ -15,7 +15,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
-from common import options, seconds, speeds, with_backward, write
+from common import SQUARES, options, recipe, seconds, speeds, with_backward, write
 
 # Groups, rows of all, N, K: groups of rows, and groups along the contraction axis.
 BY_ROWS = (
@@ -30,7 +30,7 @@ LAYERS = (
     (16, 4096, 2048, 2048), (16, 8192, 4096, 4096), (8, 16384, 4096, 4096), (8, 4096, 5120, 5120),
     (8, 16640, 8192, 5120),
 )  # fmt: skip
-RECIPES = ("fp8_blockwise", "mxfp4", "nvfp4")
+RECIPES = ("fp8_blockwise", SQUARES, "mxfp4", "nvfp4")
 RUNS, CALLS = 5, 10
 
 
@@ -84,14 +84,14 @@ def layer(groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
     dy, offsets = normal(rows, n), ends(groups, rows, False)
     rng = bs.Rng(*(torch.tensor(i, device="cuda") for i in (1, 2)))
 
-    def ours(recipe: str, kept: bs.QuantizedWeight | None) -> Callable[[], torch.Tensor]:
-        return lambda: bs.grouped_linear(x, w, offsets, recipe, rng, quantized_weight=kept)
+    def ours(how: bs.Recipe, kept: bs.QuantizedWeight | None) -> Callable[[], torch.Tensor]:
+        return lambda: bs.grouped_linear(x, w, offsets, how, rng, quantized_weight=kept)
 
     row: dict[str, Any] = {}
     calls = {"bf16": lambda: torch._grouped_mm(x, w.mT, offsets)}
-    for recipe in RECIPES:
-        calls[recipe] = ours(recipe, None)
-        calls[f"{recipe} ahead"] = ours(recipe, bs.quantize_weight(w, recipe))
+    for name in RECIPES:
+        calls[name] = ours(recipe(name), None)
+        calls[f"{name} ahead"] = ours(recipe(name), bs.quantize_weight(w, recipe(name)))
     for name, forward in calls.items():
         with torch.no_grad():
             row[f"{name} forward"] = 1e6 * seconds(forward, RUNS, CALLS)

@@ -24,6 +24,21 @@ from tables import (
 FLOPS_A_CYCLE = 8192  # of a multiprocessor's FP8 tensor cores: 132 of them at 1.83 GHz have 1979e12
 
 
+# The recipes of layers, in `linear` and over experts, as they are called in the tables.
+LAYERS = (
+    ("fp8_blockwise", "`fp8_blockwise`"),
+    ("fp8_blockwise squares", '`fp8_blockwise` with `wgrad_x="fp8_128x128"`'),
+    ("mxfp4", "`mxfp4`"),
+)
+EXPERTS = (*LAYERS, ("nvfp4", "`nvfp4`"))
+# What stands behind a recipe, beside what, and how it is said.
+WAYS = (
+    ("", "bf16", ""),
+    (" ahead", "bf16", ", weight quantized ahead"),
+    (" bias", "bf16 bias", ", with a bias"),
+)
+
+
 def of(result: Row, kind: str) -> list[Row]:
     """The rows whose kind begins so."""
     return [row for row in result["rows"] if row["kind"].startswith(kind)]
@@ -45,31 +60,35 @@ def products() -> str:
         peers = [ratios(rows, "blockscale", peer) for peer in ("cublaslt_fp8", "bf16")]
         lines.append([f"{what}, {len(rows)} shapes", speed, *peers])
     rows = of(single, "layer")
-    for recipe in ("fp8_blockwise", "mxfp4"):
-        for ours, what in ((recipe, ""), (f"{recipe} ahead", ", weight quantized ahead")):
+    for recipe, named in LAYERS:
+        for after, peer, what in WAYS:
+            ours = recipe + after
+            if ours not in rows[0]:
+                continue
             speed = between([row[ours] for row in rows], ",.0f")
-            what = f"`linear` in `{recipe}`, forward and backward{what}, {len(rows)} shapes"
-            lines.append([what, speed, "", ratios(rows, ours, "bf16")])
+            what = f"`linear` in {named}, forward and backward{what}, {len(rows)} shapes"
+            lines.append([what, speed, "", ratios(rows, ours, peer)])
     for kind, what in (("rows", "along the rows"), ("contraction", "along the contraction axis")):
         rows = of(grouped, kind)
         speed = between([row["blockscale"] for row in rows], ",.0f")
         what = f"FP8, groups {what}, even and ragged, {len(rows)} cases"
         lines.append([what, speed, "", ratios(rows, "blockscale", "bf16")])
     rows = of(grouped, "layer")
-    for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
-        for ahead in ("", " ahead"):
-            what = f"`grouped_linear` in `{recipe}`, forward and backward"
-            what += f"{', weight quantized ahead' if ahead else ''}, {len(rows)} shapes"
-            ratio = ratios(rows, "bf16 both", f"{recipe}{ahead} both")  # of times
-            lines.append([what, "", "", ratio])
-    named = [case for case in decoded if case.startswith(("matmul ", "linear "))]
-    for case in named:
+    for recipe, named in EXPERTS:
+        for after, _, what in WAYS:
+            ours = f"{recipe}{after} both"
+            if ours not in rows[0]:
+                continue
+            what = f"`grouped_linear` in {named}, forward and backward{what}, {len(rows)} shapes"
+            lines.append([what, "", "", ratios(rows, "bf16 both", ours)])  # of times
+    named_cases = [case for case in decoded if case.startswith(("matmul ", "linear "))]
+    for case in named_cases:
         row = decoded[case]
         aim = f" (goal {row['goal']:.2f})" if row.get("goal") else ""
         lines.append([f"`{case}`", "", "", f"{row['of_bf16']:.2f}{aim}"])
     header = ["product", "TFLOP/s", "of cuBLASLt's FP8", "of PyTorch's BF16"]
     origins = dict.fromkeys(where(result, with_copy=False) for result in (single, grouped))
-    own = f"From `{named[0]}` on: {where(by_name, with_copy=False)}"
+    own = f"From `{named_cases[0]}` on: {where(by_name, with_copy=False)}"
     return "\n\n".join([table(header, lines), " ".join(origins), own])
 
 
@@ -179,12 +198,21 @@ def groups(file: str = GROUPED) -> str:
 def layers(file: str = DENSE) -> str:
     """`linear` forward and backward, everything quantized in each call or the weight ahead."""
     result = results(file)
-    recipes = ("fp8_blockwise", "fp8_blockwise ahead", "mxfp4", "mxfp4 ahead")
+    rows = of(result, "layer")
+    columns = {
+        "fp8_blockwise": "FP8 (x BF16; goal 1.65)",
+        "fp8_blockwise ahead": "W ahead",
+        "fp8_blockwise squares": "x in squares",
+        "fp8_blockwise squares ahead": "W ahead",
+        "mxfp4": "MXFP4",
+        "mxfp4 ahead": "W ahead",
+    }
+    there = [name for name in columns if name in rows[0]]
     lines = []
-    for row in of(result, "layer"):
-        ours = [f"{row[name]:,.0f} ({row[name] / row['bf16']:.2f})" for name in recipes]
+    for row in rows:
+        ours = [f"{row[name]:,.0f} ({row[name] / row['bf16']:.2f})" for name in there]
         lines.append([shape_of(row), f"{row['bf16']:,.0f}", *ours])
-    header = ["M, N, K", "BF16", "FP8 (x BF16; goal 1.65)", "W ahead", "MXFP4", "W ahead"]
+    header = ["M, N, K", "BF16", *(columns[name] for name in there)]
     return "\n\n".join([table(header, lines), where(result)])
 
 
@@ -193,16 +221,21 @@ def experts(file: str = GROUPED) -> str:
     result = results(file)
     ways = ("forward", "both")
     lines = []
+    short = {"fp8_blockwise squares": "x in squares", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+    short = {"fp8_blockwise": "FP8, µs (x BF16)"} | short
+    there = [name for name in short if f"{name} both" in of(result, "layer")[0]]
     for row in of(result, "layer"):
         line = [shape_of(row), " / ".join(f"{row[f'bf16 {way}']:,.0f}" for way in ways)]
-        for recipe in ("fp8_blockwise", "mxfp4", "nvfp4"):
+        for recipe in there:
             for ahead in ("", " ahead"):
                 name = recipe + ahead
                 took = " / ".join(f"{row[f'{name} {way}']:,.0f}" for way in ways)
                 times = " / ".join(f"{row[f'bf16 {w}'] / row[f'{name} {w}']:.2f}" for w in ways)
                 line.append(f"{took} ({times})")
         lines.append(line)
-    header = ["G, T, N, K", "BF16, µs", "FP8, µs (x BF16)", "w ahead", "MXFP4", "w ahead"]
+    header = ["G, T, N, K", "BF16, µs"]
+    for recipe in there:
+        header += [short[recipe], "w ahead"]
 
     def faster(name: str) -> str:
         counts = (
@@ -216,7 +249,7 @@ def experts(file: str = GROUPED) -> str:
         f"{faster('fp8_blockwise ahead')} (goal: all), in each call {faster('fp8_blockwise')}; "
         f"MXFP4 {faster('mxfp4 ahead')}, and {faster('mxfp4')}."
     )
-    return "\n\n".join([table([*header, "NVFP4", "w ahead"], lines), reached, where(result)])
+    return "\n\n".join([table(header, lines), reached, where(result)])
 
 
 def host() -> str:

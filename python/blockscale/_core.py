@@ -24,6 +24,7 @@ _FUNCTIONS: Final = {
     "bs_explain": 3,
     "bs_matmul_needs": 2,
     "bs_matmul_path": 3,
+    "bs_widens": 3,
 }
 _LIBRARY = Path(__file__).parent / "lib" / "libblockscale_torch.so"
 
@@ -121,6 +122,12 @@ def spec_facts_with(text: str, changes: str) -> dict[str, Any]:
     return facts
 
 
+@functools.cache
+def layout_refusal(spec: str, layout: str) -> str:
+    """What is wrong with a layout, by itself or for operands of `spec`; "" for nothing."""
+    return _ask("bs_explain", spec, layout, "cpu")
+
+
 def explain(
     spec: str | Spec,
     layout: str = "linear",
@@ -163,6 +170,12 @@ def explain(
     if refusal or not operation:
         return refusal
     return _ask("bs_matmul_path", operation, str(spec), kind)
+
+
+def widens(a: Spec, weight: Spec, groups: int) -> bool:
+    """Whether `quantize_weight` widens a weight for products with operands of spec `a`, whose rows
+    so many groups (or 0) divide, on the current GPU."""
+    return _ask("bs_widens", str(a), str(weight), str(groups)) == "true"
 
 
 @functools.cache

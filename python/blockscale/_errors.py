@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 from typing import NoReturn
+
+import torch
 
 
 def message(operation: str, argument: str, got: object, need: str, remedy: str = "") -> str:
@@ -22,6 +25,35 @@ def fail_type(operation: str, argument: str, got: object, need: str, remedy: str
     kind = type(got).__name__
     what = "None" if got is None else f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
     raise TypeError(message(operation, argument, what, need, remedy))
+
+
+def reword(refusal: str, operation: str, argument: str) -> str:
+    """What the core says of a spec or layout by itself, such as "spec: block = 3x3; need ...", said
+    of the argument of an operation: "quantize: spec.block = 3x3; need ..."."""
+    return f"{operation}: {argument}.{refusal.partition(': ')[2]}"
+
+
+def integer(value: object) -> int | None:
+    """Any type's integer, such as NumPy's, as an int; None for what is none. A bool is a mistake,
+    and a tensor might have to be waited for."""
+    if isinstance(value, bool | torch.Tensor):
+        return None
+    if isinstance(value, int | torch.SymInt):  # a symbol stays one
+        return value  # type: ignore[return-value]
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_int(operation: str, argument: str, value: object, need: str = "an int") -> int:
+    """The int that a value is, refused where it is none or none of 64 bits."""
+    number = value if type(value) is int else integer(value)
+    if number is None:
+        fail_type(operation, argument, value, need)
+    if type(number) is int and not -(1 << 63) <= number < 1 << 63:
+        fail(operation, argument, number, "ints of 64 bits")
+    return number
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -25,7 +25,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     # What it saves, of a forward that has been.
     call = (lambda *_: output, _recipe_of(rest[0]), tuple(rest), db, None)
     LinearFunction.forward(ctx, x, w, bias, call)
-    ctx.operation = "linear" if rest[5] is None else "grouped_linear"
     ctx.of_quantized_w = None if rest[7] is None else [None] * len(rest[7])
 
 

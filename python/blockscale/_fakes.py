@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from blockscale._core import widens
 from blockscale._errors import fail
 from blockscale.functional import backward_draws, check_arguments, specs_of
 from blockscale.recipe import Spec, spec
@@ -26,19 +28,126 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
     PyTorch also calls it where one argument of many is on meta: the result would be memory that
     nobody has written.
     """
+    signature, stand_ins = inspect.signature(fake), _STAND_INS.get(name)
 
     @functools.wraps(fake)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        named = inspect.signature(fake).bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        named = dict(bound.arguments)
         tensors = {key: t for key, t in named.items() if isinstance(t, torch.Tensor)}
         first, *rest = tensors
         for key in () if tensors[first].is_meta else rest:
             if tensors[key].is_meta:
                 need = f"{tensors[first].device}, where {first} is"
                 fail(name, f"{key}.device", "meta", need)
+        if stand_ins is not None and not any(map(_is_symbolic, named.values())):
+            bound.apply_defaults()
+            _let_refuse(name, bound.arguments, stand_ins)
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"blockscale::{name}", checked)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether extents are known only when the operator runs, which then looks at them."""
+    return any(isinstance(extent, torch.SymInt) for extent in _extents(value))
+
+
+def _extents(value: Any) -> list[Any]:
+    """Those of a tensor, or of an argument that is one or several itself."""
+    extents = value.shape if isinstance(value, torch.Tensor) else value
+    return list(extents) if isinstance(extents, list | tuple) else [extents]
+
+
+def _let_refuse(
+    name: str, arguments: dict[str, Any], stand_ins: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Call the operator itself, on the CPU, so that there is one place that refuses what it cannot
+    take: with tensors of the same dtypes and ranks, but without an element to work on."""
+    with _disable_current_modes():
+        small = stand_ins(arguments)
+        rest = {key: value for key, value in arguments.items() if key not in small}
+        rest = {key: _zeros(t) if isinstance(t, torch.Tensor) else t for key, t in rest.items()}
+        try:
+            getattr(torch.ops.blockscale, name)(**small, **rest)
+        except ValueError as error:
+            text = str(error)
+            for key, said in (("x", " x.shape = "), ("shape", " shape = ")):
+                if key in small:  # with the extents that were given
+                    got, given = _extents(small[key]), _extents(arguments[key])
+                    text = text.replace(f"{said}{got};", f"{said}{given};")
+            raise ValueError(text) from None
+
+
+def _zeros(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    extents = tensor.shape if shape is None else shape
+    return torch.zeros(extents, dtype=tensor.dtype, device="cpu")
+
+
+def _emptied(shape: Sequence[int], batch_dims: int) -> list[int]:
+    """Extents of matrices without rows and columns."""
+    return [n if d < batch_dims else min(n, 0) for d, n in enumerate(shape)]
+
+
+def _small_x(arguments: dict[str, Any]) -> dict[str, Any]:
+    x = arguments["x"]
+    return {"x": _zeros(x, _emptied(x.shape, arguments["batch_dims"]))}
+
+
+def _small_w(arguments: dict[str, Any]) -> dict[str, Any]:
+    w = arguments["w"]
+    return {"w": _zeros(w, _emptied(w.shape, w.dim() - 2))}
+
+
+def _small_stored(
+    arguments: dict[str, Any], prefix: str, s: Spec, axis: int, shape: Sequence[int], layout: str
+) -> dict[str, Any]:
+    """The tensors of an operand of this shape, an empty one."""
+    offsets = arguments["offsets"]
+    batch_dims = len(shape) - 2
+    groups = 0 if offsets is None or batch_dims else offsets.numel()
+    shapes = stored_shapes(s, axis, shape, layout, batch_dims, groups)
+    named = {f"{prefix}{name}": extents for name, extents in shapes._asdict().items()}
+    return {key: _zeros(arguments[key], n) for key, n in named.items() if key in arguments}
+
+
+def _small_operand(arguments: dict[str, Any]) -> dict[str, Any]:
+    shape, s = arguments["shape"], spec(arguments["spec"])
+    layout = arguments.get("layout") or arguments["from_layout"]
+    small = {"shape": _emptied(shape, len(shape) - 2)}
+    if len(shape) not in (2, 3) or min(shape) < 0:  # refused before the tensors are looked at
+        return small | {key: _zeros(arguments[key], [0]) for key in ("codes", "scales")}
+    return small | _small_stored(arguments, "", s, arguments["axis"], small["shape"], layout)
+
+
+def _small_pair(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A product of no rows with those of b, over nothing: a bias has to fit these."""
+    offsets, axis, rows = arguments["offsets"], arguments["axis"], arguments["b_rows"]
+    small: dict[str, Any] = {"a_rows": 0, "k": 0}
+    for prefix, lines in (("a_", 0), ("b_", rows)):
+        shape = [lines, 0] if axis == -1 else [0, lines]
+        if offsets is not None and axis == -1 and prefix == "b_":
+            shape = [offsets.numel(), *shape]
+        s, layout = spec(arguments[f"{prefix}spec"]), arguments[f"{prefix}layout"]
+        small |= _small_stored(arguments, prefix, s, axis, shape, layout)
+    return small
+
+
+_STAND_INS: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "quantize": _small_x,
+    "quantize_dual": _small_x,
+    "amax": _small_x,
+    "dequantize": _small_operand,
+    "relayout": _small_operand,
+    "matmul": _small_pair,
+    "quantize_weight": _small_w,
+}
+
+
+# --- results --------------------------------------------------------------------------------------
 
 
 def _fake_stored(
@@ -211,10 +320,26 @@ def _fake_quantize_weight(
     offset: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     specs = specs_of(recipe)
-    wanted = ((specs["fprop_w"], -1), (specs["dgrad_w"] if dgrad else None, -2))
-    return [
-        _fake_kept(w, [(w, s, 0, w.dim() - 2)], axis, False) for s, axis in wanted if s is not None
-    ]
+    batch = w.dim() - 2
+    made = []
+    for name, partner, axis in (("fprop_w", "fprop_x", -1), ("dgrad_w", "dgrad_dy", -2)):
+        s, a = specs[name], specs[partner]
+        if s is None or (axis == -2 and not dgrad):
+            continue
+        if w.is_cuda and a is not None and widens(a, s, w.shape[0] if batch else 0):
+            made.append(_fake_wide(w, s, axis))
+        else:
+            made.append(_fake_kept(w, [(w, s, 0, batch)], axis, False))
+    return made
+
+
+def _fake_wide(w: torch.Tensor, s: Spec, axis: int) -> torch.Tensor:
+    """The memory of a weight in MXFP4 as the FP8 GEMM reads it, with a scale for each line."""
+    wide = spec("fp8_128x128", element="e5m2")
+    shapes = stored_shapes(wide, axis, w.shape, gemm_layout(wide), w.dim() - 2, 0)
+    lines = math.prod(w.shape[:-2]) * w.shape[-2 if axis == -1 else -1]
+    floats = math.prod(shapes.scales) + lines
+    return w.new_empty(math.prod(shapes.codes) + 4 * floats, dtype=torch.uint8)
 
 
 def _fake_linear_backward(

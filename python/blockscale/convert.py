@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -26,6 +27,10 @@ _FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
     (torch.nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (torch.nn.TransformerEncoder, "use_nested_tensor", False),
 )
+
+
+# What counts the steps of models that were reverted: their optimizers still do so.
+_REVERTED: weakref.WeakKeyDictionary[torch.nn.Module, RngState] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +58,13 @@ def convert(
     recipe: str | Recipe,
     rules: Mapping[str, str | Recipe | None] | None = None,
     skip: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Report:
     """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place.
 
     Modules, parameters and state_dict keys stay the same objects and names. Converting again
-    changes what is different and keeps the count of steps; `revert` undoes it. Call `attach` next.
+    changes what is different and keeps the count of steps, also after `revert`, which undoes it.
+    Call `attach` next.
 
     Args:
         model: its outermost module: its forward is what counts as a forward (docs/rng.md). Of a
@@ -69,7 +75,8 @@ def convert(
             alone.
         skip: layers left alone, whatever the rules say of them: a name, or a part of one between
             dots; "lm_head" also skips "model.lm_head" and everything inside it.
-        seed: of the random bits, any int.
+        seed: of the random bits, any int. None keeps that of a model that is converted, or was
+            before `revert`; of others it is 0.
 
     Returns:
         A Report, which prints as a table: each module, its recipe, or why it was left alone.
@@ -101,8 +108,9 @@ def convert(
     _check_restorable("convert", model, left)
 
     states = _states(model)  # of a converted part, whose count goes on, or of layers built by hand
-    state = root_state(model) or (states[0] if len(states) == 1 else RngState(seed))
-    state.seed = seed
+    state = root_state(model) or _REVERTED.pop(model, None)
+    state = state or (states[0] if len(states) == 1 else RngState(0))
+    state.seed = state.seed if seed is None else seed
     state.draws = False  # until a layer's recipe does
     for step in plan:
         if isinstance(step.what, Recipe):
@@ -120,6 +128,8 @@ def convert(
 def revert(model: torch.nn.Module) -> list[str]:
     """Make every converted layer of `model` a plain `nn.Linear` again, in place.
 
+    An attached optimizer goes on counting steps, for a `convert` that may follow.
+
     Args:
         model: a module; of one in DistributedDataParallel, what it wraps.
 
@@ -134,6 +144,9 @@ def revert(model: torch.nn.Module) -> list[str]:
     model = _unwrapped(model)
     named = _named(model)
     _check_restorable("revert", model, named)
+    state = root_state(model)
+    if state is not None:
+        _REVERTED[model] = state
     names = [name for name, module in named.items() if _restore(module)]
     for module in model.modules():
         drop_root(module)
@@ -166,7 +179,7 @@ def _check_types(model: object, rules: object, skip: object, seed: object) -> No
         for entry in entries:
             if not isinstance(entry, str):
                 fail_type("convert", argument, entry, "names of modules, as text")
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, int | None):
         fail_type("convert", "seed", seed, "an int")
 
 
@@ -181,19 +194,24 @@ def _named(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Every module by its qualified name, without what wrappers add; of a wrapper and what it
     wraps, which share a name, the latter."""
     named: dict[str, torch.nn.Module] = {}
-    seen: set[torch.nn.Module] = set()
-
-    def visit(name: str, module: torch.nn.Module) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        named[name] = module
-        for part, child in module.named_children():
-            wrapped = part in _WRAPPED or isinstance(module, _REPLICATORS)
-            visit(name if wrapped else f"{name}.{part}".lstrip("."), child)
-
-    visit("", model)
+    _add_named("", model, named, set())
     return named
+
+
+# No function inside the other: it would refer to itself, and keep the model until it is collected.
+def _add_named(
+    name: str,
+    module: torch.nn.Module,
+    named: dict[str, torch.nn.Module],
+    seen: set[torch.nn.Module],
+) -> None:
+    if module in seen:
+        return
+    seen.add(module)
+    named[name] = module
+    for part, child in module.named_children():
+        wrapped = part in _WRAPPED or isinstance(module, _REPLICATORS)
+        _add_named(name if wrapped else f"{name}.{part}".lstrip("."), child, named, seen)
 
 
 def _is_sharded(module: torch.nn.Module) -> bool:
@@ -270,6 +288,8 @@ def _unfit(module: torch.nn.Module) -> str:
     """Why a module cannot be converted; "" when it can."""
     if type(module) is not torch.nn.Linear and not isinstance(module, Linear):
         kind = type(module).__name__
+        if isinstance(module, torch.nn.LazyLinear):
+            return f"{kind} has no shape yet: convert after it has seen a batch"
         if isinstance(module, torch.nn.Linear) and _is_sharded(module):
             return f"{kind} is sharded by itself: convert before fully_shard"
         if isinstance(module, torch.nn.Linear):
@@ -299,10 +319,13 @@ def _settle_fast_paths(model: torch.nn.Module) -> None:
 
 
 def _check_not_inside_another(model: torch.nn.Module) -> None:
-    """The layers of a model that is part of a converted one belong to that one's root."""
+    """The layers of a model that is part of a converted one belong to that one's root. (Those of a
+    copied part belong to none.)"""
     owned = {id(root_state(module)) for module in model.modules()}
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and id(module._rng_state) not in owned:
+        if not isinstance(module, Linear) or not module._rng_state.has_root():
+            continue
+        if id(module._rng_state) not in owned:
             fail(
                 "convert",
                 "model",
@@ -368,6 +391,16 @@ def _state(operation: str, model: torch.nn.Module) -> RngState:
     return states[0]
 
 
+def _counting_state(operation: str, model: torch.nn.Module) -> RngState:
+    """That of a model whose forwards are counted, or of a part of one."""
+    state = _state(operation, model)
+    if not state.has_root():
+        got = f"{type(model).__name__}, a copy or a rest of a part of a converted model"
+        need = "a model whose forward counts"
+        fail(operation, "model", got, need, "call bs.convert(model, recipe): the count goes on")
+    return state
+
+
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Count `optimizer`'s steps as the model's: each advances the offset of its random bits.
 
@@ -380,9 +413,10 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             attribute `optimizer` or `optim`.
 
     Raises:
-        TypeError, ValueError: not an optimizer, or the model is not converted.
+        TypeError, ValueError: not an optimizer, or the model is not converted, or copied from a
+            part of one that is: `convert` it, so that its forwards are counted.
     """
-    state = _state("attach", model)
+    state = _counting_state("attach", model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         fail_type(
             "attach",
@@ -416,9 +450,9 @@ def advance(model: torch.nn.Module) -> None:
         model: a converted one.
 
     Raises:
-        TypeError, ValueError: not a model, or not converted.
+        TypeError, ValueError: not a model, or not converted, or copied from a part of one that is.
     """
-    _state("advance", model).advance()
+    _counting_state("advance", model).advance()
 
 
 def rng_state(model: torch.nn.Module) -> dict[str, int]:

@@ -233,6 +233,7 @@ class _Linear(torch.autograd.Function):
         )
         tensors, ctx.tree = pytree.tree_flatten(saved)
         ctx.save_for_backward(*tensors)
+        ctx.operation = "linear"
         ctx.call = (recipe, places, (dx, dw, db), x.dtype, w.dtype, bias is not None and bias.dtype)
         return y.reshape(*x.shape[:-1], w.shape[0])
 

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from blockscale._errors import fail, fail_type, message
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
@@ -242,16 +241,17 @@ def _check_into(
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose gradients raise when they are differentiated again. PyTorch's
-    `once_differentiable` sees to that only where dy needs a gradient; where it does not, as after
-    `y.sum()`, w's part of a second derivative would be left out without a word."""
-    once: Callable[..., Any] = once_differentiable(backward)
+    """A backward that refuses `create_graph`. Whether its gradients are differentiated again is
+    seen too late: PyTorch's engine, asked for part of the inputs, passes the node by that
+    `once_differentiable` puts there to raise, and leaves a part out without a word."""
 
     @functools.wraps(backward)
     def run(ctx: Any, dy: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            dy = dy.detach().requires_grad_()
-        return once(ctx, dy)
+            need = "False: second derivatives are not implemented"
+            remedy = "use PyTorch's own layer there (skip= of convert)"
+            fail(ctx.operation, "create_graph", True, need, remedy)
+        return backward(ctx, dy)
 
     return run
 
@@ -284,6 +284,7 @@ class LinearFunction(torch.autograd.Function):
         if (dx and recipe.draws_dx) or (dw and recipe.draws_dw):
             saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)
+        ctx.operation = _name(offsets)
         out = y.dtype  # gradients have the dtypes of what they belong to; none: that of dy
         dtypes = (
             None if x.dtype is out else x.dtype,

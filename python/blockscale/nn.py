@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,11 @@ class Root:
             module.register_forward_pre_hook(state.before_forward),
             module.register_forward_hook(state.after_forward),
         )
+        state.root = weakref.ref(self)
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)  # those of a copy, whose state is one
+        self.state.root = weakref.ref(self)
 
 
 def make_root(module: torch.nn.Module, state: RngState) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
-import sys
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
-from blockscale._errors import fail, fail_type
-from blockscale.recipe import Spec, spec
+from blockscale._arguments import (
+    check_amax,
+    check_layout_of,
+    check_offsets,
+    check_operand,
+    check_origin,
+    check_rng,
+    check_spec,
+    check_tensor,
+    check_type,
+)
+from blockscale._errors import check_int, fail, fail_type
+from blockscale.recipe import Spec
 from blockscale.rng import Rng
-from blockscale.tensor import QuantizedTensor, check_plain, matrix_extents
+from blockscale.tensor import QuantizedTensor, matrix_extents
 
 _ops = torch.ops.blockscale
 
@@ -72,19 +79,21 @@ def quantize(
     Raises:
         TypeError, ValueError: with the operation, the argument, what it got and what it needs.
     """
-    s = _spec("quantize", spec)
-    x = _tensor("quantize", x)
-    _plain("quantize", axis=axis, layout=layout, batch_dims=batch_dims, origin=origin)
-    _offsets("quantize", offsets)
-    seed, offset = _rng("quantize", rng, x)
+    op = "quantize"
+    s = check_spec(op, "spec", spec)
+    x = check_tensor(op, x)
+    axis, batch_dims = check_int(op, "axis", axis), check_int(op, "batch_dims", batch_dims)
+    check_layout_of(op, "layout", s, layout)
+    offsets = check_offsets(op, offsets)
+    seed, offset = check_rng(op, rng, x)
     codes, scales, outer = _ops.quantize(
         x,
         s.text,
         axis,
-        _amax("quantize", "amax", amax, x, batch_dims, offsets),
+        check_amax(op, "amax", amax, x, batch_dims, offsets),
         seed,
         offset,
-        [] if origin is None else list(origin),
+        check_origin(op, origin),
         layout,
         batch_dims,
         offsets,
@@ -121,21 +130,23 @@ def quantize_dual(
     Raises:
         TypeError, ValueError: with the operation, the argument, what it got and what it needs.
     """
-    row, col = _spec("quantize_dual", row_spec), _spec("quantize_dual", col_spec)
-    x = _tensor("quantize_dual", x)
-    _plain("quantize_dual", batch_dims=batch_dims, origin=origin)
-    _plain("quantize_dual", row_layout=row_layout, col_layout=col_layout)
-    _offsets("quantize_dual", offsets)
-    seed, offset = _rng("quantize_dual", rng, x)
+    op = "quantize_dual"
+    row, col = check_spec(op, "row_spec", row_spec), check_spec(op, "col_spec", col_spec)
+    x = check_tensor(op, x)
+    batch_dims = check_int(op, "batch_dims", batch_dims)
+    check_layout_of(op, "row_layout", row, row_layout)
+    check_layout_of(op, "col_layout", col, col_layout)
+    offsets = check_offsets(op, offsets)
+    seed, offset = check_rng(op, rng, x)
     out = _ops.quantize_dual(
         x,
         row.text,
         col.text,
-        _amax("quantize_dual", "row_amax", row_amax, x, batch_dims, offsets),
-        _amax("quantize_dual", "col_amax", col_amax, x, batch_dims, offsets),
+        check_amax(op, "row_amax", row_amax, x, batch_dims, offsets),
+        check_amax(op, "col_amax", col_amax, x, batch_dims, offsets),
         seed,
         offset,
-        [] if origin is None else list(origin),
+        check_origin(op, origin),
         row_layout,
         col_layout,
         batch_dims,
@@ -170,17 +181,22 @@ def amax(
     Raises:
         TypeError, ValueError: with the operation, the argument, what it got and what it needs.
     """
-    s = _spec("amax", spec)
-    _plain("amax", axis=axis, batch_dims=batch_dims)
-    _offsets("amax", offsets)
-    result: torch.Tensor = _ops.amax(_tensor("amax", x), s.text, axis, batch_dims, offsets)
+    op = "amax"
+    s = check_spec(op, "spec", spec)
+    axis, batch_dims = check_int(op, "axis", axis), check_int(op, "batch_dims", batch_dims)
+    offsets = check_offsets(op, offsets)
+    result: torch.Tensor = _ops.amax(check_tensor(op, x), s.text, axis, batch_dims, offsets)
     return result
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The values of `q`: outer · scale · code, rounded to `dtype` (float32, bfloat16, float16).
 
-    A Hadamard transform is not undone: these are the values that a GEMM multiplies.
+    A Hadamard transform is not undone: these are values of the transformed operand, which are what
+    a GEMM multiplies, before their rounding. Where the contraction axis (or a group's part of it)
+    is no multiple of the transform, it is extended by zeros, which the transform fills: a GEMM
+    multiplies those values too, and they are left out here. To see them, pad x with zeros to a
+    multiple of `q.spec.hadamard` before it is quantized: its codes and scales stay the same.
 
     Args:
         q: what `quantize` returns, in any layout.
@@ -192,8 +208,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
     Raises:
         TypeError, ValueError: not a QuantizedTensor, or a damaged one.
     """
-    _operand("dequantize", "q", q)
-    _plain("dequantize", dtype=dtype)
+    check_operand("dequantize", "q", q)
+    check_type("dequantize", "dtype", dtype)
     values: torch.Tensor = _ops.dequantize(
         q.codes,
         q.scales,
@@ -222,8 +238,8 @@ def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
         TypeError, ValueError: not a QuantizedTensor, a damaged one, or a layout that its spec
             cannot be stored in.
     """
-    _operand("relayout", "q", q)
-    _plain("relayout", layout=layout)
+    check_operand("relayout", "q", q)
+    check_layout_of("relayout", "layout", q.spec, layout)
     codes, scales = _ops.relayout(
         q.codes, q.scales, q.spec.text, q.axis, _matrix_shape(q), q.layout, layout, q.offsets
     )
@@ -236,7 +252,8 @@ def matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along.
+    """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along. Not differentiable,
+    in its bias either; `linear` is.
 
     On a GPU both operands are decoded to BF16 without their outer scales, which is exact (but for
     values below 2^-126, which are rounded to multiples of 2^-133), they are multiplied with FP32
@@ -263,9 +280,10 @@ def matmul(
     Raises:
         TypeError, ValueError: operands that are damaged, or that cannot be multiplied.
     """
-    _operand("matmul", "a", a)
-    _operand("matmul", "b", b)
-    _plain("matmul", bias=bias, out_dtype=out_dtype)
+    check_operand("matmul", "a", a)
+    check_operand("matmul", "b", b)
+    check_type("matmul", "bias", bias)
+    check_type("matmul", "out_dtype", out_dtype)
     for name, q in (("a", a), ("b", b)):
         if q.batch_dims:
             fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix")
@@ -281,7 +299,8 @@ def grouped_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`matmul` for each group of rows, in one call that does not wait for the offsets.
+    """`matmul` for each group of rows, in one call that does not wait for the offsets. Not
+    differentiable; `grouped_linear` is.
 
     Two forms, by the axis of the operands (docs/groups.md):
 
@@ -311,9 +330,10 @@ def grouped_matmul(
             decrease or pass the end; on a GPU they make the result NaN instead.
     """
     op = "grouped_matmul"
-    _operand(op, "a", a)
-    _operand(op, "b", b)
-    _plain(op, bias=bias, out_dtype=out_dtype)
+    check_operand(op, "a", a)
+    check_operand(op, "b", b)
+    check_type(op, "bias", bias)
+    check_type(op, "out_dtype", out_dtype)
     if not isinstance(offsets, torch.Tensor):
         fail_type(op, "offsets", offsets, "a tensor of the cumulative ends of groups, [G]")
     along = b.offsets is not None
@@ -332,97 +352,7 @@ def grouped_matmul(
     return _product(op, a, b, bias, out_dtype, offsets, axis)
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
-def _spec(operation: str, value: object) -> Spec:
-    if not isinstance(value, str | Spec):
-        fail_type(operation, "spec", value, "a Spec, or a spec's text such as 'nvfp4'")
-    return spec(value)
-
-
-# What arguments are in words, and their types.
-_INT = ("an int", (int, torch.SymInt))
-_TEXT = ("a layout's name such as 'linear'", (str,))
-_DTYPE = ("a torch.dtype", (torch.dtype,))
-_KINDS: Final[dict[str, tuple[str, tuple[type, ...]]]] = {
-    "axis": _INT,
-    "batch_dims": _INT,
-    "layout": _TEXT,
-    "row_layout": _TEXT,
-    "col_layout": _TEXT,
-    "dtype": _DTYPE,
-    "out_dtype": _DTYPE,
-    "bias": ("a tensor, or None", (torch.Tensor, type(None))),
-}
-
-
-def _plain(operation: str, **values: object) -> None:
-    """Refuse arguments of a wrong type in this package's words; PyTorch's fill a page."""
-    for name, value in values.items():
-        if name == "origin":
-            listed = isinstance(value, list | tuple) and all(isinstance(v, _INT[1]) for v in value)
-            if value is not None and not listed:
-                fail_type(operation, name, value, "(row, column), two ints")
-        elif not isinstance(value, _KINDS[name][1]):
-            fail_type(operation, name, value, _KINDS[name][0])
-        for number in value if isinstance(value, list | tuple) else (value,):
-            if type(number) is int and not -(1 << 63) <= number < 1 << 63:
-                fail(operation, name, value, "ints of 64 bits")
-
-
-def _tensor(operation: str, x: object) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        fail_type(operation, "x", x, "a tensor")
-    check_plain(operation, "x", x)
-    return x.detach()
-
-
-def _operand(operation: str, name: str, q: object) -> None:
-    if not isinstance(q, QuantizedTensor):
-        fail_type(operation, name, q, "a QuantizedTensor", "quantize it first")
-
-
-def _rng(
-    operation: str, rng: object, x: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if rng is None:
-        return None, None
-    if not isinstance(rng, Rng):
-        fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
-    return rng.tensors(x.device)
-
-
-def _offsets(operation: str, offsets: object) -> None:
-    if offsets is not None and not isinstance(offsets, torch.Tensor):
-        need = "a tensor of the cumulative ends of groups, int32 or int64"
-        fail_type(operation, "offsets", offsets, need, "torch.tensor(ends, device=x.device)")
-
-
-def _amax(
-    operation: str,
-    name: str,
-    value: object,
-    x: torch.Tensor,
-    batch_dims: int,
-    offsets: torch.Tensor | None,
-) -> torch.Tensor | None:
-    if value is None or isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        fail_type(operation, name, value, "a number, or a float32 tensor")
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond any float
-        number = sys.float_info.max
-    # NaN in a tensor is data and makes the result NaN; as a number it is a mistake. (No isnan():
-    # in compiled code the number may be a symbol.)
-    if not number >= 0:
-        fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
-    if torch.finfo(torch.float32).max < number < math.inf:
-        fail(operation, name, value, "a float32 number, at most 3.4028234e38")
-    shape = x.shape[:batch_dims] if offsets is None else offsets.shape
-    return torch.full(shape, number, dtype=torch.float32, device=x.device)
+# --- operands ------------------------------------------------------------------------------------
 
 
 def _stored(
@@ -494,4 +424,6 @@ def _same_offsets(operation: str, name: str, q: QuantizedTensor, offsets: torch.
         fail(operation, "offsets", got, f"those of {name}, {own.dtype}{list(own.shape)}", remedy)
     looks = own.device.type == "cpu" and not torch.compiler.is_compiling()
     if looks and not torch.equal(own, offsets):
-        fail(operation, "offsets", "other values", f"those of {name}", remedy)
+        g = int((own != offsets).nonzero()[0])
+        need = f"{own[g]}, as in those of {name}"
+        fail(operation, f"offsets[{g}]", int(offsets[g]), need, remedy)

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 
 from blockscale import _core
-from blockscale._errors import did_you_mean, fail, fail_type
+from blockscale._errors import did_you_mean, fail, fail_type, message
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Spec:
     """How one operand is quantized. Made by `spec`; `str(spec)` is its canonical text.
 
@@ -37,6 +37,9 @@ class Spec:
         scale_bytes: bytes of one scale, 1 or 4.
         extent_multiple: what the extent of the axis is padded to, in values, before blocks are
             counted: the size of the transform, or 1.
+
+    Raises:
+        TypeError: made otherwise than by `spec`.
     """
 
     text: str
@@ -53,6 +56,13 @@ class Spec:
     codes_per_byte: int = dataclasses.field(compare=False)
     scale_bytes: int = dataclasses.field(compare=False)
     extent_multiple: int = dataclasses.field(compare=False)
+
+    def __init__(self, text: str, **facts: Any) -> None:
+        if facts.keys() != _FACTS:
+            need = "all that the core says of it"
+            raise TypeError(message("Spec", "text", repr(text), need, "make it with bs.spec(name)"))
+        for name, value in {"text": text, **facts}.items():
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         return self.text
@@ -77,6 +87,7 @@ class Spec:
         return _SCALE_DTYPES.get(self.scale, torch.uint8)
 
 
+_FACTS: Final = {field.name for field in dataclasses.fields(Spec)} - {"text"}
 _SCALE_DTYPES: Final = {
     "fp32": torch.float32,
     "e8m0": torch.float8_e8m0fnu,
@@ -86,7 +97,13 @@ _SCALE_DTYPES: Final = {
 
 @functools.cache
 def _spec_from_text(text: str, changes: str = "") -> Spec:
-    facts = dict(_core.spec_facts_with(text, changes) if changes else _core.spec_facts(text))
+    try:
+        facts = dict(_core.spec_facts_with(text, changes) if changes else _core.spec_facts(text))
+    except ValueError:
+        if text in spec_names() or text not in recipe_names():
+            raise
+        remedy = f"{text!r} is a recipe, for a whole layer: bs.linear(x, w, recipe={text!r})"
+        fail("spec", "name", repr(text), f"one of {', '.join(spec_names())}", remedy)
     facts["block"] = tuple(facts["block"])
     facts["scale_rule"] = facts.pop("rule")  # under the name that `spec` takes it by
     facts["hadamard_mask"] = int(facts["hadamard_mask"], 16)
@@ -128,8 +145,9 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
             Spec.
         changes: element="e5m2", block=(16, 16), rounding="nearest" or "stochastic", scale_rule
             (MX: "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
-            "nearest" or "up", outer=False, hadamard=None, 16, or (16, 0xd7e8) with its sign mask.
-            What they mean is said at the attributes of `Spec`.
+            "nearest" or "up", outer=False, hadamard=None, 16, or (16, 0xd7e8) with its sign mask,
+            and scale=, which has to be what the name means. What they mean is said at the
+            attributes of `Spec`.
 
     Returns:
         A Spec; `name` stays as it is.
@@ -158,6 +176,10 @@ _GEMMS: Final = {
     "wgrad": ("wgrad_dy", "wgrad_x"),  # dW [N, K], contraction M
 }
 OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
+# What is found out when a recipe is made.
+_RECIPE_FACTS: Final = (
+    "text", "high_precision", "stochastic", "draws_dx", "draws_dw", "cuda_needs",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,42 +234,9 @@ class Recipe:
         for operand, value in zip(OPERANDS, operands, strict=True):
             if value is not None and not isinstance(value, Spec):
                 fail_type("recipe", operand, value, "a Spec, or None", "bs.spec(name) makes one")
-        made = [s for s in operands if s is not None]
-        facts = {
-            "text": " ".join("none" if s is None else str(s) for s in operands),
-            "high_precision": not made,
-            "stochastic": any(s.stochastic for s in made),
-            "draws_dx": self.dgrad_dy is not None and self.dgrad_dy.stochastic,
-            "draws_dw": self.wgrad_dy is not None and self.wgrad_dy.stochastic,
-        }
-        for name, value in facts.items():
+        text = " ".join("none" if s is None else s.text for s in operands)
+        for name, value in zip(_RECIPE_FACTS, (text, *_facts_of(text)), strict=True):
             object.__setattr__(self, name, value)
-        for gemm, (a, b) in _GEMMS.items():
-            self._check_pair(gemm, a, b)
-            specs = (getattr(self, a), getattr(self, b))
-            if None not in specs and not self.cuda_needs:
-                needs = (_core.matmul_needs(str(s), "cuda") for s in specs)
-                object.__setattr__(self, "cuda_needs", next(filter(None, needs), ""))
-
-    def _check_pair(self, gemm: str, a: str, b: str) -> None:
-        """Refuse two operands that no GEMM can multiply."""
-        specs = (getattr(self, a), getattr(self, b))
-
-        def compare(what: str, values: list[str], why: str, remedy: str) -> None:
-            if values[0] != values[1]:
-                got = f"{what} {values[0]} and {values[1]}"
-                fail("recipe", f"{a}, {b}", got, f"the same {what} on both: {why}", remedy)
-
-        transforms = [
-            "none" if s is None or not s.hadamard else f"{s.hadamard}:{s.hadamard_mask:#x}"
-            for s in specs
-        ]
-        why = f"otherwise they do not cancel in {gemm}"
-        compare("Hadamard transform", transforms, why, f"give {a} and {b} the same hadamard=")
-        if None not in specs:
-            blocks = [str(s.block[1]) for s in specs]
-            why = f"{gemm} sums block by block along its contraction axis"
-            compare("block length", blocks, why, f"use one family for {a} and {b}")
 
     def replace(self, *, name: str | None = None, **operands: Spec | str | None) -> Recipe:
         """A copy with some operands replaced.
@@ -271,12 +260,53 @@ class Recipe:
                     did_you_mean(key, OPERANDS),
                 )
         specs = {k: None if v is None else spec(v) for k, v in operands.items()}
-        changed = ",".join(f"{k}={'none' if v is None else v}" for k, v in specs.items())
+        changed = ",".join(f"{k}={'none' if v is None else v.text}" for k, v in specs.items())
         label = f"{self.name}[{changed}]" if changed else self.name
         return dataclasses.replace(self, name=label if name is None else name, **specs)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return self.name
+
+
+def _facts_of(text: str) -> tuple[bool | str, ...]:
+    """The facts that follow from the text of a recipe; ValueError for operands that no GEMM can
+    multiply."""
+    parsed = (None if one == "none" else spec(one) for one in text.split(" "))
+    operands = dict(zip(OPERANDS, parsed, strict=True))
+    made = [s for s in operands.values() if s is not None]
+    draws = {name for name, s in operands.items() if s is not None and s.stochastic}
+    needs = ""
+    for gemm, (a, b) in _GEMMS.items():
+        pair = {a: operands[a], b: operands[b]}
+        _check_pair(gemm, pair)
+        if None not in pair.values():
+            each = (_core.matmul_needs(str(s), "cuda") for s in pair.values())
+            needs = needs or next(filter(None, each), "")
+    return not made, bool(draws), "dgrad_dy" in draws, "wgrad_dy" in draws, needs
+
+
+_facts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _constant() is
+
+
+def _check_pair(gemm: str, pair: dict[str, Spec | None]) -> None:
+    """Refuse two operands that no GEMM can multiply."""
+    a, b = pair
+
+    def compare(what: str, values: list[str], why: str, remedy: str) -> None:
+        if values[0] != values[1]:
+            got = f"{what} {values[0]} and {values[1]}"
+            fail("recipe", f"{a}, {b}", got, f"the same {what} on both: {why}", remedy)
+
+    transforms = [
+        "none" if s is None or not s.hadamard else f"{s.hadamard}:{s.hadamard_mask:#x}"
+        for s in pair.values()
+    ]
+    why = f"otherwise they do not cancel in {gemm}"
+    compare("Hadamard transform", transforms, why, f"give {a} and {b} the same hadamard=")
+    blocks = [str(s.block[1]) for s in pair.values() if s is not None]
+    if len(blocks) == 2:
+        why = f"{gemm} sums block by block along its contraction axis"
+        compare("block length", blocks, why, f"use one family for {a} and {b}")
 
 
 def _uniform(name: str, x: str, w: str, dy: str, wgrad_dy: str, wgrad_x: str) -> Recipe:

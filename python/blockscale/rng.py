@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import weakref
 from typing import Any, Final
 
 import torch
@@ -117,9 +118,10 @@ def layer_key(
 class RngState:
     """The offset shared by all layers of a converted model: step · 2^16 + forward.
 
-    `offset` belongs to the forward that runs, or is being recomputed in a backward; `upcoming` is
-    what the next forward gets. Both are device tensors and change in place only, so that
-    captured graphs and compiled code see the changes, and nothing waits for the device.
+    `offset` belongs to the forward that runs, or is being recomputed in a backward; after a step it
+    is that of forward 0, for what may be called past the root's forward. `upcoming` is what the
+    next forward gets. Both are device tensors and change in place only, so that captured graphs
+    and compiled code see the changes, and nothing waits for the device.
     """
 
     def __init__(self, seed: int) -> None:
@@ -127,11 +129,19 @@ class RngState:
         self.draws = False  # whether any layer does: forwards count only then
         # Whether a layer breaks compiled graphs, as DTensors do: it recomputes as in eager mode.
         self.breaks = False
+        self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         # The device is named: under `with torch.device("meta")` the default is no real memory. And
         # what is made in inference mode could not change in training.
         with torch.inference_mode(False):
             self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
             self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "root": None}  # of a copy; one that is copied too says so
+
+    def has_root(self) -> bool:
+        """Whether a module counts its forwards here; none does for a copy of a part of a model."""
+        return self.root is not None and self.root() is not None
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
         """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0."""
@@ -139,9 +149,11 @@ class RngState:
         if skipped is not None:
             following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
         self.upcoming.copy_(following)
+        self.offset.copy_(following >> _FORWARD_BITS << _FORWARD_BITS)
 
     def set_step(self, step: int) -> None:
-        self.upcoming.fill_(step << _FORWARD_BITS)
+        for tensor in (self.offset, self.upcoming):
+            tensor.fill_(step << _FORWARD_BITS)
 
     def position(self) -> tuple[int, int]:
         """(step, forwards begun in it); waits for the device."""

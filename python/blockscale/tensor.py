@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from blockscale import _core
-from blockscale._errors import fail, fail_type
+from blockscale._errors import check_int, fail, fail_type, reword
 from blockscale.recipe import Spec, spec
 
 # What can be quantized, and what a result can be asked for in.
@@ -33,10 +33,26 @@ def check_dense(operation: str, name: str, tensor: torch.Tensor) -> None:
         fail(operation, f"{name}.layout", tensor.layout, "torch.strided", remedy)
 
 
+_USUAL: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_wrapper(tensor: object) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """No wrapper of other tensors, such as a DTensor or another library's quantized tensor."""
-    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return usual or not is_traceable_wrapper_subclass(tensor)
+    return type(tensor) in _USUAL or not _is_wrapper(tensor) or _is_underway(tensor)
+
+
+def _is_underway(tensor: torch.Tensor) -> bool:
+    """Whether it is an AsyncCollectiveTensor, as DTensor.to_local() may give: a plain tensor that a
+    collective may still be writing. PyTorch waits for it when an operator takes it."""
+    if not (_is_wrapper(tensor) and torch.distributed.is_available()):
+        return False
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return isinstance(tensor, AsyncCollectiveTensor)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -49,13 +65,23 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def check_plain(operation: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse what is not one tensor in strided memory, also wrappers of others."""
+def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Refuse what is not one tensor in strided memory, also wrappers of others. Returns it, waited
+    for where a collective may still be writing it."""
     check_dense(operation, name, tensor)
+    if type(tensor) in _USUAL:
+        return tensor
     if not is_plain(tensor):
         local = is_dtensor(tensor)
         remedy = f"pass {name}.to_local() or {name}.full_tensor()" if local else ""
         fail(operation, name, f"a {type(tensor).__name__}", "a plain tensor", remedy)
+    return tensor.wait() if _is_underway(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def check_layout(operation: str, name: str, s: Spec, layout: str) -> None:
+    """Refuse a layout that there is not, or that cannot hold operands of a spec."""
+    if refusal := _core.layout_refusal(s.text, layout):
+        raise ValueError(reword(refusal, operation, name))
 
 
 class StoredShapes(NamedTuple):
@@ -92,7 +118,12 @@ def stored_shapes(
 
     The formulas are those of the specification, section 13, and of groups.h for groups; every
     number in them (block, codes per byte, multiples) comes from the core.
+
+    Raises:
+        ValueError: no layout of operands of this spec.
     """
+    if refusal := _core.layout_refusal(s.text, layout):
+        raise ValueError(refusal)
     rows, columns = matrix_extents(shape, batch_dims)
     lines, contraction = (rows, columns) if axis == -1 else (columns, rows)
     block_lines, block = s.block
@@ -164,6 +195,7 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
+            _settle_ints(self, "QuantizedTensor")
             check_stored(self, "QuantizedTensor")
 
     @property
@@ -179,20 +211,21 @@ class QuantizedTensor:
         return torch.empty(0, dtype=torch.float32, device=self.device)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The values as a tensor of `shape`; see `blockscale.dequantize`."""
+        """The values within `shape`, of a Hadamard spec the transformed ones; see
+        `blockscale.dequantize`."""
         from blockscale.ops import dequantize
 
         return dequantize(self, dtype)
 
     def to(self, device: str | torch.device) -> QuantizedTensor:
         """A copy on another device (itself when it is there already)."""
-        return dataclasses.replace(
-            self,
-            codes=self.codes.to(device),
-            scales=self.scales.to(device),
-            outer=None if self.outer is None else self.outer.to(device),
-            offsets=None if self.offsets is None else self.offsets.to(device),
-        )
+        here = {name: getattr(self, name) for name in _LEAVES}
+        there: dict[str, Any] = {
+            name: None if t is None else t.to(device) for name, t in here.items()
+        }
+        if all(there[name] is t for name, t in here.items()):
+            return self
+        return dataclasses.replace(self, **there)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes, since pickle knows no 8-bit floats of torch's; and checked when it comes back.
@@ -225,26 +258,28 @@ def _restored(
 torch.serialization.add_safe_globals([_restored])
 
 
+def _settle_ints(q: QuantizedTensor, operation: str) -> None:
+    """Refuse what is no int, and turn other types' integers into ints."""
+    if not isinstance(q.shape, tuple | list):
+        fail_type(operation, "shape", q.shape, "a tuple of ints, the quantized tensor's shape")
+    need = "ints, the quantized tensor's shape"
+    shape = tuple([check_int(operation, "shape", extent, need) for extent in q.shape])
+    object.__setattr__(q, "shape", shape)
+    for name in ("axis", "batch_dims"):
+        object.__setattr__(q, name, check_int(operation, name, getattr(q, name)))
+
+
 def check_stored(q: QuantizedTensor, operation: str) -> None:
     """Refuse a container whose tensors are not what its spec, axis, shape and layout say."""
     if not isinstance(q.spec, Spec):
         fail_type(operation, "spec", q.spec, "a Spec", "make one with bs.spec(name)")
-    for name in ("axis", "batch_dims"):
-        if not isinstance(getattr(q, name), int):
-            fail_type(operation, name, getattr(q, name), "an int")
     if q.axis not in (-1, -2):
         fail(operation, "axis", q.axis, "-1 or -2")
-    if not isinstance(q.shape, tuple | list):
-        fail_type(operation, "shape", q.shape, "a tuple of ints, the quantized tensor's shape")
-    for extent in q.shape:
-        if not isinstance(extent, int | torch.SymInt):
-            fail_type(operation, "shape", extent, "ints, the quantized tensor's shape")
     if not isinstance(q.layout, str):
         fail_type(operation, "layout", q.layout, "a layout's name such as 'linear'")
     if q.batch_dims not in (0, 1) or len(q.shape) < 1 + 2 * q.batch_dims:
         fail(operation, "shape", list(q.shape), "[..., C], or [E, R, C] with batch_dims = 1")
-    if any(name not in _core.LAYOUTS for name in q.layout.split("+")):
-        fail(operation, "layout", repr(q.layout), f"one of {', '.join(_core.LAYOUTS)}")
+    check_layout(operation, "layout", q.spec, q.layout)
     groups = _check_offsets(operation, q)
     expected = stored_shapes(q.spec, q.axis, q.shape, q.layout, q.batch_dims, groups)
     _check(operation, "codes", q.codes, expected.codes, q.spec.code_dtype, q)

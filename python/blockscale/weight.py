@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from blockscale._errors import fail, fail_type
-from blockscale.recipe import Recipe
+from blockscale.recipe import OPERANDS, Recipe, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
 from blockscale.tensor import FLOATS, FLOATS_TEXT, check_plain
@@ -30,6 +31,22 @@ class QuantizedWeight:
     backward: bool
     operands: list[torch.Tensor] = dataclasses.field(repr=False)
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where its operands lie; None where the recipe quantizes none."""
+        return self.operands[0].device if self.operands else None
+
+    def to(self, device: str | torch.device) -> QuantizedWeight:
+        """A copy on another device. One in MXFP4 serves its own kind of device alone: `linear`
+        refuses it where its GEMM reads a weight in another form."""
+        return dataclasses.replace(self, operands=[t.to(device) for t in self.operands])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        specs = {name: getattr(self.recipe, name) for name in OPERANDS}
+        texts = {name: str(s) for name, s in specs.items() if s is not None}
+        rest = (tuple(self.shape), self.backward, self.operands)
+        return _restored, (self.recipe.name, texts, *rest)
+
     def operands_of(
         self, w: torch.Tensor, recipe: Recipe, dx: bool, operation: str
     ) -> list[torch.Tensor]:
@@ -48,6 +65,17 @@ class QuantizedWeight:
             need = "the operand of x's gradient"
             fail(operation, name, "without backward", need, "make it with backward=True")
         return self.operands
+
+
+def _restored(
+    name: str, texts: dict[str, str], shape: tuple[int, ...], *rest: Any
+) -> QuantizedWeight:
+    made = Recipe(name, **{operand: spec(text) for operand, text in texts.items()})
+    return QuantizedWeight(made, torch.Size(shape), *rest)
+
+
+# What torch.load may call: a quantized weight is data.
+torch.serialization.add_safe_globals([_restored])
 
 
 def quantize_weight(
@@ -72,7 +100,8 @@ def quantize_weight(
 
     Returns:
         A QuantizedWeight on w's device: a byte an element in FP8, half of one in FP4, and scales;
-        twice that with backward.
+        twice that with backward. In MXFP4 on H100 and H200 a byte too: codes of FP8, in which the
+        GEMM reads it.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.

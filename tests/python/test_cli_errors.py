@@ -20,7 +20,7 @@ from commands import refusal
 
 H200 = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json"
 NONE = "leave the option out for its default"
-WHOLE = f"need a whole number of at least 1; {NONE}"
+WHOLE = f"need a whole number from 1 to 2^63 - 1; {NONE}"
 SEEDS = f"need a whole number from 1 to 1000; {NONE}"
 
 OPTIONS = [
@@ -34,8 +34,8 @@ OPTIONS = [
     (["--batch-size", "0"], f"--batch-size = 0; {WHOLE}"),
     (["--eval-every", "-1"], f"--eval-every = -1; {WHOLE}"),
     (["--checkpoint-every", "0"], f"--checkpoint-every = 0; {WHOLE}"),
-    (["--seq-len", "1"], f"--seq-len = 1; need a whole number of at least 2; {NONE}"),
-    (["--seed", "-1"], f"--seed = -1; need a whole number of at least 0; {NONE}"),
+    (["--seq-len", "1"], f"--seq-len = 1; need a whole number from 2 to 2^63 - 1; {NONE}"),
+    (["--seed", "-1"], f"--seed = -1; need a whole number from 0 to 2^63 - 1; {NONE}"),
     (["--lr", "0"], f"--lr = 0; need a finite number above 0; {NONE}"),
     (["--lr", "nan"], f"--lr = nan; need a finite number above 0; {NONE}"),
     (["--lr", "inf"], f"--lr = inf; need a finite number above 0; {NONE}"),

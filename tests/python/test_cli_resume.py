@@ -157,7 +157,8 @@ def with_(**values: Any) -> Change:
     return lambda settings: settings | values
 
 
-WHOLE = "a whole number of at least"
+WHOLE = "a whole number from"
+MOST = "to 2^63 - 1"
 NAMES = "different names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4"
 SETTINGS: list[tuple[Change, str]] = [
     (lambda settings: [], "list, not an object"),
@@ -172,13 +173,14 @@ SETTINGS: list[tuple[Change, str]] = [
     (with_(recipes=["bf16", "bf16"]), f'recipes ["bf16", "bf16"], not {NAMES}'),
     (with_(recipes=[]), f"recipes [], not {NAMES}"),
     (with_(recipes=[[]]), f"recipes [[]], not {NAMES}"),
-    (with_(steps="4"), f'steps "4", not {WHOLE} 1'),
-    (with_(steps=True), f"steps true, not {WHOLE} 1"),
-    (with_(steps=None), f"steps null, not {WHOLE} 1"),
-    (with_(batch_size=0), f"batch_size 0, not {WHOLE} 1"),
-    (with_(seq_len=16.0), f"seq_len 16.0, not {WHOLE} 2"),
-    (with_(eval_every=0), f"eval_every 0, not {WHOLE} 1"),
-    (with_(seed=-1), f"seed -1, not {WHOLE} 0"),
+    (with_(steps="4"), f'steps "4", not {WHOLE} 1 {MOST}'),
+    (with_(steps=True), f"steps true, not {WHOLE} 1 {MOST}"),
+    (with_(steps=None), f"steps null, not {WHOLE} 1 {MOST}"),
+    (with_(steps=2**63), f"steps {2**63}, not {WHOLE} 1 {MOST}"),
+    (with_(batch_size=0), f"batch_size 0, not {WHOLE} 1 {MOST}"),
+    (with_(seq_len=16.0), f"seq_len 16.0, not {WHOLE} 2 {MOST}"),
+    (with_(eval_every=0), f"eval_every 0, not {WHOLE} 1 {MOST}"),
+    (with_(seed=-1), f"seed -1, not {WHOLE} 0 {MOST}"),
     (with_(seeds=10**11), f"seeds {10**11}, not a whole number from 1 to 1000"),
     (with_(lr=float("nan")), "lr NaN, not a finite number above 0"),
     (with_(device="cupboard"), 'device "cupboard", not cpu or cuda'),

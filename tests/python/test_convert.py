@@ -203,8 +203,8 @@ def test_a_converted_part_joins_the_whole() -> None:
     bs.convert(m.layers[0], "nvfp4", seed=8)
     bs.set_step(m.layers[0], 5)
     bs.convert(m, "nvfp4")
-    assert bs.rng_state(m) == {"step": 5, "forward": 0, "seed": 0}
-    bs.convert(fresh, "nvfp4")
+    assert bs.rng_state(m) == {"step": 5, "forward": 0, "seed": 8}
+    bs.convert(fresh, "nvfp4", seed=8)
     bs.set_step(fresh, 5)
     assert_equal(gradients(m), gradients(fresh))
     assert not m.layers[0]._forward_pre_hooks
@@ -307,6 +307,7 @@ def test_what_is_left_alone_and_why() -> None:
             wide=nn.Linear(4, 4, dtype=torch.float64),
             attention=nn.MultiheadAttention(4, 1),
             conv=nn.Conv1d(1, 1, 1),
+            lazy=nn.LazyLinear(4),
             act=nn.ReLU(),
         )
     )
@@ -316,6 +317,9 @@ def test_what_is_left_alone_and_why() -> None:
     assert reasons["custom"] == "Custom is a subclass of nn.Linear: its forward may be its own"
     assert reasons["wide"] == "its weight is torch.float64, not float32, bfloat16 or float16"
     assert "NonDynamicallyQuantizableLinear is a subclass" in reasons["attention.out_proj"]
+    assert reasons["lazy"] == "LazyLinear has no shape yet: convert after it has seen a batch"
+    m["lazy"](torch.randn(2, 4))
+    assert [name for name, _ in bs.convert(m, "mxfp8").converted] == ["plain", "lazy"]
     assert reasons["conv"] == "Conv1d is not nn.Linear"
     assert "act" not in reasons
 

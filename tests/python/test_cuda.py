@@ -117,6 +117,7 @@ def test_quantize_dual(row: str, col: str, cuda: torch.device, random: torch.Gen
         ("nvfp4[block=16x16]", "nvfp4[block=16x16]"),
         ("mxfp4[block=32x32]", "mxfp4[block=32x32]"),
         ("fp8_1x128", "fp8_1x128"),
+        ("mxfp8", "mxfp8[hadamard=32]"),
     ],
 )
 def test_many_tiles(row: str | None, col: str, cuda: torch.device) -> None:

@@ -338,6 +338,17 @@ def test_linear_of_mixed_precision(device: torch.device, random: torch.Generator
         torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-3)
 
 
+def test_operands_of_two_families_are_kept_together(device: torch.device) -> None:
+    """Scales of a byte, 51 of them, in the one tensor with FP32 ones, which have to be aligned."""
+    recipe = bs.recipe("fp8_blockwise").replace(wgrad_x="mxfp8", wgrad_dy="mxfp8")
+    case = make(torch.Generator().manual_seed(0), (32,), 64, 51, torch.bfloat16)
+    _, dx, dw, _ = forward_backward(case.to(device), recipe)
+    _, want_dx, _, _ = forward_backward(case.to(device), "fp8_blockwise")
+    _, _, want_dw, _ = forward_backward(case.to(device), "mxfp8")
+    assert torch.equal(dx, want_dx)
+    assert torch.equal(dw, want_dw)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype, device: torch.device, random: torch.Generator) -> None:
     """It decides the result's dtype, and never that of the product of two quantized operands."""

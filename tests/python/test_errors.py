@@ -42,9 +42,9 @@ def type_error(call: Callable[[], Any], *words: str) -> None:
 
 
 def test_unknown_names() -> None:
-    value_error(lambda: bs.quantize(X, "nvpf4"), "spec: name = 'nvpf4'", "did you mean 'nvfp4'?")
-    value_error(lambda: bs.quantize(X, "nvfp4", layout="nv_128x3"), "layout: name = 'nv_128x3'",
-                "did you mean 'nv_128x4'?")  # fmt: skip
+    value_error(lambda: bs.quantize(X, "nvpf4"), "quantize: spec.name = 'nvpf4'", "mean 'nvfp4'?")
+    value_error(lambda: bs.quantize(X, "nvfp4", layout="nv_128x3"),
+                "quantize: layout.name = 'nv_128x3'", "did you mean 'nv_128x4'?")  # fmt: skip
     value_error(lambda: bs.linear(X, X, recipe="mxpf8"), "recipe: name = 'mxpf8'", "'mxfp8'")
 
 
@@ -152,7 +152,7 @@ def test_numbers_of_more_than_64_bits() -> None:
     said = "need ints of 64 bits"
     value_error(lambda: bs.quantize(X, "mxfp8", axis=wide), f"quantize: axis = {wide}; {said}")
     value_error(lambda: bs.quantize(X, "mxfp8", batch_dims=wide), "batch_dims = ", said)
-    value_error(lambda: bs.quantize(X, "mxfp8", origin=(0, wide)), "origin = (0, ", said)
+    value_error(lambda: bs.quantize(X, "mxfp8", origin=(0, wide)), f"origin = {wide}; {said}")
 
 
 def test_derivatives_that_do_not_exist() -> None:
@@ -164,9 +164,8 @@ def test_derivatives_that_do_not_exist() -> None:
     value_error(lambda: torch.func.jvp(along, (X,), (X,)), f"linear: {said}; use reverse mode")
     w = X.clone().requires_grad_()
     y = bs.linear(X, w, recipe="mxfp8").square().sum()
-    (gradient,) = torch.autograd.grad(y, w, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        torch.autograd.backward(gradient.sum())
+    said = "linear: create_graph = True; need False: second derivatives are not implemented; use "
+    value_error(lambda: torch.autograd.grad(y, w, create_graph=True), said)
 
 
 def test_no_operator_passes_for_differentiable() -> None:
@@ -376,7 +375,7 @@ def test_operands_that_cannot_be_multiplied() -> None:
     value_error(lambda: bs.matmul(a, bs.quantize(X, "mxfp8")), "matmul: b = mxfp8", "blocks of 16")
     batch = bs.quantize(X.reshape(2, 2, 70), "nvfp4", batch_dims=1)
     value_error(lambda: bs.matmul(batch, batch), "matmul: a.batch_dims = 1; need 0")
-    value_error(lambda: bs.matmul(a, a, bias=torch.ones(3)), "bias.numel() = 3", "of 4")
+    value_error(lambda: bs.matmul(a, a, bias=torch.ones(3)), "bias.shape = [3]", "[4]")
 
 
 def damaged(**changes: Any) -> bs.QuantizedTensor:
@@ -417,7 +416,7 @@ def test_a_damaged_operand(what: str) -> None:
 
 def test_a_container_that_says_nonsense() -> None:
     value_error(lambda: dataclasses.replace(damaged(axis=1)), "QuantizedTensor: axis = 1")
-    value_error(lambda: dataclasses.replace(damaged(layout="flat")), "layout = 'flat'", "linear")
+    value_error(lambda: dataclasses.replace(damaged(layout="flat")), "layout.name = 'flat'")
     value_error(lambda: dataclasses.replace(damaged(batch_dims=1)), "shape = [4, 64]", "[E, R, C]")
     type_error(lambda: dataclasses.replace(damaged(spec="nvfp4")), "spec = a str; need a Spec")
     q = bs.quantize(X, "mxfp8")

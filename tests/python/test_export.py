@@ -91,6 +91,15 @@ def test_a_gradient_that_the_program_has_not_kept_is_refused() -> None:
         gradients(plain_x, x)
 
 
+@pytest.mark.parametrize("name", ["linear", "grouped_linear"])
+def test_second_derivatives_are_refused(name: str) -> None:
+    model = converted("nvfp4") if name == "linear" else Experts("nvfp4")
+    x = normal(19, 70).requires_grad_()
+    program = torch.export.export(model, (x,)).module()
+    with pytest.raises(ValueError, match=f"^{name}: create_graph = True; need False: second"):
+        torch.autograd.grad(program(x).sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_exported_programs_are_lowered(recipe: str, grad: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import blockscale as bs
@@ -362,15 +362,59 @@ def test_the_layer_is_the_function() -> None:
     assert isinstance(layer, torch.nn.Linear)
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_second_derivative_raises_also_where_dy_is_constant(recipe: str) -> None:
-    """`y.sum()` gives a dy without a gradient, where PyTorch alone would return a constant."""
-    x, w, _, _ = make()
-    x.requires_grad_(), w.requires_grad_()
-    y = x.sum() + bs.linear(x, w, None, recipe, rng=RNG)
-    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        gradient.square().mean().backward()  # type: ignore[no-untyped-call]
+Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+REFUSED = pytest.raises(ValueError, match=r"^(grouped_)?linear: create_graph = True; need False: ")
+
+
+def layers() -> dict[str, Layer]:
+    """Functions of x and w whose second derivatives are refused."""
+    ends = torch.tensor([4, 13])
+
+    def dense(recipe: str) -> Layer:
+        return lambda x, w: bs.linear(x, w, None, recipe, RNG)
+
+    def grouped(recipe: str) -> Layer:
+        return lambda x, w: bs.grouped_linear(x, torch.stack((w, w)), ends, recipe, RNG)
+
+    def accumulating(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return bs.linear(x, w * 1, None, "mxfp8", accumulate_into=torch.zeros(w.shape))
+
+    return {
+        **{recipe: dense(recipe) for recipe in QUANTIZED},
+        "grouped": grouped("nvfp4"),
+        "grouped bf16": grouped("bf16"),
+        "accumulating": accumulating,
+    }
+
+
+@pytest.mark.parametrize("name", layers())
+def test_second_derivatives_are_refused(name: str) -> None:
+    """By whatever they are taken, and for whatever: seen later, they would be 0 in part."""
+    x, w, _, dy = make(lead=(13,))
+    functions = torch.autograd.functional
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layers()[name](x, w).square().sum()
+
+    for of in (functions.hvp, functions.vhp, functions.jvp):
+        with REFUSED:
+            of(loss, x, torch.ones_like(x))  # type: ignore[no-untyped-call]
+    with REFUSED:
+        functions.hessian(loss, x)  # type: ignore[no-untyped-call]
+    for gradient in (dy, dy.clone().requires_grad_()):  # constant, as after y.sum(), or not
+        with REFUSED:
+            torch.autograd.grad(layers()[name](x, w), x, gradient, create_graph=True)
+
+
+def test_a_gradient_penalty_and_an_inner_step_are_refused() -> None:
+    """Behind other layers: the training of critics, and of meta-learners."""
+    model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32), torch.nn.Tanh())
+    bs.convert(model, "mxfp8")
+    x = torch.randn(8, 32, requires_grad=True)
+    with REFUSED:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with REFUSED:
+        torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
 
 
 def test_a_tangent_of_the_bias_is_refused() -> None:

@@ -268,3 +268,16 @@ def test_what_recipes_need_on_a_gpu() -> None:
     amd = mixed.replace(wgrad_dy="fp8_1x128[element=e4m3fnuz]")
     assert amd.cuda_needs == "e4m3fn or e5m2 elements, which NVIDIA's tensor cores read"
     assert bs.recipe("mxfp8").replace(wgrad_dy=None, wgrad_x=None).cuda_needs == ""
+
+
+def test_recipes_are_made_in_compiled_code() -> None:
+    x, w = torch.randn(8, 64), torch.randn(16, 64)
+
+    def changed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        careful = bs.recipe("nvfp4").replace(wgrad_dy=None, wgrad_x=None, dgrad_dy=None)
+        mixed = bs.recipe("bf16").replace(fprop_x="mxfp8", fprop_w=bs.spec("mxfp8", block=(32, 32)))
+        made = bs.Recipe("made", bs.spec("mxfp4"), bs.spec("mxfp4", block=(32, 32)))
+        return torch.stack([bs.linear(x, w, recipe=recipe) for recipe in (careful, mixed, made)])
+
+    run = torch.compile(changed, fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(x, w), changed(x, w))

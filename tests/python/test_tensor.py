@@ -9,6 +9,7 @@ import pickle
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same_bits
 
 # Every dtype of codes and scales, with and without an outer scale, a tiled layout, groups.
 KINDS = (
@@ -65,6 +66,16 @@ def test_copies() -> None:
     assert deep.codes.any()
 
 
+def test_on_another_device() -> None:
+    for q in operands():
+        assert q.to("cpu") is q
+        there = q.to("meta")
+        assert there.device.type == "meta"
+        assert there.to("meta") is there
+        parts = [getattr(there, name) for name in ("codes", "scales", "outer", "offsets")]
+        assert all(part is None or part.is_meta for part in parts)
+
+
 def test_a_file_that_lies_is_refused() -> None:
     q = bs.quantize(torch.randn(4, 70), "nvfp4")
     object.__setattr__(q, "shape", (4, 71 + 16))
@@ -72,3 +83,33 @@ def test_a_file_that_lies_is_refused() -> None:
         ValueError, match=r"^QuantizedTensor: codes.shape = \[4, 40\]; need \[4, 48"
     ):
         pickle.loads(pickle.dumps(q))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_what_dequantize_leaves_out_of_a_transform(axis: int) -> None:
+    """70 values are transformed as 80: a GEMM multiplies all of them, dequantize gives back 70."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 70)
+    padded = torch.nn.functional.pad(x, (0, 10))
+    if axis == -2:
+        x, padded = x.mT, padded.mT
+    spec = bs.spec("nvfp4", hadamard=16)
+    q, whole = (bs.quantize(t, spec, axis) for t in (x, padded))
+    assert_same_bits(q.codes, whole.codes)
+    assert_same_bits(q.scales, whole.scales)
+    given, values = (t.dequantize(torch.float32).double() for t in (q, whole))
+    if axis == -2:
+        given, values = given.mT, values.mT
+    assert torch.equal(given, values[:, :70])
+    product = bs.matmul(q, q, out_dtype=torch.float32).double()
+    # 80 products and sums, and two roundings of each value that dequantize gives.
+    bound = (80 + 8) * 2**-24 * (values.abs() @ values.abs().mT)
+    assert ((product - values @ values.mT).abs() <= bound).all()
+    assert ((product - given @ given.mT).abs() > bound).any()
+    # Groups along the axis: each is extended by itself.
+    offsets = torch.tensor([30, 70])
+    if axis == -2:
+        parts = bs.quantize(x, spec, axis, offsets=offsets).dequantize(torch.float32)
+        for rows in (slice(30), slice(30, 70)):
+            alone = bs.quantize(x[rows], spec, axis).dequantize(torch.float32)
+            assert torch.equal(parts[rows], alone)

@@ -7,6 +7,7 @@ ones too, may choose another order of sums for another shape.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ from pathlib import Path
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same_bits, assert_same_operand
 from ranks import DEVICES, on_two_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,6 +34,13 @@ N, K, ROWS = 255, 384, 40
 CUTS: dict[str, ParallelStyle] = {
     "columns": ColwiseParallel(use_local_output=False),
     "rows": RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
+}
+# Each rank has some lines of what goes in, or of what comes out: x and dy are gathered.
+OF_LINES: dict[str, ParallelStyle] = {
+    "columns": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+    "rows": RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False
+    ),
 }
 # What ranks add up.
 SUMMED = {"columns": "dx", "rows": "y"}
@@ -103,10 +112,13 @@ def against_one_process(recipe: str, cut: str, device: str, n: int) -> None:
     x = inputs(cut, device, n=n)
     want, bounds = results(one, x), magnitudes(one, x)
     mesh = init_device_mesh(device, (2,))
-    for again in (False, True):
+    for style, again in ((CUTS[cut], False), (CUTS[cut], True), (OF_LINES[cut], False)):
         cut_layer = layer(recipe, cut, device, n)
-        parallelize_module(cut_layer, mesh, {"0": CUTS[cut]})
-        got = results(cut_layer, inputs(cut, device, n=n), again)
+        parallelize_module(cut_layer, mesh, {"0": style})
+        lines = inputs(cut, device, n=n)
+        if style is OF_LINES["columns"]:
+            lines = distribute_tensor(lines.detach(), mesh, [Shard(0)]).requires_grad_()
+        got = results(cut_layer, lines, again)
         compare(got, want, bounds, SUMMED[cut], exact=device == "cpu")
 
 
@@ -121,6 +133,117 @@ def every_recipe(cut: str, device: str) -> None:
         against_one_process(name, cut, device, N)
         if name != "bf16":
             against_one_process(name, cut, device, 1)  # one rank has nothing
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    return torch.randint(-2, 3, shape).float()
+
+
+def stacked(recipe: str) -> nn.Sequential:
+    """Two blocks one behind the other, of whole numbers: what ranks add up is exact where scales
+    are powers of two."""
+    torch.manual_seed(3)
+    extents = ((64, 128), (128, 64))
+    first, second, third, fourth = (nn.Linear(*extents[i % 2]) for i in range(4))
+    model = nn.Sequential(first, nn.ReLU(), second, third, nn.ReLU(), fourth)
+    for parameter in model.parameters():
+        parameter.data = whole_numbers(*parameter.shape)
+    bs.convert(model, recipe, seed=5)
+    return model
+
+
+def stacked_plan(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    cuts = (ColwiseParallel(), RowwiseParallel(), ColwiseParallel(), RowwiseParallel())
+    parallelize_module(model, mesh, dict(zip("0235", cuts, strict=True)))
+    return model
+
+
+def stacked_results(model: nn.Sequential) -> list[torch.Tensor]:
+    torch.manual_seed(4)
+    x = whole_numbers(16, 64).requires_grad_()
+    y = model(x)
+    y.backward(whole_numbers(16, 64))
+    assert x.grad is not None
+    gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 8
+    return [y.detach() * 1, x.grad, *gradients]
+
+
+def waiting(model: nn.Sequential) -> nn.Sequential:
+    """The same with sums of ranks waited for by hand, forward and backward."""
+    model[2].register_forward_hook(lambda module, args, y: y * 1)
+    return model
+
+
+def blocks_in_a_row() -> None:
+    """What one block's ranks add up goes straight to the next one, still being added."""
+    mesh = init_device_mesh("cpu", (2,))
+    for recipe in ("mxfp8", "mxfp4", "nvfp4"):
+        got = stacked_results(stacked_plan(stacked(recipe), mesh))
+        want = stacked_results(
+            waiting(stacked_plan(stacked(recipe), mesh)) if recipe == "nvfp4" else stacked(recipe)
+        )
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(one, other), (recipe, i)
+
+
+def test_blocks_in_a_row(tmp_path: Path) -> None:
+    on_two_ranks(blocks_in_a_row, tmp_path)
+
+
+def still_added_up() -> None:
+    """Every argument that is a tensor may be what a collective is still writing."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(6)
+
+    def pending(whole: torch.Tensor) -> torch.Tensor:
+        mine = whole if mesh.get_local_rank() == 0 else torch.zeros_like(whole)
+        parts = DTensor.from_local(mine, mesh, [Partial()])
+        local = parts.redistribute(mesh, [Replicate()], async_op=True).to_local()
+        assert type(local).__name__ == "AsyncCollectiveTensor"
+        return local
+
+    x, w, bias = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32)
+    offsets, peak = torch.tensor([3, 8]), torch.tensor(5.0)
+    a, b = bs.quantize(pending(x), "nvfp4"), bs.quantize(w, "nvfp4")
+    assert_same_operand(a, bs.quantize(x, "nvfp4"))
+    for q in bs.quantize_dual(pending(x), "nvfp4", "nvfp4", row_amax=pending(peak)):
+        amax = peak if q.axis == -1 else None
+        assert_same_operand(q, bs.quantize(x, "nvfp4", q.axis, amax))
+    assert_same_bits(bs.amax(pending(x), "nvfp4"), bs.amax(x, "nvfp4"))
+    assert_same_bits(bs.matmul(a, b, pending(bias)), bs.matmul(a, b, bias))
+    groups = bs.quantize(x, "nvfp4", offsets=pending(offsets))
+    assert_same_operand(copy.deepcopy(groups), bs.quantize(x, "nvfp4", offsets=offsets))
+    matrices = bs.quantize(torch.stack([w, -w]), "nvfp4", batch_dims=1)
+    grouped = bs.grouped_matmul(groups, matrices, pending(offsets))
+    assert_same_bits(grouped, bs.grouped_matmul(groups, matrices, offsets))
+    made = bs.quantize_weight(pending(w), "mxfp8")
+    y = bs.linear(pending(x), w, pending(bias), "mxfp8", quantized_weight=made)
+    assert_same_bits(y, bs.linear(x, w, bias, "mxfp8"))
+    with pytest.raises(ValueError, match=r"linear: x\.shape = \[8, 64\]"):
+        bs.linear(pending(x), w.mT, recipe="mxfp8")
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return bs.dequantize(bs.quantize(x, "nvfp4")) + bs.linear(x, w.mT @ w, recipe="mxfp8")
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(pending(x)), call(x))
+
+
+def second_derivatives() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = stacked_plan(stacked("mxfp8"), mesh)
+    x = whole_numbers(16, 64).requires_grad_()
+    with pytest.raises(ValueError, match=r"^linear: create_graph = True; need False: second"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+def test_second_derivatives_are_refused(tmp_path: Path) -> None:
+    on_two_ranks(second_derivatives, tmp_path)
+
+
+def test_what_a_collective_still_writes_is_waited_for(tmp_path: Path) -> None:
+    on_two_ranks(still_added_up, tmp_path)
 
 
 def mixed_and_composed() -> None:

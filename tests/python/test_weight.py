@@ -3,6 +3,9 @@ bit."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -122,6 +125,31 @@ def test_compiled(recipe: str, grouped: bool) -> None:
     ys = [f(case.x, case.w), torch.compile(f, fullgraph=True, backend="aot_eager")(case.x, case.w)]
     grads = [torch.autograd.grad(y, (case.x, case.w), case.dy) for y in ys]
     assert_same([ys[0], *grads[0]], [ys[1], *grads[1]])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_saved_and_loaded(name: str, grouped: bool) -> None:
+    """By pickle, and by torch.load with its usual care: it is data."""
+    recipe, case = RECIPES[name], make(grouped)
+    want = run(case, recipe)
+    kept = bs.quantize_weight(case.w, recipe, RNG)
+    file = io.BytesIO()
+    torch.save({"w": kept}, file)
+    file.seek(0)
+    for back in (torch.load(file)["w"], pickle.loads(pickle.dumps(kept)), copy.deepcopy(kept)):
+        assert (back.recipe, str(back.recipe)) == (kept.recipe, str(kept.recipe))
+        assert (back.shape, back.backward, back.device) == (kept.shape, True, kept.device)
+        assert_same(run(case, recipe, quantized_weight=back), want)
+
+
+def test_moved() -> None:
+    kept = bs.quantize_weight(make(False).w, "nvfp4")
+    assert kept.device == torch.device("cpu")
+    there = kept.to("meta")
+    assert there.device == torch.device("meta")
+    assert [t.shape for t in there.operands] == [t.shape for t in kept.operands]
+    assert bs.quantize_weight(make(False).w, "bf16").device is None  # nothing lies anywhere
 
 
 def test_what_does_not_belong() -> None:

@@ -87,9 +87,8 @@ class Whole:
     most: int = 2**63 - 1
 
     def __str__(self) -> str:
-        if self.most == Whole.most:
-            return f"a whole number of at least {self.least}"
-        return f"a whole number from {self.least} to {self.most}"
+        most = "2^63 - 1" if self.most == Whole.most else self.most
+        return f"a whole number from {self.least} to {most}"
 
     def holds(self, value: Any) -> bool:
         return type(value) is int and self.least <= value <= self.most

@@ -1,0 +1,115 @@
+"""What the operators take, as they take it: refused in this package's words, since PyTorch's fill a
+page."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from typing import Final
+
+import torch
+
+from blockscale._errors import check_int, fail, fail_type, integer, reword
+from blockscale.recipe import Spec, spec
+from blockscale.rng import Rng
+from blockscale.tensor import QuantizedTensor, check_layout, check_plain
+
+
+def check_spec(operation: str, name: str, value: object) -> Spec:
+    if not isinstance(value, str | Spec):
+        fail_type(operation, name, value, "a Spec, or a spec's text such as 'nvfp4'")
+    try:
+        return spec(value)
+    except ValueError as error:
+        raise ValueError(reword(str(error), operation, name)) from None
+
+
+# What arguments are in words, and their types.
+_DTYPE = ("a torch.dtype", (torch.dtype,))
+_KINDS: Final[dict[str, tuple[str, tuple[type, ...]]]] = {
+    "dtype": _DTYPE,
+    "out_dtype": _DTYPE,
+    "bias": ("a tensor, or None", (torch.Tensor, type(None))),
+}
+
+
+def check_type(operation: str, name: str, value: object) -> None:
+    need, types = _KINDS[name]
+    if not isinstance(value, types):
+        fail_type(operation, name, value, need)
+
+
+def check_layout_of(operation: str, name: str, s: Spec, value: object) -> None:
+    if not isinstance(value, str):
+        fail_type(operation, name, value, "a layout's name such as 'linear'")
+    if not torch.compiler.is_compiling():  # which cannot ask the core; the operator does
+        check_layout(operation, name, s, value)
+
+
+def check_origin(operation: str, value: object) -> list[int]:
+    """As the operators take it, empty for none."""
+    if value is None:
+        return []
+    place = [integer(v) for v in value] if isinstance(value, list | tuple) else [None]
+    if None in place:
+        fail_type(operation, "origin", value, "(row, column), two ints")
+    if len(place) != 2:
+        fail(operation, "origin", place, "[row, column]")
+    return [check_int(operation, "origin", number) for number in place]
+
+
+def check_tensor(operation: str, x: object) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        fail_type(operation, "x", x, "a tensor")
+    return check_plain(operation, "x", x).detach()
+
+
+def check_operand(operation: str, name: str, q: object) -> None:
+    if not isinstance(q, QuantizedTensor):
+        fail_type(operation, name, q, "a QuantizedTensor", "quantize it first")
+
+
+def check_rng(
+    operation: str, rng: object, x: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if rng is None:
+        return None, None
+    if not isinstance(rng, Rng):
+        fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
+    return rng.tensors(x.device)
+
+
+def check_offsets(operation: str, offsets: object) -> torch.Tensor | None:
+    if offsets is None:
+        return None
+    if not isinstance(offsets, torch.Tensor):
+        need = "a tensor of the cumulative ends of groups, int32 or int64"
+        fail_type(operation, "offsets", offsets, need, "torch.tensor(ends, device=x.device)")
+    return check_plain(operation, "offsets", offsets)
+
+
+def check_amax(
+    operation: str,
+    name: str,
+    value: object,
+    x: torch.Tensor,
+    batch_dims: int,
+    offsets: torch.Tensor | None,
+) -> torch.Tensor | None:
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        fail_type(operation, name, value, "a number, or a float32 tensor")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond any float
+        number = sys.float_info.max
+    # NaN in a tensor is data and makes the result NaN; as a number it is a mistake. (No isnan():
+    # in compiled code the number may be a symbol.)
+    if not number >= 0:
+        fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
+    if torch.finfo(torch.float32).max < number < math.inf:
+        fail(operation, name, value, "a float32 number, at most 3.4028234e38")
+    shape = x.shape[:batch_dims] if offsets is None else offsets.shape
+    return torch.full(shape, number, dtype=torch.float32, device=x.device)
