@@ -26,7 +26,10 @@ GROUPS: dict[str, list[str]] = {
         "QuantizedTensor",
     ],
     "Products": ["matmul", "grouped_matmul"],
-    "Layers": ["linear", "grouped_linear", "quantize_weight", "QuantizedWeight", "nn.Linear"],
+    "Layers": [
+        "linear", "grouped_linear", "quantize_weight", "QuantizedWeight", "quantized_weights",
+        "nn.Linear",
+    ],
     "Converting and training": [
         "convert", "Report", "revert", "attach", "advance", "rng_state", "set_step",
     ],

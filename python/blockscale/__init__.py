@@ -1,7 +1,7 @@
 """Block-scaled FP8 and FP4 quantization and matrix multiplication for training.
 
 - A model: `convert`, `revert`; random bits: `attach` or `advance`, `rng_state`, `set_step`.
-- A layer: `nn.Linear`, `linear`, `grouped_linear`, `quantize_weight`.
+- A layer: `nn.Linear`, `linear`, `grouped_linear`, `quantize_weight`, `quantized_weights`.
 - Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
   `grouped_matmul`.
 - What decides the bits: `spec`, `recipe`, `Rng`.
@@ -17,6 +17,7 @@ from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
 from blockscale.functional import grouped_linear, linear
+from blockscale.nn import quantized_weights
 from blockscale.ops import (
     amax,
     dequantize,
@@ -56,6 +57,7 @@ __all__ = [
     "quantize",
     "quantize_dual",
     "quantize_weight",
+    "quantized_weights",
     "recipe",
     "recipe_names",
     "relayout",

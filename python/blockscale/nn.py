@@ -1,18 +1,22 @@
-"""`Linear`: a drop-in `torch.nn.Linear` whose GEMMs read the operands of a recipe."""
+"""`Linear`: a drop-in `torch.nn.Linear` whose GEMMs read the operands of a recipe; and its weights,
+quantized for several forwards."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from blockscale._errors import fail_type
+from blockscale._errors import fail, fail_type
 from blockscale.functional import USUAL, linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, as_tensor, layer_seed
+from blockscale.tensor import is_plain
+from blockscale.weight import QuantizedWeight, quantize_weight
 
 
 class Linear(torch.nn.Linear):
@@ -34,6 +38,8 @@ class Linear(torch.nn.Linear):
     # Plain attributes, neither parameters nor buffers: checkpoints stay plain.
     _rng_state: RngState
     _seed: torch.Tensor
+    # Within quantized_weights(): the weight's operands, the weight, and its version then.
+    _kept: tuple[QuantizedWeight, torch.Tensor, int] | None = None
 
     def __init__(
         self,
@@ -90,10 +96,73 @@ class Linear(torch.nn.Linear):
             if offset.device != self._seed.device:  # of a model that lies on several
                 offset = offset.to(self._seed.device)
             key = (self._seed, offset)
-        return linear_with_key(input, weight, self.bias, recipe, key)
+        if self._kept is None:
+            return linear_with_key(input, weight, self.bias, recipe, key)
+        quantized, of, version = self._kept
+        if not torch.compiler.is_compiling() and (weight is not of or _version_of(of) != version):
+            need = "what it was when quantized_weights() began"
+            fail("Linear", "weight", "changed", need, "leave it before the optimizer's step")
+        return linear_with_key(input, weight, self.bias, recipe, key, None, None, quantized)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
+
+
+@contextlib.contextmanager
+def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator[None]:
+    """Quantize the weights of converted layers once, for all forwards and backwards within.
+
+        with bs.quantized_weights(model):
+            for batch in micro_batches:
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    Each layer would quantize its weight again in every micro-batch, in every recomputation of
+    activation checkpointing, and in every batch of an inference. The results and the gradients are
+    the same bits. Layers in high precision, and those whose recipe rounds the weight
+    stochastically, do as ever.
+
+    Args:
+        model: a converted one, or a part of it.
+        backward: also make what the gradients of inputs read.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        TypeError, ValueError: nothing in the model is converted; a weight is a DTensor, which is
+            cut or gathered elsewhere; within another one. A forward within raises where its
+            layer's weight has changed since (but by `.data`, which PyTorch does not count).
+    """
+    if not isinstance(model, torch.nn.Module):
+        fail_type("quantized_weights", "model", model, "an nn.Module")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
+    if not layers:
+        got = f"{type(model).__name__} without converted layers"
+        fail("quantized_weights", "model", got, "a converted model", "call bs.convert first")
+    for name, layer in layers.items():
+        if layer._kept is not None:
+            need = "no other quantized_weights() around it"
+            fail("quantized_weights", name or "model", "within another one", need)
+        if not is_plain(layer.weight):
+            got = f"a {type(layer.weight).__name__}"
+            remedy = "leave it out: each forward quantizes what it has gathered"
+            fail("quantized_weights", f"{name}.weight".lstrip("."), got, "a plain tensor", remedy)
+    try:
+        for layer in layers.values():
+            specs = (layer.recipe.fprop_w, layer.recipe.dgrad_w)
+            if not any(s is not None and s.stochastic for s in specs):
+                made = quantize_weight(layer.weight, layer.recipe, None, backward)
+                layer._kept = (made, layer.weight, _version_of(layer.weight))
+        yield
+    finally:
+        for layer in layers.values():
+            layer.__dict__.pop("_kept", None)
+
+
+def _version_of(weight: torch.Tensor) -> int:
+    """How often it has been changed in place; tensors of inference mode do not count."""
+    return 0 if weight.is_inference() else weight._version
 
 
 class Root:

@@ -176,3 +176,101 @@ def test_what_does_not_belong() -> None:
         bs.quantize_weight(case.w[0], "mxfp8")
     with pytest.raises(ValueError, match=r"quantize_weight: w.dtype = torch.float64"):
         bs.quantize_weight(case.w.double(), "mxfp8")
+
+
+# --- of a whole model -----------------------------------------------------------------------------
+
+
+def converted(recipe: str | bs.Recipe, device: torch.device | str = "cpu") -> torch.nn.Module:
+    torch.manual_seed(0)
+    parts = (torch.nn.Linear(70, 37), torch.nn.GELU(), torch.nn.Linear(37, 19, bias=False))
+    model = torch.nn.Sequential(*parts).to(device)
+    bs.convert(model, recipe, seed=5)
+    return model
+
+
+def micro_batches(
+    model: torch.nn.Module,
+    device: torch.device | str = "cpu",
+    call: Callable[..., torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """The results and the sums of gradients of two micro-batches."""
+    ys = []
+    for seed in (0, 1):
+        x = normal(11, 70, seed=seed).to(device).float().requires_grad_()
+        y = (call or model)(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        ys += [y.detach(), x.grad]
+    return [*ys, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_of_a_model_are_quantized_once(name: str, device: torch.device) -> None:
+    models = [converted(RECIPES[name], device) for _ in range(2)]
+    want = micro_batches(models[0], device)
+    with bs.quantized_weights(models[1]):
+        got = micro_batches(models[1], device)
+    assert_same(got, want)
+    calls = {"made": 0}
+    with bs.quantized_weights(models[1], backward=False), torch.no_grad():
+        for layer in models[1].modules():
+            calls["made"] += isinstance(layer, bs.nn.Linear) and layer._kept is not None
+    assert calls["made"] == (0 if name == "stochastic weight" else 2)
+    assert not any("_kept" in vars(layer) for layer in models[1].modules())
+
+
+def test_a_model_reads_what_was_made_of_its_weights() -> None:
+    model = converted("nvfp4")
+    x = normal(11, 70).float()
+    with torch.no_grad(), bs.quantized_weights(model):
+        want = model(x)
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.data.fill_(float("nan"))  # past its version
+        assert torch.equal(model(x), want)
+
+
+def test_a_weight_that_changes_within_raises() -> None:
+    model = converted("mxfp8")
+    x = normal(11, 70).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with bs.quantized_weights(model):
+        model(x).sum().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"^Linear: weight = changed; need what it was when"):
+            model(x)
+    model(x)
+    others = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with bs.quantized_weights(model), pytest.raises(ValueError, match="weight = changed"):
+        torch.func.functional_call(model, others, (x,))
+
+
+def test_compiled_models_take_them() -> None:
+    torch._dynamo.reset()
+    model, other = converted("mxfp4"), converted("mxfp4")
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for _ in range(3):  # made anew for every step, of other weights
+        want = micro_batches(model)
+        with bs.quantized_weights(other):
+            got = micro_batches(other, call=compiled)
+        assert_same(got, want)
+        for step in (model, other):
+            torch.optim.SGD(step.parameters(), lr=1e-3).step()
+            step.zero_grad()
+
+
+def test_what_has_no_weights_to_quantize() -> None:
+    plain, model = torch.nn.Linear(4, 4), converted("mxfp8")
+    said = "quantized_weights: model = Linear without converted layers; need a converted model"
+    with pytest.raises(ValueError, match=said), bs.quantized_weights(plain):
+        pass
+    said = "quantized_weights: model = a str; need an nn.Module"
+    with pytest.raises(TypeError, match=said), bs.quantized_weights("model"):  # type: ignore[arg-type]
+        pass
+    with bs.quantized_weights(model):
+        said = "quantized_weights: 0 = within another one; need no"
+        with pytest.raises(ValueError, match=said), bs.quantized_weights(model):
+            pass
+        model(normal(11, 70).float())  # that of the outer one is still there
+        assert any("_kept" in vars(layer) for layer in model.modules())
