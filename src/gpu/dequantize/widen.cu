@@ -260,7 +260,10 @@ Wide widen_a(const ConstQuantized& a, const Stream& stream) {
 
 int64_t wide_bytes(const ConstQuantized& b) {
   int64_t bytes = 0;
-  room_of_b(b, 1, from(nullptr, bytes));
+  room_of_b(b, 1, [&](int64_t more) {
+    bytes += more;
+    return static_cast<uint8_t*>(nullptr);
+  });
   return bytes;
 }
 
