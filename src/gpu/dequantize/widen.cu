@@ -44,7 +44,7 @@ struct WidenParams {
   float* line_scales;      // of B
   uint32_t a_blocks;       // blocks of threads that have lines of A
   int blocks, padded;      // of a line: blocks of 32; bytes of what is made
-  int groups;              // along the contraction axis, or 1
+  int groups = 1;          // along the contraction axis
   const int32_t* ends;     // where they end in the lines of codes, or null
   const int32_t* to_ends;  // and of what is made
 };
@@ -238,7 +238,7 @@ void launch(WidenParams& p, const Room* a, const Room* b, const Stream& stream) 
 }  // namespace
 
 Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream) {
-  WidenParams p{.groups = 1};
+  WidenParams p{};
   if (b.groups && a.groups.count > 0) {
     p.groups = static_cast<int>(a.groups.count);
     p.ends = ends_of(a, std::max<int64_t>(kBlock, a.spec.hadamard.dim), stream);
@@ -252,7 +252,7 @@ Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& st
 }
 
 Wide widen_a(const ConstQuantized& a, const Stream& stream) {
-  WidenParams p{.groups = 1};
+  WidenParams p{};
   const Room room = room_of_a(a, stream);
   launch(p, &room, nullptr, stream);
   return room.made;
@@ -273,7 +273,7 @@ Wide wide_in(const ConstQuantized& b, uint8_t* memory) {
 }
 
 Wide widen_b(const ConstQuantized& b, uint8_t* memory, const Stream& stream) {
-  WidenParams p{.groups = 1};
+  WidenParams p{};
   int64_t end = 0;
   const Room room = room_of_b(b, 1, from(memory, end));
   launch(p, nullptr, &room, stream);
