@@ -221,8 +221,12 @@ def experts(file: str = GROUPED) -> str:
     result = results(file)
     ways = ("forward", "both")
     lines = []
-    short = {"fp8_blockwise squares": "x in squares", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
-    short = {"fp8_blockwise": "FP8, µs (x BF16)"} | short
+    short = {
+        "fp8_blockwise": "FP8, µs (x BF16)",
+        "fp8_blockwise squares": "x in squares",
+        "mxfp4": "MXFP4",
+        "nvfp4": "NVFP4",
+    }
     there = [name for name in short if f"{name} both" in of(result, "layer")[0]]
     for row in of(result, "layer"):
         line = [shape_of(row), " / ".join(f"{row[f'bf16 {way}']:,.0f}" for way in ways)]

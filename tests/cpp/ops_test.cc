@@ -139,6 +139,12 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   Quantized q = out.view;
   q.columns = limit;
   EXPECT_ERROR(quantize(wide, q, {}, NoStream()), "quantize: x = [40, 2147483648]", "below 2^31");
+  ConstMatrix many = x.view();
+  many.batch = limit;
+  q = out.view;
+  q.batch = limit;
+  EXPECT_ERROR(quantize(many, q, {}, NoStream()), "quantize: x = 2147483648 matrices of [40, 48]",
+               "fewer than 2^31 tiles of 128 x 128 on a GPU", "parts of the batch");
 }
 
 TEST_F(Refused, DualTakesRowsThenColumns) {

@@ -181,7 +181,7 @@ def test_what_does_not_belong() -> None:
 # --- of a whole model -----------------------------------------------------------------------------
 
 
-def converted(recipe: str | bs.Recipe, device: torch.device | str = "cpu") -> torch.nn.Module:
+def converted(recipe: str | bs.Recipe, device: torch.device | str = "cpu") -> torch.nn.Sequential:
     torch.manual_seed(0)
     parts = (torch.nn.Linear(70, 37), torch.nn.GELU(), torch.nn.Linear(37, 19, bias=False))
     model = torch.nn.Sequential(*parts).to(device)
@@ -212,12 +212,13 @@ def test_weights_of_a_model_are_quantized_once(name: str, device: torch.device) 
     with bs.quantized_weights(models[1]):
         got = micro_batches(models[1], device)
     assert_same(got, want)
-    calls = {"made": 0}
+    layers = [layer for layer in models[1] if isinstance(layer, bs.nn.Linear)]
     with bs.quantized_weights(models[1], backward=False), torch.no_grad():
-        for layer in models[1].modules():
-            calls["made"] += isinstance(layer, bs.nn.Linear) and layer._kept is not None
-    assert calls["made"] == (0 if name == "stochastic weight" else 2)
-    assert not any("_kept" in vars(layer) for layer in models[1].modules())
+        x = normal(11, 70).to(device).float()
+        assert torch.equal(models[1](x), models[0](x))
+        kept = [layer._kept is not None for layer in layers]
+    assert kept == [name != "stochastic weight"] * 2
+    assert not any("_kept" in vars(layer) for layer in layers)
 
 
 def test_a_model_reads_what_was_made_of_its_weights() -> None:

@@ -10,7 +10,7 @@ namespace blockscale::sm90 {
 
 // The bias at the columns that a thread has sums of, two of every eight from `column` on, counted
 // from `first`; 0 behind the last. Its type is asked for once, so that the loads are on their way
-// together: one after another they took up to half of a tile's time.
+// together: one after another they took up to a third of a tile's time.
 template <int kN>
 BLOCKSCALE_DEVICE void load_bias(float (&to)[kN / 4], const Output& out, int64_t first, int column,
                                  int columns) {
