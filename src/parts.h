@@ -75,6 +75,8 @@ struct Product {
   Part<const uint8_t, const float> a, b;
   Matrix d;
   const float* bias;  // or null
+  // Nothing is summed up, so that the product is 0 whatever the outer scales are.
+  bool empty() const { return a.shape.padded == 0; }
 };
 inline std::vector<Product> products_of(const ConstQuantized& a, const ConstQuantized& b,
                                         const Matrix& d, const float* bias) {

@@ -92,24 +92,30 @@ HWY_INLINE void pack_scales(const Reader& reader, int64_t line, int64_t width, i
                  DF(), out + w);
 }
 
-// Whether the product of any two scales is finite: times a sum of zeros, Inf would be NaN. NaN is.
+// Whether the product of any two scales is a normal number, 0 or NaN: Inf times a sum of zeros
+// would be NaN, and a subnormal product has lost bits that the sum may make large again.
 HWY_INLINE bool fp32_scales_fit(const Reader& reader) {
-  const uint32_t limit = bit_cast<uint32_t>(exp2i(60));
+  const uint32_t least = bit_cast<uint32_t>(exp2i(-60)), most = bit_cast<uint32_t>(exp2i(60));
   for (int64_t line = 0; line < reader.s.lines; line += reader.s.scale_lines)
     for (int64_t b = 0; b < reader.s.blocks; ++b) {
       const uint32_t bits = reader.raw_scale(reader.scale_at(line, b));
-      if (bits > limit && bits <= kInfBits) return false;
+      if (bits != 0 && bits <= kInfBits && (bits < least || bits > most)) return false;
     }
   return true;
 }
 
-// Whether scale * code (code alone for FP32 scales) is exact in BF16, with all products and sums
-// far from where FP32 ends. Only E8M0 and FP32 scales reach that far: within 2^+-60 they do not; a
-// block of zeros may have any E8M0 scale, and NaN is NaN.
+// Whether scale * code (code alone for FP32 scales) is exact in BF16, and products are 0 or normal.
+// Only E8M0 and FP32 scales reach that far. Values that are multiples of 2^-63 have products that
+// are multiples of 2^-126, so an E8M0 scale may be as small as the element's own unit allows; up to
+// 2^60 it does not overflow. A block of zeros may have any E8M0 scale, and NaN is NaN.
 HWY_INLINE bool fits_bf16(const Reader& reader) {
   if (reader.q.spec.scale == Format::fp32) return fp32_scales_fit(reader);
   if (reader.q.spec.scale != Format::e8m0) return true;
-  const auto fits = [](uint32_t byte) { return byte - 67 <= 120u || byte == 255; };
+  const FormatTraits element = traits(reader.q.spec.element);
+  const int unit = element.min_exponent() - element.mantissa_bits;
+  const auto least = static_cast<uint32_t>(traits(Format::e8m0).bias - 63 - unit);
+  const uint32_t most = traits(Format::e8m0).bias + 60;
+  const auto fits = [=](uint32_t byte) { return byte - least <= most - least || byte == 255; };
   // A line of a group along the contraction axis is a part of a longer one.
   const StoredShape& s = reader.s;
   const bool part = reader.q.layout.scales == Layout::linear && s.scale_columns != s.blocks;
@@ -160,8 +166,10 @@ HWY_INLINE void multiply_panels(const float* HWY_RESTRICT a, const float* HWY_RE
 struct Epilogue {
   Epilogue(const Product& p, const GemmOptions& options)
       : d(p.d), bias_row(p.bias), accumulate(options.accumulate) {
-    factor = static_cast<double>(options.alpha) * (p.a.q.spec.outer ? p.a.q.outer[0] : 1.0f) *
-             (p.b.q.spec.outer ? p.b.q.outer[0] : 1.0f);
+    const double outer = static_cast<double>(options.alpha) *
+                         (p.a.q.spec.outer ? p.a.q.outer[0] : 1.0f) *
+                         (p.b.q.spec.outer ? p.b.q.outer[0] : 1.0f);
+    factor = p.empty() ? 0.0 : outer;
   }
   // `count` sums of row m from column n on; at most kBlockN.
   void store(int64_t m, int64_t n, int64_t count, const float* sums) const {
@@ -280,10 +288,11 @@ void gemm_panels(const Reader& ra, const Reader& rb, const Matrix& d, const Epil
 
 void gemm_blocks(const Product& p, const GemmOptions& options, const Executor& executor) {
   if (p.d.rows == 0 || p.d.columns == 0) return;
+  if (p.empty() && options.accumulate && !p.bias) return;  // not even -0 changes
   const Reader ra(p.a.q, p.a.shape, 0), rb(p.b.q, p.b.shape, 0);
   const Epilogue epilogue(p, options);
   if constexpr (kTileM == kDotRows && tile_n() == kDotColumns) {
-    if (has_bf16() && ra.s.padded > 0 && fits_bf16(ra) && fits_bf16(rb))
+    if (has_bf16() && !p.empty() && fits_bf16(ra) && fits_bf16(rb))
       return gemm_panels<true>(ra, rb, p.d, epilogue, executor);
   }
   gemm_panels<false>(ra, rb, p.d, epilogue, executor);

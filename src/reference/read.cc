@@ -54,6 +54,7 @@ namespace {
 
 // Sums in double: the value every backend's FP32 sum is compared with.
 void multiply(const Product& p, const GemmOptions& options) {
+  if (p.empty() && options.accumulate && !p.bias) return;  // not even -0 changes
   const auto& [a, sa, a_at] = p.a;
   const auto& [b, sb, b_at] = p.b;
   const double outer = static_cast<double>(a.spec.outer ? a.outer[0] : 1.0f) *
@@ -68,7 +69,7 @@ void multiply(const Product& p, const GemmOptions& options) {
         sum += scale * decode(a.spec.element, load_code(a, sa, 0, m, k)) *
                decode(b.spec.element, load_code(b, sb, 0, n, k));
       }
-      double value = options.alpha * (outer * sum);
+      double value = p.empty() ? 0.0 : options.alpha * (outer * sum);
       if (p.bias) value += p.bias[n];
       const int64_t at = offset_of(0, m, n, p.d);
       if (options.accumulate) value += static_cast<const float*>(p.d.data)[at];

@@ -224,6 +224,26 @@ TEST(Gemm, AnEmptyContractionGivesTheBiasOrZeroAndKeepsWhatAccumulates) {
     }
 }
 
+// Nothing is multiplied by the outer scale of what is empty, and -0 + 0 is not -0.
+TEST(Gemm, AnEmptyContractionReadsNoOuterScale) {
+  Operand a(kNvfp4, {}, -1, 3, 0), b(kNvfp4, {}, -1, 2, 0);
+  const Values none = [](int64_t, int64_t, int64_t) { return 0.0f; };
+  a.fill(none), b.fill(none);
+  a.q.view.outer[0] = NAN;
+  Result d(DType::f32, 3, 2, Strides::row_major, 7),
+      added(DType::f32, 3, 2, Strides::row_major, -0.0f);
+  gemm(a.view(), b.view(), d.view);
+  gemm(a.view(), b.view(), added.view, {.accumulate = true});
+  Result want(DType::f32, 3, 2, Strides::row_major, 7);
+  reference::gemm(a.view(), b.view(), want.view, {});
+  for (int64_t r = 0; r < 3; ++r)
+    for (int64_t c = 0; c < 2; ++c) {
+      EXPECT_EQ(d.frame.at(0, r, c), 0);
+      EXPECT_EQ(want.frame.at(0, r, c), 0);
+      EXPECT_TRUE(std::signbit(added.frame.at(0, r, c)));
+    }
+}
+
 TEST(Gemm, EmptyMatricesTouchNothing) {
   for (const auto& [m, n] : {std::pair(0, 5), std::pair(5, 0), std::pair(0, 0)}) {
     Operand a(kMxfp8, {}, -1, m, 40), b(kMxfp8, {}, -1, n, 40);
@@ -319,6 +339,44 @@ TEST(Gemm, TheExtremeBytesOfE8M0) {
     gemm(a.view(), b.view(), d.view);
     expect_within_bound(a, b, d, {});
     for (int64_t r = 0; r < 4; ++r) EXPECT_EQ(d.frame.at(0, r, 0), 64.0f);
+  }
+}
+
+// The smallest code of every element at every scale whose products come near FP32's smallest normal
+// number: the instruction that takes subnormals for zeros must not get them.
+TEST(Gemm, SmallestCodesOfSmallBlocksAreNotZeros) {
+  for (const Format element : {Format::e2m1, Format::e2m3, Format::e3m2, Format::e4m3fn,
+                               Format::e4m3fnuz, Format::e5m2, Format::e5m2fnuz}) {
+    QuantSpec spec = kMxfp8;
+    spec.element = element;
+    for (int scale = 60; scale < 90; ++scale) {
+      Operand a(spec, {}, -1, 1, 32), b(spec, {}, -1, 1, 32);
+      for (Operand* operand : {&a, &b}) {
+        std::fill_n(operand->q.scales.data(), operand->q.scales.size(), uint8_t(scale));
+        std::fill_n(operand->q.codes.data(), operand->q.codes.size(), uint8_t{0});
+        operand->q.codes.data()[0] = 1;
+      }
+      Result d(DType::f32, 1, 1, Strides::row_major);
+      gemm(a.view(), b.view(), d.view);
+      const double exact = a.value(0, 0) * b.value(0, 0);
+      EXPECT_EQ(d.frame.at(0, 0, 0), static_cast<float>(exact))
+          << to_string(spec) << " scale " << scale;
+    }
+  }
+}
+
+// The product of two FP32 scales is subnormal, what it multiplies makes it normal again.
+TEST(Gemm, SmallFp32ScalesLoseNoBits) {
+  for (const float scale : {0x1.3p-58f, 0x1.7p-61f, 0x1.9p-68f, 0x1.5p-75f}) {
+    Operand a(kFp8_1x128, {}, -1, 2, 128), b(kFp8_1x128, {}, -1, 3, 128);
+    for (Operand* operand : {&a, &b}) {
+      operand->fill([](int64_t, int64_t, int64_t) { return 448.0f; });
+      auto* scales = reinterpret_cast<float*>(operand->q.scales.data());
+      std::fill_n(scales, operand->q.scales.size() / 4, scale);
+    }
+    Result d(DType::f32, 2, 3, Strides::row_major);
+    gemm(a.view(), b.view(), d.view);
+    expect_within_bound(a, b, d, {});
   }
 }
 
