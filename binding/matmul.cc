@@ -55,19 +55,19 @@ ConstQuantized without_outer(const ConstQuantized& q) {
   return view;
 }
 
-// Both operands in BF16: [lines, extent] of a, and of b, with `batched` a batch, [extent, lines]
-// over lines in memory. Rows are at multiples of 16 bytes, which the fast kernels of both sides ask
-// for, and both are parts of one piece, which costs the host less than two.
+// Both operands in BF16, [lines, extent] and b's as a batch. Rows are at multiples of 16 bytes,
+// which the fast kernels of both sides ask for, and both are parts of one piece, which costs the
+// host less than two.
 struct Decoded {
   std::optional<Piece> memory;  // of large ones; small ones are the call's
-  Tensor left, right;
+  ConstMatrix left, right;
 };
-Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b, bool batched,
+Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                 const Stream& stream) {
   const ConstQuantized left = without_outer(a), right = without_outer(b);
   const int64_t stride = std::max<int64_t>(round_up(left.columns, 8), 8);
-  const int64_t first = round_up(left.rows * stride, 128), matrix = right.rows * stride;
-  const int64_t bytes = 2 * (first + b.batch * matrix);
+  const int64_t first = round_up(left.rows * stride, 128);
+  const int64_t bytes = 2 * (first + b.batch * right.rows * stride);
   std::optional<Piece> memory;
   uint8_t* values = at.memory().take_small(bytes);
   if (!values) values = memory.emplace(at.device(), bytes).data();
@@ -75,13 +75,25 @@ Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& 
     return Matrix{values + 2 * at_element, DType::bf16, q.rows, q.columns, stride, 1, q.batch,
                   q.rows * stride};
   };
-  gpu::dequantize_two(left, view(left, 0), right, view(right, first), stream);
-  Ints sizes{right.columns, right.rows}, strides{1, stride};
-  if (batched) sizes.insert(sizes.begin(), b.batch), strides.insert(strides.begin(), matrix);
-  constexpr ScalarType kType = ScalarType::BFloat16;
-  return {std::move(memory),
-          borrowed(values, {left.rows, left.columns}, {stride, 1}, kType, at.device()),
-          borrowed(values + 2 * first, sizes, strides, kType, at.device())};
+  const Matrix to_left = view(left, 0), to_right = view(right, first);
+  gpu::dequantize_two(left, to_left, right, to_right, stream);
+  const auto read = [](const Matrix& m) {
+    return ConstMatrix{m.data,       m.dtype, m.rows,  m.columns,
+                       m.row_stride, 1,       m.batch, m.batch_stride};
+  };
+  return {std::move(memory), read(to_left), read(to_right)};
+}
+// As PyTorch's products read them: a, [lines, extent], and the transpose of b, with `batched` a
+// batch. The core's read the memory itself, as a tensor costs the host more than a microsecond.
+Tensor tensor_of(const Place& at, const ConstMatrix& a) {
+  return borrowed(const_cast<void*>(a.data), {a.rows, a.columns}, {a.row_stride, 1},
+                  ScalarType::BFloat16, at.device());
+}
+Tensor transpose_of(const Place& at, const ConstMatrix& b, bool batched) {
+  Ints sizes{b.columns, b.rows}, strides{1, b.row_stride};
+  if (batched)
+    sizes.insert(sizes.begin(), b.batch), strides.insert(strides.begin(), b.batch_stride);
+  return borrowed(const_cast<void*>(b.data), sizes, strides, ScalarType::BFloat16, at.device());
 }
 
 void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
@@ -145,7 +157,9 @@ Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantize
     if (b.groups) shape.insert(shape.begin(), b.groups.count);
     return torch::stable::full(shape, 0.0, dtype, std::nullopt, at.device());
   }
-  const auto [memory, left, right] = decoded(at, a, b, ends && !b.groups, stream);
+  const Decoded values = decoded(at, a, b, stream);
+  const Tensor left = tensor_of(at, values.left);
+  const Tensor right = transpose_of(at, values.right, ends && !b.groups);
   if (ends) return grouped_mm(left, right, *ends);
   Tensor out = empty({sa.lines, sb.lines}, dtype, at.device());
   multiply(left, right, bias, out, dtype);
@@ -176,16 +190,12 @@ int64_t storage_unit(const QuantSpec& spec) {
 Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
                    const std::optional<Tensor>& into, const Stream& stream) {
-  const auto [memory, left, right] = decoded(at, a, b, false, stream);
-  const int64_t m = a.shape().lines, n = b.shape().lines, k = a.shape().extent;
-  const int64_t stride = left.stride(0);
+  const Decoded values = decoded(at, a, b, stream);
   Tensor out = into ? *into : empty(sizes, out_dtype, at.device());
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = into.has_value();
-  gpu::multiply_bf16({left.const_data_ptr(), DType::bf16, m, k, stride},
-                     {right.const_data_ptr(), DType::bf16, n, k, stride, 1, b.batch, n * stride},
-                     result_view(at, a, b, out), a.groups, a.rows,
+  gpu::multiply_bf16(values.left, values.right, result_view(at, a, b, out), a.groups, a.rows,
                      b.groups ? storage_unit(a.spec) : 0, epilogue, stream);
   return out;
 }
