@@ -46,11 +46,17 @@ def integer(value: object) -> int | None:
         return None
 
 
-def check_int(operation: str, argument: str, value: object, need: str = "an int") -> int:
-    """The int that a value is, refused where it is none or none of 64 bits."""
+def any_int(operation: str, argument: str, value: object, need: str = "an int") -> int:
+    """The int that a value is, refused where it is none."""
     number = value if type(value) is int else integer(value)
     if number is None:
         fail_type(operation, argument, value, need)
+    return number
+
+
+def check_int(operation: str, argument: str, value: object, need: str = "an int") -> int:
+    """The same, refused where it is none of 64 bits."""
+    number = any_int(operation, argument, value, need)
     if type(number) is int and not -(1 << 63) <= number < 1 << 63:
         fail(operation, argument, number, "ints of 64 bits")
     return number

@@ -6,15 +6,15 @@ import dataclasses
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 
-from blockscale._errors import did_you_mean, fail, fail_type
+from blockscale._errors import any_int, check_int, did_you_mean, fail, fail_type
 from blockscale.nn import Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import RngState
+from blockscale.rng import RngState, Steps
 from blockscale.tensor import FLOATS, FLOATS_TEXT, is_dtensor, is_plain
 
 # What wrappers put into the names of what they wrap. A layer's random bits must not depend on
@@ -53,11 +53,15 @@ class Report:
         return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
 
 
+# What torch.load may make: a report is data.
+torch.serialization.add_safe_globals([Report])
+
+
 def convert(
     model: torch.nn.Module,
     recipe: str | Recipe,
     rules: Mapping[str, str | Recipe | None] | None = None,
-    skip: Sequence[str] = (),
+    skip: Sequence[str] | Set[str] = (),
     seed: int | None = None,
 ) -> Report:
     """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place.
@@ -74,9 +78,10 @@ def convert(
             layers that `skip` does not name; the first that matches decides, None leaves the layer
             alone.
         skip: layers left alone, whatever the rules say of them: a name, or a part of one between
-            dots; "lm_head" also skips "model.lm_head" and everything inside it.
+            dots; "lm_head" also skips "model.lm_head" and everything inside it. Of a module that
+            has several names each counts, here and in rules.
         seed: of the random bits, any int. None keeps that of a model that is converted, or was
-            before `revert`; of others it is 0.
+            before `revert`, or of parts that are and have the same; of others it is 0.
 
     Returns:
         A Report, which prints as a table: each module, its recipe, or why it was left alone.
@@ -109,8 +114,8 @@ def convert(
 
     states = _states(model)  # of a converted part, whose count goes on, or of layers built by hand
     state = root_state(model) or _REVERTED.pop(model, None)
-    state = state or (states[0] if len(states) == 1 else RngState(0))
-    state.seed = state.seed if seed is None else seed
+    state = state or _joined(states)
+    state.seed = state.seed if seed is None else any_int("convert", "seed", seed)
     state.draws = False  # until a layer's recipe does
     for step in plan:
         if isinstance(step.what, Recipe):
@@ -142,7 +147,7 @@ def revert(model: torch.nn.Module) -> list[str]:
     """
     _check_model("revert", model)
     model = _unwrapped(model)
-    named = _named(model)
+    named = _named(_names(model))
     _check_restorable("revert", model, named)
     state = root_state(model)
     if state is not None:
@@ -173,14 +178,14 @@ def _check_types(model: object, rules: object, skip: object, seed: object) -> No
         fail_type("convert", "rules", rules, need, "to leave layers alone, name them in skip=")
     if isinstance(skip, str):
         fail_type("convert", "skip", skip, "a list of names", f"write skip=[{skip!r}]")
-    if not isinstance(skip, Sequence):
+    if not isinstance(skip, Sequence | Set):
         fail_type("convert", "skip", skip, "a list of names", "leave it out to skip nothing")
     for argument, entries in (("rules", rules or ()), ("skip", skip)):
         for entry in entries:
             if not isinstance(entry, str):
                 fail_type("convert", argument, entry, "names of modules, as text")
-    if isinstance(seed, bool) or not isinstance(seed, int | None):
-        fail_type("convert", "seed", seed, "an int")
+    if seed is not None:
+        any_int("convert", "seed", seed)
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -190,28 +195,36 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _named(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Every module by its qualified name, without what wrappers add; of a wrapper and what it
-    wraps, which share a name, the latter."""
-    named: dict[str, torch.nn.Module] = {}
-    _add_named("", model, named, set())
-    return named
+def _names(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Every module with its qualified names, without what wrappers add; the first, by which
+    `named_modules` knows it, comes first."""
+    names: dict[torch.nn.Module, list[str]] = {}
+    _add_names("", model, names, frozenset())
+    return names
 
 
 # No function inside the other: it would refer to itself, and keep the model until it is collected.
-def _add_named(
+def _add_names(
     name: str,
     module: torch.nn.Module,
-    named: dict[str, torch.nn.Module],
-    seen: set[torch.nn.Module],
+    names: dict[torch.nn.Module, list[str]],
+    above: frozenset[torch.nn.Module],
 ) -> None:
-    if module in seen:
+    if module in above:
         return
-    seen.add(module)
-    named[name] = module
-    for part, child in module.named_children():
-        wrapped = part in _WRAPPED or isinstance(module, _REPLICATORS)
-        _add_named(name if wrapped else f"{name}.{part}".lstrip("."), child, named, seen)
+    known = names.setdefault(module, [])
+    if name not in known:
+        known.append(name)
+    for part, child in module._modules.items():
+        if child is not None:
+            wrapped = part in _WRAPPED or isinstance(module, _REPLICATORS)
+            inner = name if wrapped else f"{name}.{part}".lstrip(".")
+            _add_names(inner, child, names, above | {module})
+
+
+def _named(names: dict[torch.nn.Module, list[str]]) -> dict[str, torch.nn.Module]:
+    """Each module by its first name; of a wrapper and what it wraps, which share it, the latter."""
+    return {known[0]: module for module, known in names.items()}
 
 
 def _is_sharded(module: torch.nn.Module) -> bool:
@@ -227,20 +240,21 @@ def _plan(
     skip: list[str],
 ) -> Iterator[_Step]:
     """What to do with each module that has parameters of its own."""
-    named = _named(model)
+    names = _names(model)
     parsed = {
         rule: (_pattern(rule), None if to is None else recipe_named(to))
         for rule, to in rules.items()
     }
-    _check_rules({rule: pattern for rule, (pattern, _) in parsed.items()}, named)
-    _check_skip(skip, named)
-    for name, module in named.items():
+    _check_rules({rule: pattern for rule, (pattern, _) in parsed.items()}, names)
+    _check_skip(skip, [name for known in names.values() for name in known])
+    for name, module in _named(names).items():
         own = any(True for _ in module.parameters(recurse=False))
         if not own and not isinstance(module, Linear):  # which may hold its weight further down
             continue
         reason = _unfit(module)
-        rule = next((rule for rule, (pattern, _) in parsed.items() if pattern.search(name)), None)
-        skipped = next((entry for entry in skip if _is_part(entry, name)), None)
+        known = names[module]
+        rule = next((r for r, (at, _) in parsed.items() if any(map(at.search, known))), None)
+        skipped = next((s for s in skip if any(_is_part(s, name) for name in known)), None)
         if reason:
             yield _Step(name, module, reason)
         elif skipped is not None:
@@ -252,18 +266,18 @@ def _plan(
 
 
 def _check_rules(
-    patterns: Mapping[str, re.Pattern[str]], named: Mapping[str, torch.nn.Module]
+    patterns: Mapping[str, re.Pattern[str]], names: Mapping[torch.nn.Module, list[str]]
 ) -> None:
     """A rule that applies to nothing is a mistake in its expression."""
-    linears = [name for name, module in named.items() if isinstance(module, torch.nn.Linear)]
+    linears = [n for m, known in names.items() if isinstance(m, torch.nn.Linear) for n in known]
     for rule, pattern in patterns.items():
         if not any(pattern.search(name) for name in linears):
             need = "a regular expression that is found in the name of a linear layer"
-            names = ", ".join(linears[:4]) + (", ..." if len(linears) > 4 else "")
-            fail("convert", "rules", repr(rule), need, f"the names are {names}")
+            some = ", ".join(linears[:4]) + (", ..." if len(linears) > 4 else "")
+            fail("convert", "rules", repr(rule), need, f"the names are {some}")
 
 
-def _check_skip(skip: list[str], named: Mapping[str, torch.nn.Module]) -> None:
+def _check_skip(skip: list[str], named: list[str]) -> None:
     """A name to skip that is nowhere is a mistake in the name."""
     for entry in skip:
         if not any(_is_part(entry, name) for name in named):
@@ -379,6 +393,17 @@ def _states(model: torch.nn.Module) -> list[RngState]:
     return list({id(layer._rng_state): layer._rng_state for layer in layers}.values())
 
 
+def _joined(states: list[RngState]) -> RngState:
+    """One for parts that were counted apart: their seed if they have the same, and where the one
+    that is furthest stands."""
+    if len(states) == 1:
+        return states[0]
+    seeds = {state.seed for state in states}
+    joined = RngState(seeds.pop() if len(seeds) == 1 else 0)
+    joined.set_position(*max((state.position() for state in states), default=(0, 0)))
+    return joined
+
+
 def _state(operation: str, model: torch.nn.Module) -> RngState:
     """The one state of all converted layers of `model`."""
     _check_model(operation, model)
@@ -410,31 +435,33 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Args:
         model: a converted one, or one in DistributedDataParallel.
         optimizer: whose `step` is called, once for each update; or a wrapper with that one as its
-            attribute `optimizer` or `optim`.
+            attribute `optimizer`, `optim`, `base_optimizer` or `_base_optimizer`. Of optimizers
+            that step within the backward, the one of the parameter whose gradient comes last.
 
     Raises:
-        TypeError, ValueError: not an optimizer, or the model is not converted, or copied from a
-            part of one that is: `convert` it, so that its forwards are counted.
+        TypeError, ValueError: not an optimizer, or one whose steps call no hooks; the model is not
+            converted, or copied from a part of one that is: `convert` it, so that its forwards are
+            counted.
     """
     state = _counting_state("attach", model)
+    remedy = "call bs.advance(model) after each step instead"
     if not isinstance(optimizer, torch.optim.Optimizer):
-        fail_type(
-            "attach",
-            "optimizer",
-            optimizer,
-            "a torch.optim.Optimizer",
-            "call bs.advance(model) after each step instead",
-        )
+        fail_type("attach", "optimizer", optimizer, "a torch.optim.Optimizer", remedy)
     # One that wraps another, as Accelerate's does, may have no hooks; its steps are the other's.
     while inner := _wrapped(optimizer):
         optimizer = inner
-    hooks = optimizer._optimizer_step_post_hooks.values()
-    if not any(getattr(hook, "__self__", None) is state for hook in hooks):
-        optimizer.register_step_post_hook(state.after_step)
+    # Whoever does not call Optimizer.__init__ has none, or a step that calls none.
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    if hooks is None or not getattr(type(optimizer).step, "hooked", False):
+        got = f"{type(optimizer).__name__}, whose step calls no hooks"
+        fail("attach", "optimizer", got, "one that has called Optimizer.__init__", remedy)
+    counters = (getattr(hook, "__self__", None) for hook in hooks.values())
+    if not any(isinstance(c, Steps) and c.state is state for c in counters):
+        Steps(state, optimizer)
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    for name in ("optimizer", "optim"):
+    for name in ("optimizer", "optim", "base_optimizer", "_base_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer):
             return inner
@@ -463,7 +490,8 @@ def rng_state(model: torch.nn.Module) -> dict[str, int]:
 
     Returns:
         {"step": optimizer steps ended, "forward": forwards with gradients begun since then (0 where
-        the recipe draws no bits), "seed": that of `convert`}.
+        the recipe draws no bits; of more than 65535 each 65536 count as a step), "seed": that of
+        `convert`}.
 
     Raises:
         TypeError, ValueError: not a model, or not converted.
@@ -473,19 +501,22 @@ def rng_state(model: torch.nn.Module) -> dict[str, int]:
     return {"step": step, "forward": forward, "seed": state.seed}
 
 
-def set_step(model: torch.nn.Module, step: int) -> None:
-    """Continue as if `step` optimizer steps had ended; forward 0.
+def set_step(model: torch.nn.Module, step: int, forward: int = 0) -> None:
+    """Continue as if `step` optimizer steps had ended, and `forward` forwards had begun since.
 
     Args:
         model: a converted one.
         step: `rng_state(model)["step"]` of the run to continue, 0 or more, below 2^47.
+        forward: and its ["forward"], below 2^16; 0 where a step has just ended.
 
     Raises:
-        TypeError, ValueError: not an int, negative, or the model is not converted.
+        TypeError, ValueError: not ints, out of range, or the model is not converted.
     """
     state = _state("set_step", model)
-    if isinstance(step, bool) or not isinstance(step, int):
-        fail_type("set_step", "step", step, "an int")
-    if not 0 <= step < 1 << 47:
-        fail("set_step", "step", step, "0 or more, below 2^47")
-    state.set_step(step)
+    numbers = []
+    for name, value, bits in (("step", step, 47), ("forward", forward, 16)):
+        number = check_int("set_step", name, value)
+        if not 0 <= number < 1 << bits:
+            fail("set_step", name, number, f"0 or more, below 2^{bits}")
+        numbers.append(number)
+    state.set_position(*numbers)

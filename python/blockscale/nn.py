@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from blockscale._errors import fail, fail_type
+from blockscale._errors import any_int, fail, fail_type
 from blockscale.functional import USUAL, linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
@@ -55,11 +56,15 @@ class Linear(torch.nn.Linear):
         named: object = bias
         if isinstance(named, str | Recipe):  # which would count as true
             fail_type("Linear", "bias", bias, "a bool", "pass the recipe as recipe=")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            fail_type("Linear", "seed", seed, "an int")
+        number = any_int("Linear", "seed", seed)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.configure(recipe_named(recipe), RngState(seed), "")
+        self.configure(recipe_named(recipe), RngState(number), "")
         make_root(self, self._rng_state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy made within quantized_weights() has another weight, and nobody would take its
+        # operands away.
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
@@ -119,8 +124,9 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
 
     Each layer would quantize its weight again in every micro-batch, in every recomputation of
     activation checkpointing, and in every batch of an inference. The results and the gradients are
-    the same bits. Layers in high precision, and those whose recipe rounds the weight
-    stochastically, do as ever.
+    the same bits. Layers in high precision, those whose recipe rounds the weight stochastically,
+    and those whose weight is computed (a parametrization) do as ever. Leave it before the
+    optimizer's step, which is refused within; a recomputation belongs where its forward ran.
 
     Args:
         model: a converted one, or a part of it.
@@ -131,7 +137,8 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
 
     Raises:
         TypeError, ValueError: nothing in the model is converted; a weight is a DTensor, which is
-            cut or gathered elsewhere; within another one. A forward within raises where its
+            cut or gathered elsewhere; within another one. Within it: a step of an optimizer of
+            these weights, before it does anything; and a forward that is not compiled, where its
             layer's weight has changed since (but by `.data`, which PyTorch does not count).
     """
     if not isinstance(model, torch.nn.Module):
@@ -144,18 +151,34 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
         if layer._kept is not None:
             need = "no other quantized_weights() around it"
             fail("quantized_weights", name or "model", "within another one", need)
+        remedy = "leave it out: each forward quantizes what it has gathered"
         if not is_plain(layer.weight):
             got = f"a {type(layer.weight).__name__}"
-            remedy = "leave it out: each forward quantizes what it has gathered"
             fail("quantized_weights", f"{name}.weight".lstrip("."), got, "a plain tensor", remedy)
+        if layer.weight.shape != (layer.out_features, layer.in_features):
+            got = f"{list(layer.weight.shape)}, flattened or gone to another rank"
+            need = f"the whole of it, {[layer.out_features, layer.in_features]}"
+            fail("quantized_weights", f"{name}.weight".lstrip("."), got, need, remedy)
+    kept: set[int] = set()  # the weights, by identity
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(id(p) in kept for group in optimizer.param_groups for p in group["params"]):
+            need = "weights that stay as they are within it"
+            remedy = "leave it before the optimizer's step"
+            fail("quantized_weights", "optimizer", "a step of its weights", need, remedy)
+
+    steps = register_optimizer_step_pre_hook(refuse)
     try:
         for layer in layers.values():
             specs = (layer.recipe.fprop_w, layer.recipe.dgrad_w)
-            if not any(s is not None and s.stochastic for s in specs):
+            computed = layer.weight is not layer._parameters.get("weight")
+            if not computed and not any(s is not None and s.stochastic for s in specs):
                 made = quantize_weight(layer.weight, layer.recipe, None, backward)
                 layer._kept = (made, layer.weight, _version_of(layer.weight))
+                kept.add(id(layer.weight))
         yield
     finally:
+        steps.remove()
         for layer in layers.values():
             layer.__dict__.pop("_kept", None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from typing import Any, Final
@@ -70,6 +69,9 @@ class Spec:
     def __repr__(self) -> str:
         return f"Spec({self.text!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return spec, (self.text,)
+
     @property
     def stochastic(self) -> bool:
         """Whether rounding draws random bits."""
@@ -114,7 +116,8 @@ def _constant(text: str, changes: str) -> Spec:
     """torch.compile cannot trace a call into C, and need not: a text has one meaning. A copy, since
     the compiler knows objects by identity: what is reached through a recipe too is no constant.
     Operators read `text`: PyTorch 2.14 traces no method of such a constant, nor `str` of it."""
-    return copy.copy(_spec_from_text(text, changes))
+    known = _spec_from_text(text, changes)
+    return Spec(**{field.name: getattr(known, field.name) for field in dataclasses.fields(Spec)})
 
 
 # As torch.compiler.assume_constant_result() marks it, which would import the compiler: a second.
@@ -266,6 +269,14 @@ class Recipe:
 
     def __str__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew: what its GEMMs need on a GPU is another machine's.
+        return Recipe, (self.name, *(getattr(self, operand) for operand in OPERANDS))
+
+
+# What torch.load may call and make: both are data.
+torch.serialization.add_safe_globals([spec, Recipe])
 
 
 def _facts_of(text: str) -> tuple[bool | str, ...]:

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo
 
-from blockscale._errors import fail, fail_type
+from blockscale._errors import any_int, fail, fail_type
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are far apart
@@ -31,13 +31,13 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _check(name: str, value: object) -> None:
+def _checked(name: str, value: int | torch.Tensor) -> int | torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dtype != torch.int64 or value.numel() != 1:
             got = f"{value.dtype}{list(value.shape)}"
             fail("rng", name, got, "an int64 tensor of one element, or an int")
-    elif isinstance(value, bool) or not isinstance(value, int):
-        fail_type("rng", name, value, "an int, or an int64 tensor of one element")
+        return value
+    return any_int("rng", name, value, "an int, or an int64 tensor of one element")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,8 +58,11 @@ class Rng:
     offset: int | torch.Tensor = 0
 
     def __post_init__(self) -> None:
-        _check("seed", self.seed)
-        _check("offset", self.offset)
+        for name in ("seed", "offset"):
+            given = getattr(self, name)
+            made = _checked(name, given)
+            if made is not given:  # NumPy's, whose sums would not wrap
+                object.__setattr__(self, name, made)
 
     def role(self, name: str) -> Rng:
         """The Rng of one operand role of a linear layer: "x", "w" or "dy".
@@ -81,6 +84,10 @@ class Rng:
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset as the operators take them."""
         return as_tensor(self.seed, device), as_tensor(self.offset, device)
+
+
+# What torch.load may make: a key is data.
+torch.serialization.add_safe_globals([Rng])
 
 
 def as_tensor(value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -137,23 +144,32 @@ class RngState:
             self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "root": None}  # of a copy; one that is copied too says so
+        # Of a copy, whose root says so if it is copied too. Another process would share the memory
+        # of these tensors, and count here as well.
+        offset, upcoming = self.offset.clone(), self.upcoming.clone()
+        return {**self.__dict__, "root": None, "offset": offset, "upcoming": upcoming}
 
     def has_root(self) -> bool:
         """Whether a module counts its forwards here; none does for a copy of a part of a model."""
         return self.root is not None and self.root() is not None
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
-        """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0."""
+        """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0.
+
+        Within a backward, where optimizers may step parameter by parameter, layers are still
+        recomputed with the offset that their forward had.
+        """
         following = ((self.upcoming >> _FORWARD_BITS) + 1) << _FORWARD_BITS
         if skipped is not None:
             following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
         self.upcoming.copy_(following)
-        self.offset.copy_(following >> _FORWARD_BITS << _FORWARD_BITS)
+        if _is_outside_backward():
+            self.offset.copy_(following >> _FORWARD_BITS << _FORWARD_BITS)
 
-    def set_step(self, step: int) -> None:
-        for tensor in (self.offset, self.upcoming):
-            tensor.fill_(step << _FORWARD_BITS)
+    def set_position(self, step: int, forward: int) -> None:
+        """`forward` forwards have begun since the end of `step` steps."""
+        self.offset.fill_(step << _FORWARD_BITS)
+        self.upcoming.fill_((step << _FORWARD_BITS) + forward)
 
     def position(self) -> tuple[int, int]:
         """(step, forwards begun in it); waits for the device."""
@@ -208,12 +224,29 @@ class RngState:
         for tensor in tensors:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
 
-    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook of the optimizer.
 
-        A gradient scaler calls a fused optimizer in any case, and tells it what it has found.
-        """
-        self.advance(getattr(optimizer, "found_inf", None))
+class Steps:
+    """The hooks of an optimizer that count its steps in a state.
+
+    Where a subclass's `step` calls its parent's, PyTorch runs the hooks of both, or of one,
+    depending on which classes have had an instance: so that only the first end after a beginning
+    counts.
+    """
+
+    def __init__(self, state: RngState, optimizer: torch.optim.Optimizer) -> None:
+        self.state = state
+        self.begun = False
+        optimizer.register_step_pre_hook(self.before_step)
+        optimizer.register_step_post_hook(self.after_step)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.begun = True
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.begun:
+            # A gradient scaler calls a fused optimizer in any case, and tells it what it has found.
+            self.state.advance(getattr(optimizer, "found_inf", None))
+        self.begun = False
 
 
 def is_exporting() -> bool:

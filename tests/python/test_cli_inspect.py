@@ -188,7 +188,7 @@ def test_bad_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert line.endswith(
             "); need a whole safetensors file; it is truncated, damaged or of another kind"
         )
-    assert "need a whole safetensors file" in refusal(capsys, "inspect", str(tmp_path))
+    assert "(a folder); need a safetensors file" in refusal(capsys, "inspect", str(tmp_path))
 
 
 def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import io
 import pickle
 
 import blockscale as bs
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -208,6 +209,39 @@ def test_a_converted_part_joins_the_whole() -> None:
     bs.set_step(fresh, 5)
     assert_equal(gradients(m), gradients(fresh))
     assert not m.layers[0]._forward_pre_hooks
+
+
+def test_converted_parts_that_agree_keep_seed_and_step() -> None:
+    parts = [nn.Sequential(nn.Linear(32, 32)) for _ in range(2)]
+    for part, step in zip(parts, (7, 5), strict=True):
+        bs.convert(part, "nvfp4", seed=5)
+        bs.set_step(part, step)
+    whole = nn.Sequential(*parts)
+    bs.convert(whole, "nvfp4")
+    assert bs.rng_state(whole) == {"step": 7, "forward": 0, "seed": 5}
+
+
+def test_a_shared_module_is_known_by_all_its_names() -> None:
+    def shared() -> nn.Module:
+        m = nn.Module()
+        m.encoder = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        m.decoder = nn.ModuleList([nn.Linear(32, 32), m.encoder[1]])
+        m.head = m.encoder[0]
+        return m
+
+    report = bs.convert(shared(), "nvfp4", skip={"decoder"})
+    assert [name for name, _ in report.converted] == ["encoder.0"]
+    assert report.skipped == [("encoder.1", "skip 'decoder'"), ("decoder.0", "skip 'decoder'")]
+    report = bs.convert(shared(), "nvfp4", rules={"^head$": None})
+    assert [name for name, _ in report.converted] == ["encoder.1", "decoder.0"]
+
+
+def test_seeds_and_steps_of_numpy() -> None:
+    m = nn.Sequential(nn.Linear(32, 32))
+    bs.convert(m, "nvfp4", seed=np.int64(3))  # type: ignore[arg-type]
+    bs.set_step(m, np.int32(2))  # type: ignore[arg-type]
+    assert bs.rng_state(m) == {"step": 2, "forward": 0, "seed": 3}
+    assert bs.Rng(np.int64(2**63 - 1)).role("x").seed == bs.Rng(2**63 - 1).role("x").seed  # type: ignore[arg-type]
 
 
 def test_a_part_of_a_converted_model_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -281,3 +282,28 @@ def test_recipes_are_made_in_compiled_code() -> None:
 
     run = torch.compile(changed, fullgraph=True, backend="aot_eager")
     assert torch.equal(run(x, w), changed(x, w))
+
+
+def test_torch_load_takes_them_as_data() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    saved = {
+        "recipe": bs.recipe("nvfp4").replace(wgrad_x=None, wgrad_dy=None),
+        "spec": bs.spec("nvfp4", block=(16, 16)),
+        "rng": bs.Rng(5, 2),
+        "report": bs.convert(model, "nvfp4"),
+    }
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded["recipe"] == saved["recipe"]
+    assert str(loaded["recipe"]) == str(saved["recipe"])
+    assert loaded["spec"] == saved["spec"]
+    assert (loaded["rng"].seed, loaded["rng"].offset) == (5, 2)
+    assert str(loaded["report"]) == str(saved["report"])
+
+
+def test_a_recipe_that_is_loaded_asks_this_machine_anew() -> None:
+    recipe = bs.recipe("mxfp8").replace(name="made elsewhere")
+    object.__setattr__(recipe, "cuda_needs", "another GPU")
+    assert pickle.loads(pickle.dumps(recipe)).cuda_needs != "another GPU"

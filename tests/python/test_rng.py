@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import blockscale as bs
 import pytest
 import torch
+import torch.multiprocessing  # its pickler shares memory
 from bits import raw
 from blockscale.rng import layer_seed
 from torch import nn
@@ -289,6 +292,125 @@ def test_pytorchs_own_wrapper_is_attached() -> None:
     bs.attach(model, optimizer)
     optimizer.step()  # type: ignore[no-untyped-call]
     assert bs.rng_state(model)["step"] == 1
+
+
+class Passes(torch.optim.AdamW):
+    """A subclass whose step is its parent's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_of_a_subclass_counts_once() -> None:
+    """PyTorch gives hooks to `step` of each class that has had an instance."""
+    for _ in range(2):
+        model = net()
+        optimizer = Passes(model.parameters())
+        bs.attach(model, optimizer)
+        for step in (1, 2):
+            optimizer.step()
+            assert bs.rng_state(model)["step"] == step
+        torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # now the parent's has hooks too
+
+
+def test_a_step_that_raised_does_not_stop_the_count() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bs.attach(model, optimizer)
+
+    def closure() -> float:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        optimizer.step(closure)
+    optimizer.step()
+    assert bs.rng_state(model)["step"] == 1
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As these are often written: without a call of Optimizer.__init__."""
+
+    def __init__(self, base: torch.optim.Optimizer, name: str) -> None:
+        setattr(self, name, base)
+        self.param_groups = base.param_groups
+        self.step_of_base = base.step
+
+    def step(self, closure: Any = None) -> Any:
+        return self.step_of_base(closure)
+
+
+def test_wrappers_of_optimizers() -> None:
+    for name in ("base_optimizer", "_base_optimizer"):
+        model = net()
+        optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-3), name)
+        bs.attach(model, optimizer)
+        optimizer.step()
+        assert bs.rng_state(model)["step"] == 1
+    model = net()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-3), "elsewhere")
+    said = r"^attach: optimizer = Lookahead, whose step calls no hooks; need .*; call bs.advance"
+    with pytest.raises(ValueError, match=said):
+        bs.attach(model, optimizer)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_steps_within_a_backward_leave_recomputations_alone(reentrant: bool) -> None:
+    """Optimizers that step as soon as a parameter has its gradient."""
+
+    def train(recompute: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        drawn = bs.spec("nvfp4", rounding="stochastic")
+        bs.convert(model, bs.recipe("nvfp4").replace(fprop_x=drawn), seed=1)
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        for optimizer in optimizers.values():
+            (parameter,) = optimizer.param_groups[0]["params"]
+
+            def after(p: torch.Tensor, step: Any = optimizer.step) -> None:
+                step()
+
+            parameter.register_post_accumulate_grad_hook(after)
+        bs.attach(model, optimizers[model.get_parameter("2.bias")])  # whose gradient comes first
+        if recompute:
+            for layer in model:
+                plain = layer.forward
+                layer.forward = lambda x, f=plain: checkpoint(f, x, use_reentrant=reentrant)
+        for i in range(3):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(i)).requires_grad_()
+            model(x).square().mean().backward()
+            for p in model.parameters():
+                p.grad = None
+        assert bs.rng_state(model)["step"] == 3
+        return [p.detach() for p in model.parameters()]
+
+    for got, want in zip(train(True), train(False), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_run_continues_within_a_step() -> None:
+    def step(model: nn.Module) -> torch.Tensor:
+        model.zero_grad()
+        model(batch(1)).square().sum().backward()
+        bs.advance(model)
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    model, resumed = net(), net()
+    step(model)
+    model(batch(0))  # a forward that counts, and no step after it
+    state = bs.rng_state(model)
+    assert (state["step"], state["forward"]) == (1, 1)
+    bs.set_step(resumed, state["step"], state["forward"])
+    assert bs.rng_state(resumed) == state
+    assert torch.equal(step(resumed), step(model))
+
+
+def test_another_process_counts_for_itself() -> None:
+    """What is sent to one lies in memory that both see."""
+    model = net()
+    sent = pickle.loads(ForkingPickler.dumps(model))
+    bs.advance(sent)
+    assert bs.rng_state(sent)["step"] == 1
+    assert bs.rng_state(model)["step"] == 0
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -235,16 +235,73 @@ def test_a_model_reads_what_was_made_of_its_weights() -> None:
 def test_a_weight_that_changes_within_raises() -> None:
     model = converted("mxfp8")
     x = normal(11, 70).float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bs.quantized_weights(model):
-        model(x).sum().backward()
-        optimizer.step()
+        with torch.no_grad():
+            model.get_submodule("0").get_parameter("weight").mul_(2)
         with pytest.raises(ValueError, match=r"^Linear: weight = changed; need what it was when"):
             model(x)
     model(x)
     others = {name: p.detach().clone() for name, p in model.named_parameters()}
     with bs.quantized_weights(model), pytest.raises(ValueError, match="weight = changed"):
         torch.func.functional_call(model, others, (x,))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_within_is_refused_before_it_does_anything(compiled: bool) -> None:
+    """Compiled layers do not look whether their weight has changed."""
+    torch._dynamo.reset()
+    model = converted("mxfp8")
+    call = torch.compile(model, backend="eager") if compiled else model
+    x = normal(11, 70).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    other = torch.nn.Parameter(torch.ones(3))
+    others = torch.optim.SGD([other], lr=0.5)
+    with bs.quantized_weights(model):
+        call(x).sum().backward()
+        said = "^quantized_weights: optimizer = a step of its weights; need weights that stay"
+        with pytest.raises(ValueError, match=said):
+            optimizer.step()
+        other.sum().backward()  # type: ignore[no-untyped-call]
+        others.step()  # of other weights
+    assert_same([p.detach() for p in model.parameters()], before)
+    assert torch.equal(other, torch.full((3,), 0.5))
+    optimizer.step()
+    assert not torch.equal(model.get_submodule("0").get_parameter("weight"), before[0])
+
+
+def test_copies_made_within_are_models_like_others() -> None:
+    model = converted("mxfp4")
+    x = normal(11, 70).float()
+    with bs.quantized_weights(model):
+        copied = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        want = model(x)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), want)
+        with bs.quantized_weights(other):
+            assert torch.equal(other(x), want)
+
+
+def test_a_weight_that_fsdp_has_flattened_is_refused() -> None:
+    model = converted("mxfp8")
+    layer = model.get_submodule("2")
+    layer.weight = torch.nn.Parameter(torch.empty(0))
+    said = r"^quantized_weights: 2.weight = \[0\], flattened or .*; need the whole of it, \[19, 37\]"
+    with pytest.raises(ValueError, match=said), bs.quantized_weights(model):
+        pass
+
+
+def test_a_computed_weight_is_quantized_as_ever() -> None:
+    model = converted("mxfp8")
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    x = normal(11, 70).float()
+    want = model(x)
+    with bs.quantized_weights(model):
+        assert torch.equal(model(x), want)
+        assert [getattr(model[i], "_kept", None) is not None for i in (0, 2)] == [False, True]
 
 
 def test_compiled_models_take_them() -> None:

@@ -129,7 +129,9 @@ def open_file(path: str) -> Any:
 
     try:
         kind = os.stat(path).st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # a pipe would be waited for
+        if stat.S_ISDIR(kind):
+            raise CliError(f"file = {path} (a folder); need a safetensors file; name one in it")
+        if not stat.S_ISREG(kind):  # a pipe would be waited for
             raise CliError(f"file = {path} (not a regular file); need one; save it to a file first")
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:

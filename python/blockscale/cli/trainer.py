@@ -53,7 +53,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        bs.set_step(self.model, state["rng"]["step"])
+        bs.set_step(self.model, state["rng"]["step"], state["rng"]["forward"])
 
     def _save(self) -> None:
         state = {
