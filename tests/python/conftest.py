@@ -10,6 +10,13 @@ import blockscale as bs
 import pytest
 import torch
 
+# Workers side by side share the processors: with all of them each, they wait for each other. Also
+# for the processes that tests start.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+torch.set_num_threads(min(THREADS, torch.get_num_threads()))
+
 try:
     from hypothesis import settings
 except ModuleNotFoundError:  # a GPU machine may lack it; the tests that need it say so themselves
