@@ -11,16 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 
 from blockscale._errors import any_int, check_int, did_you_mean, fail, fail_type
+from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
 from blockscale.nn import Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, Steps
 from blockscale.tensor import FLOATS, FLOATS_TEXT, is_dtensor, is_plain
 
-# What wrappers put into the names of what they wrap. A layer's random bits must not depend on
-# whether it is compiled, checkpointed, replicated or sharded.
-_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_REPLICATORS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
 # layers: whose attribute allows it, and the value that does not.
 _FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
@@ -147,7 +144,7 @@ def revert(model: torch.nn.Module) -> list[str]:
     """
     _check_model("revert", model)
     model = _unwrapped(model)
-    named = _named(_names(model))
+    named = by_first_name(names_of(model))
     _check_restorable("revert", model, named)
     state = root_state(model)
     if state is not None:
@@ -190,41 +187,9 @@ def _check_types(model: object, rules: object, skip: object, seed: object) -> No
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside what replicates it."""
-    while isinstance(model, _REPLICATORS):
+    while isinstance(model, REPLICATORS):
         model = model.module
     return model
-
-
-def _names(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
-    """Every module with its qualified names, without what wrappers add; the first, by which
-    `named_modules` knows it, comes first."""
-    names: dict[torch.nn.Module, list[str]] = {}
-    _add_names("", model, names, frozenset())
-    return names
-
-
-# No function inside the other: it would refer to itself, and keep the model until it is collected.
-def _add_names(
-    name: str,
-    module: torch.nn.Module,
-    names: dict[torch.nn.Module, list[str]],
-    above: frozenset[torch.nn.Module],
-) -> None:
-    if module in above:
-        return
-    known = names.setdefault(module, [])
-    if name not in known:
-        known.append(name)
-    for part, child in module._modules.items():
-        if child is not None:
-            wrapped = part in _WRAPPED or isinstance(module, _REPLICATORS)
-            inner = name if wrapped else f"{name}.{part}".lstrip(".")
-            _add_names(inner, child, names, above | {module})
-
-
-def _named(names: dict[torch.nn.Module, list[str]]) -> dict[str, torch.nn.Module]:
-    """Each module by its first name; of a wrapper and what it wraps, which share it, the latter."""
-    return {known[0]: module for module, known in names.items()}
 
 
 def _is_sharded(module: torch.nn.Module) -> bool:
@@ -240,21 +205,21 @@ def _plan(
     skip: list[str],
 ) -> Iterator[_Step]:
     """What to do with each module that has parameters of its own."""
-    names = _names(model)
+    names = names_of(model)
     parsed = {
         rule: (_pattern(rule), None if to is None else recipe_named(to))
         for rule, to in rules.items()
     }
     _check_rules({rule: pattern for rule, (pattern, _) in parsed.items()}, names)
     _check_skip(skip, [name for known in names.values() for name in known])
-    for name, module in _named(names).items():
+    for name, module in by_first_name(names).items():
         own = any(True for _ in module.parameters(recurse=False))
         if not own and not isinstance(module, Linear):  # which may hold its weight further down
             continue
         reason = _unfit(module)
         known = names[module]
         rule = next((r for r, (at, _) in parsed.items() if any(map(at.search, known))), None)
-        skipped = next((s for s in skip if any(_is_part(s, name) for name in known)), None)
+        skipped = next((s for s in skip if any(is_part(s, name) for name in known)), None)
         if reason:
             yield _Step(name, module, reason)
         elif skipped is not None:
@@ -280,7 +245,7 @@ def _check_rules(
 def _check_skip(skip: list[str], named: list[str]) -> None:
     """A name to skip that is nowhere is a mistake in the name."""
     for entry in skip:
-        if not any(_is_part(entry, name) for name in named):
+        if not any(is_part(entry, name) for name in named):
             names = {part for name in named for part in (name, name.rpartition(".")[2]) if part}
             remedy = did_you_mean(entry, sorted(names)) or "print(model) shows the names"
             fail("convert", "skip", repr(entry), "the name of a module", remedy)
@@ -291,11 +256,6 @@ def _pattern(rule: str) -> re.Pattern[str]:
         return re.compile(rule)
     except re.error as error:
         fail("convert", "rules", repr(rule), "a regular expression", str(error))
-
-
-def _is_part(entry: str, name: str) -> bool:
-    """`entry` is a run of whole components of a dotted name."""
-    return bool(entry) and f".{entry}." in f".{name}."
 
 
 def _unfit(module: torch.nn.Module) -> str:

@@ -146,7 +146,8 @@ class RngState:
     def __getstate__(self) -> dict[str, Any]:
         # Of a copy, whose root says so if it is copied too. Another process would share the memory
         # of these tensors, and count here as well.
-        offset, upcoming = self.offset.clone(), self.upcoming.clone()
+        with torch.inference_mode(False):
+            offset, upcoming = self.offset.clone(), self.upcoming.clone()
         return {**self.__dict__, "root": None, "offset": offset, "upcoming": upcoming}
 
     def has_root(self) -> bool:

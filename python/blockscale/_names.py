@@ -1,0 +1,47 @@
+"""The qualified names of the modules of a model, as reports, rules and `skip` spell them."""
+
+from __future__ import annotations
+
+import torch
+
+# What wrappers put into the names of what they wrap. A layer's random bits must not depend on
+# whether it is compiled, checkpointed, replicated or sharded.
+_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+REPLICATORS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
+def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Every module with its qualified names, without what wrappers add; the first, by which
+    `named_modules` knows it, comes first."""
+    names: dict[torch.nn.Module, list[str]] = {}
+    _add_names("", model, names, frozenset())
+    return names
+
+
+# No function inside the other: it would refer to itself, and keep the model until it is collected.
+def _add_names(
+    name: str,
+    module: torch.nn.Module,
+    names: dict[torch.nn.Module, list[str]],
+    above: frozenset[torch.nn.Module],
+) -> None:
+    if module in above:
+        return
+    known = names.setdefault(module, [])
+    if name not in known:
+        known.append(name)
+    for part, child in module._modules.items():
+        if child is not None:
+            wrapped = part in _WRAPPED or isinstance(module, REPLICATORS)
+            inner = name if wrapped else f"{name}.{part}".lstrip(".")
+            _add_names(inner, child, names, above | {module})
+
+
+def by_first_name(names: dict[torch.nn.Module, list[str]]) -> dict[str, torch.nn.Module]:
+    """Each module by its first name; of a wrapper and what it wraps, which share it, the latter."""
+    return {known[0]: module for module, known in names.items()}
+
+
+def is_part(entry: str, name: str) -> bool:
+    """`entry` is a run of whole components of a dotted name."""
+    return bool(entry) and f".{entry}." in f".{name}."
