@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
 from blockscale._errors import fail, fail_type
-from blockscale.recipe import OPERANDS, Recipe, spec
+from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
 from blockscale.tensor import FLOATS, FLOATS_TEXT, check_plain
@@ -41,12 +40,6 @@ class QuantizedWeight:
         refuses it where its GEMM reads a weight in another form."""
         return dataclasses.replace(self, operands=[t.to(device) for t in self.operands])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        specs = {name: getattr(self.recipe, name) for name in OPERANDS}
-        texts = {name: str(s) for name, s in specs.items() if s is not None}
-        rest = (tuple(self.shape), self.backward, self.operands)
-        return _restored, (self.recipe.name, texts, *rest)
-
     def operands_of(
         self, w: torch.Tensor, recipe: Recipe, dx: bool, operation: str
     ) -> list[torch.Tensor]:
@@ -67,15 +60,8 @@ class QuantizedWeight:
         return self.operands
 
 
-def _restored(
-    name: str, texts: dict[str, str], shape: tuple[int, ...], *rest: Any
-) -> QuantizedWeight:
-    made = Recipe(name, **{operand: spec(text) for operand, text in texts.items()})
-    return QuantizedWeight(made, torch.Size(shape), *rest)
-
-
-# What torch.load may call: a quantized weight is data.
-torch.serialization.add_safe_globals([_restored])
+# What torch.load may make: a quantized weight is data.
+torch.serialization.add_safe_globals([QuantizedWeight])
 
 
 def quantize_weight(
