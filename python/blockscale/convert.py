@@ -395,7 +395,7 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Args:
         model: a converted one, or one in DistributedDataParallel.
         optimizer: whose `step` is called, once for each update; or a wrapper with that one as its
-            attribute `optimizer`, `optim`, `base_optimizer` or `_base_optimizer`. Of optimizers
+            attribute `optimizer`, `optim` or `base_optimizer`, with `_` or without. Of optimizers
             that step within the backward, the one of the parameter whose gradient comes last.
 
     Raises:
@@ -421,8 +421,8 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    for name in ("optimizer", "optim", "base_optimizer", "_base_optimizer"):
-        inner = getattr(optimizer, name, None)
+    for name in ("optimizer", "optim", "base_optimizer"):
+        inner = getattr(optimizer, name, None) or getattr(optimizer, f"_{name}", None)
         if isinstance(inner, torch.optim.Optimizer):
             return inner
     return None

@@ -340,7 +340,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def test_wrappers_of_optimizers() -> None:
-    for name in ("base_optimizer", "_base_optimizer"):
+    for name in ("base_optimizer", "_base_optimizer", "_optimizer"):
         model = net()
         optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-3), name)
         bs.attach(model, optimizer)
