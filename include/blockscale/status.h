@@ -13,7 +13,7 @@ class Error : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// fail("quantize", "axis", 3, "need -1 or -2", "quantize along a row or a column").
+// fail("quantize", "axis", 3, "-1 or -2", "quantize along a row or a column").
 template <class Got>
 [[noreturn]] void fail(const std::string& operation, const std::string& argument, const Got& got,
                        const std::string& need, const std::string& remedy = "") {

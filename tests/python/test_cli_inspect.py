@@ -149,6 +149,16 @@ def test_skipped_tensors_and_plot(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "plot.png"]
 
 
+def test_a_spec_asked_for_twice_is_one(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--spec", "mxfp8", "--spec", "mxfp8[scale_rule=rceil]", "--spec", "mxfp8"]
+    plot = tmp_path / "plot.png"
+    assert main(["inspect", str(file), *words, "--out", str(plot)]) == 0
+    assert capsys.readouterr().out.count("mxfp8") == 4  # a row for each tensor
+    assert plot.exists()
+
+
 def test_a_file_of_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plot = tmp_path / "x.safetensors", tmp_path / "plot.png"
     save_file({"bias": torch.zeros(3)}, path)

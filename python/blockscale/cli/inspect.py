@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(markup=False)  # specs and names of tensors may hold brackets
     if not console.is_terminal:
         console = Console(width=160, markup=False)  # in a file, rather wide than folded
-    specs = [parse_spec(text) for text in args.spec or DEFAULT_SPECS]
+    # Two spellings of one spec are one.
+    specs = list(dict.fromkeys(parse_spec(text) for text in args.spec or DEFAULT_SPECS))
     if args.out is not None:
         check_plot_path(Path(args.out))
     results: list[Result] = []
