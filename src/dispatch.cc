@@ -73,8 +73,8 @@ void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t ba
   if (memory == Memory::host) check_offsets(op, groups, rows);
 }
 
-// GPUs count lines and codes of a line in 31 bits, scales of a matrix in 32, and of a line of
-// mfma_16x16 16 times its bytes in 31.
+// GPUs count lines and codes of a line in 31 bits, scales of a matrix in 32, of a line of
+// mfma_16x16 16 times its bytes in 31, and in 31 the threads for all tiles of groups.
 template <class Byte, class Float>
 void check_counts(const char* op, const char* name, const BasicQuantized<Byte, Float>& q,
                   const StoredShape& s) {
@@ -87,6 +87,13 @@ void check_counts(const char* op, const char* name, const BasicQuantized<Byte, F
   if (s.scale_count > 2 * kLimit) refuse("at most 2^32 scales of a matrix, with padding,");
   if (q.layout.codes == Layout::mfma_16x16 && s.code_columns >= kLimit / 16)
     refuse("lines of less than 2^27 bytes in mfma_16x16");
+  // A tile in groups has up to 512 threads that are counted together, and each group may end in a
+  // tile of its own.
+  const int64_t tiles_down = q.rows / 128 + q.groups.count + 1;
+  if (q.groups && tiles_down >= kLimit / 512 / std::max<int64_t>(ceil_div(q.columns, 128), 1))
+    fail(op, "offsets", std::to_string(q.groups.count) + " groups of " + extents(q.rows, q.columns),
+         "fewer than 2^22 tiles of 128 x 128, and one more for each group, on a GPU",
+         "take fewer groups or columns at a time");
 }
 
 template <class Byte, class Float>
