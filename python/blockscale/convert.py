@@ -354,13 +354,13 @@ def _states(model: torch.nn.Module) -> list[RngState]:
 
 
 def _joined(states: list[RngState]) -> RngState:
-    """One for parts that were counted apart: their seed if they have the same, and where the one
-    that is furthest stands."""
-    if len(states) == 1:
-        return states[0]
+    """One for parts that were counted apart: that of the one that is furthest, in which an attached
+    optimizer counts, with their seed if they have the same."""
+    if not states:
+        return RngState(0)
     seeds = {state.seed for state in states}
-    joined = RngState(seeds.pop() if len(seeds) == 1 else 0)
-    joined.set_position(*max((state.position() for state in states), default=(0, 0)))
+    joined = max(states, key=lambda state: (state.position(), state.stepped))
+    joined.seed = seeds.pop() if len(seeds) == 1 else 0
     return joined
 
 

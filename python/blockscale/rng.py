@@ -137,6 +137,7 @@ class RngState:
         # Whether a layer breaks compiled graphs, as DTensors do: it recomputes as in eager mode.
         self.breaks = False
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
+        self.stepped = False  # whether an optimizer counts its steps here
         # The device is named: under `with torch.device("meta")` the default is no real memory. And
         # what is made in inference mode could not change in training.
         with torch.inference_mode(False):
@@ -148,7 +149,8 @@ class RngState:
         # of these tensors, and count here as well.
         with torch.inference_mode(False):
             offset, upcoming = self.offset.clone(), self.upcoming.clone()
-        return {**self.__dict__, "root": None, "offset": offset, "upcoming": upcoming}
+        own = {"root": None, "stepped": False, "offset": offset, "upcoming": upcoming}
+        return {**self.__dict__, **own}
 
     def has_root(self) -> bool:
         """Whether a module counts its forwards here; none does for a copy of a part of a model."""
@@ -236,6 +238,7 @@ class Steps:
 
     def __init__(self, state: RngState, optimizer: torch.optim.Optimizer) -> None:
         self.state = state
+        state.stepped = True
         self.begun = False
         optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)

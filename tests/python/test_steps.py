@@ -164,6 +164,20 @@ def test_a_layer_that_was_copied_joins_the_model_it_is_put_into() -> None:
     assert not torch.equal(first._seed, last._seed)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_an_optimizer_of_a_part_counts_on_in_the_whole(last: bool) -> None:
+    body = nn.Sequential(nn.Linear(16, 16))
+    bs.convert(body, "nvfp4", seed=1)
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+    bs.attach(body, optimizer)
+    head = bs.nn.Linear(16, 16, seed=4)  # counted apart, from the same place
+    model = nn.Sequential(head, body) if last else nn.Sequential(body, head)
+    bs.convert(model, "nvfp4")
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    assert bs.rng_state(model) == {"step": 1, "forward": 0, "seed": 0}
+
+
 def test_layers_of_a_model_that_is_gone_join_another() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     bs.convert(model, "nvfp4")
