@@ -354,8 +354,8 @@ def _states(model: torch.nn.Module) -> list[RngState]:
 
 
 def _joined(states: list[RngState]) -> RngState:
-    """One for parts that were counted apart: that of the one that is furthest, in which an attached
-    optimizer counts, with their seed if they have the same."""
+    """One for parts that were counted apart: that of the furthest, where its optimizer goes on
+    counting, with their seed if they have the same."""
     if not states:
         return RngState(0)
     seeds = {state.seed for state in states}

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <stdexcept>
-#include <vector>
 
 #include "buffers.h"
 #include "throws.h"
@@ -135,12 +134,10 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   expect_refused(kNvfp4, "nv_128x4", limit / 2 + 1, 1, "at most 2^32 scales");
   expect_refused(kNvfp4, "aiter_scale", limit / 4 + 1, 1, "at most 2^32 scales");
   expect_refused(kMxfp4, "mfma_16x16", 1, limit / 8, "less than 2^27 bytes in mfma_16x16");
-  const std::vector<int32_t> ends(32766, 128);
   ConstMatrix split = x.view();
   split.rows = 128, split.columns = 16384;
   Quantized grouped = out.view;
-  grouped.rows = 128, grouped.columns = 16384;
-  grouped.groups = {ends.data(), false, static_cast<int64_t>(ends.size())};
+  grouped.rows = 128, grouped.columns = 16384, grouped.groups = {&limit, false, 32766};
   EXPECT_ERROR(quantize(split, grouped, {}, NoStream()), "quantize: offsets = 32766 groups",
                "fewer than 2^22 tiles");
   ConstMatrix wide = x.view();
