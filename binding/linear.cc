@@ -309,10 +309,11 @@ struct Saved {
   std::optional<Tensor> memory;  // of the offset
 };
 
-// The gradients asked for, but dw where it is added to `into`.
+// The gradients asked for, but dw where it is added to `into`: dx and dw are those that the forward
+// was told of, `skip_dx` and `skip_dw` those of them that this backward leaves out.
 std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
                              const Text& recipe_text, int64_t k, bool dx, bool dw, bool db,
-                             const std::optional<Tensor>& offsets,
+                             bool skip_dx, bool skip_dw, const std::optional<Tensor>& offsets,
                              const std::optional<ScalarType>& x_dtype,
                              const std::optional<ScalarType>& w_dtype,
                              const std::optional<ScalarType>& bias_dtype,
@@ -325,6 +326,7 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   const Groups groups = groups_of(at, offsets, std::nullopt, m);
   const int64_t batch = groups ? groups.count : 1;
   const Saved from(at, saved, recipe, dx, dw, draws, {m, k, 1, groups}, {n, k, batch, {}});
+  dx = dx && !skip_dx, dw = dw && !skip_dw;
 
   const ScalarType dtype = dy.scalar_type();
   const Making dys(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, here_if(dx),
@@ -359,20 +361,23 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
-                                       std::optional<ScalarType> bias_dtype) {
-  return backward(dy, saved, recipe, k, dx, dw, db, offsets, x_dtype, w_dtype, bias_dtype, {});
+                                       std::optional<ScalarType> bias_dtype, bool skip_dx,
+                                       bool skip_dw) {
+  return backward(dy, saved, recipe, k, dx, dw, db, skip_dx, skip_dw, offsets, x_dtype, w_dtype,
+                  bias_dtype, {});
 }
 
 std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
                                                    Text recipe, int64_t k, bool dx, bool db,
                                                    std::optional<Tensor> offsets, Tensor into,
                                                    std::optional<ScalarType> x_dtype,
-                                                   std::optional<ScalarType> bias_dtype) {
-  const auto made = backward(dy, saved, recipe, k, dx, true, db, offsets, x_dtype,
+                                                   std::optional<ScalarType> bias_dtype,
+                                                   bool skip_dx) {
+  const auto made = backward(dy, saved, recipe, k, dx, true, db, skip_dx, false, offsets, x_dtype,
                              ScalarType::Float, bias_dtype, into);
   // Each an empty tensor of its own: results of an operator may not alias.
   const auto none = [&] { return empty({0}, ScalarType::Float, dy.device()); };
-  return {dx ? made[0] : none(), db ? made.back() : none()};
+  return {dx && !skip_dx ? made[0] : none(), db ? made.back() : none()};
 }
 
 }  // namespace blockscale::binding

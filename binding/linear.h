@@ -32,13 +32,15 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
                                        std::optional<Tensor> seed, std::optional<Tensor> offset);
 
 // The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: what
-// the forward has made, then w's dgrad operand if it was made ahead, and, where the recipe does not
-// quantize them, x with dw and w with dx; where bits are drawn the seed.
+// the forward with these dx and dw has made, then w's dgrad operand if it was made ahead, and,
+// where the recipe does not quantize them, x with dw and w with dx; where bits are drawn the seed.
+// With skip_dx or skip_dw that gradient is left out all the same.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
-                                       std::optional<ScalarType> bias_dtype);
+                                       std::optional<ScalarType> bias_dtype, bool skip_dx,
+                                       bool skip_dw);
 
 // The same with dw, which is added to `into`, contiguous float32 of w's shape. [dx, db], empty
 // where not asked for: PyTorch's compiler takes no lists from operators that change an argument.
@@ -46,6 +48,7 @@ std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor
                                                    Text recipe, int64_t k, bool dx, bool db,
                                                    std::optional<Tensor> offsets, Tensor into,
                                                    std::optional<ScalarType> x_dtype,
-                                                   std::optional<ScalarType> bias_dtype);
+                                                   std::optional<ScalarType> bias_dtype,
+                                                   bool skip_dx);
 
 }  // namespace blockscale::binding

@@ -175,7 +175,7 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "Tensor? seed=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None, "
       "Tensor[]? quantized_w=None) -> Tensor[]");
   // The same without defaults, for programs that keep operators and no autograd.Function: its
-  // derivative is registered in functional.py.
+  // derivative is registered in _exported.py.
   m.def(
       "linear_exported(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, Tensor? "
       "seed, "
@@ -186,11 +186,11 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
-      "ScalarType? bias_dtype=None) -> Tensor[]");
+      "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False) -> Tensor[]");
   m.def(
       "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool db, "
-      "Tensor? offsets, Tensor(a!) into, ScalarType? x_dtype=None, ScalarType? bias_dtype=None) -> "
-      "(Tensor dx, Tensor db)");
+      "Tensor? offsets, Tensor(a!) into, ScalarType? x_dtype=None, ScalarType? bias_dtype=None, "
+      "bool skip_dx=False) -> (Tensor dx, Tensor db)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {

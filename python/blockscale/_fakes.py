@@ -354,12 +354,14 @@ def _fake_linear_backward(
     x_dtype: torch.dtype | None = None,
     w_dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
+    skip_dx: bool = False,
+    skip_dw: bool = False,
 ) -> list[torch.Tensor]:
     n = dy.shape[-1]
     gradients = []
-    if dx:
+    if dx and not skip_dx:
         gradients.append(dy.new_empty((*dy.shape[:-1], k), dtype=x_dtype or dy.dtype))
-    if dw:
+    if dw and not skip_dw:
         batch = () if offsets is None else offsets.shape
         gradients.append(dy.new_empty((*batch, n, k), dtype=w_dtype or dy.dtype))
     if db:
@@ -378,7 +380,9 @@ def _fake_linear_backward_into(
     into: torch.Tensor,
     x_dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
+    skip_dx: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    dx = dx and not skip_dx
     call = (dx, False, db, offsets, x_dtype, None, bias_dtype)
     made = _fake_linear_backward(dy, saved, recipe, k, *call)
     none = dy.new_empty(0, dtype=torch.float32)

@@ -19,15 +19,39 @@ def _linear(x: Shape, w: Shape, *_: Any, **__: Any) -> int:
 
 
 def _linear_backward(
-    dy: Shape, saved: Any, recipe: str, k: int, dx: bool, dw: bool, *_: Any, **__: Any
+    dy: Shape,
+    saved: Any,
+    recipe: str,
+    k: int,
+    dx: bool,
+    dw: bool,
+    db: bool,
+    offsets: Any = None,
+    x_dtype: Any = None,
+    w_dtype: Any = None,
+    bias_dtype: Any = None,
+    skip_dx: bool = False,
+    skip_dw: bool = False,
+    **_: Any,
 ) -> int:
-    return 2 * math.prod(dy) * k * (dx + dw)
+    return 2 * math.prod(dy) * k * ((dx and not skip_dx) + (dw and not skip_dw))
 
 
 def _linear_backward_into(
-    dy: Shape, saved: Any, recipe: str, k: int, dx: bool, *_: Any, **__: Any
+    dy: Shape,
+    saved: Any,
+    recipe: str,
+    k: int,
+    dx: bool,
+    db: bool,
+    offsets: Any,
+    into: Any,
+    x_dtype: Any = None,
+    bias_dtype: Any = None,
+    skip_dx: bool = False,
+    **_: Any,
 ) -> int:
-    return 2 * math.prod(dy) * k * (dx + 1)
+    return 2 * math.prod(dy) * k * ((dx and not skip_dx) + 1)
 
 
 def _matmul(*call: Any, **_: Any) -> int:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from blockscale import ops
 from blockscale._errors import fail, fail_type
-from blockscale.functional import first_order
+from blockscale.functional import asked, first_order
 from blockscale.recipe import OPERANDS, Recipe, Spec
 from blockscale.rng import Key, Rng
 from blockscale.tensor import QuantizedTensor, gemm_layout
@@ -241,7 +241,8 @@ class _Linear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_x, of_w, key = pytree.tree_unflatten(ctx.saved_tensors, ctx.tree)
-        recipe, places, (dx, dw, db), x_dtype, w_dtype, bias_dtype = ctx.call
+        recipe, places, needed, x_dtype, w_dtype, bias_dtype = ctx.call
+        dx, dw, db = asked(ctx, needed)
         rng = None if key is None else Rng(*key).role("dy")
         lines = _lines(dy)
         row, column = recipe.dgrad_dy if dx else None, recipe.wgrad_dy if dw else None

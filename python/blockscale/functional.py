@@ -56,8 +56,8 @@ def linear(
             Its seed is the layer's: each operand derives its own (`Rng.role`).
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
-            none (hooks on w's gradient are called with None). Every backward adds, one that is
-            asked for x's gradient alone too. Not for `create_graph`, and not reset here.
+            none (hooks on w's gradient are called with None). Every backward that is asked for w's
+            gradient adds. Not for `create_graph`, and not reset here.
         quantized_weight: what `quantize_weight` made of w as it is now. The result and the
             gradients are the same, w's too; w's values are not read.
 
@@ -256,6 +256,23 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def asked(ctx: Any, needed: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which gradients the backward that runs is asked for, of those that a function's first inputs
+    need: `torch.autograd.grad` and `backward(inputs=...)` may ask for some only, as pipelines do
+    that put the weights' gradients off."""
+    if torch.compiler.is_compiling():
+        return needed
+
+    def is_asked(node: Any) -> bool:
+        try:
+            return torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # what PyTorch says of a leaf that grad() is asked for itself
+            return True
+
+    nodes = ctx.next_functions
+    return tuple(need and is_asked(nodes[index][0]) for index, need in enumerate(needed))
+
+
 class LinearFunction(torch.autograd.Function):
     """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`:
     the operator and what it takes after the tensors, the recipe, whether the bias gets a gradient,
@@ -299,18 +316,20 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
         text, k, dx, dw, db, dtypes, into = ctx.call
-        if into is None:
-            call = (text, k, dx, dw, db, offsets, *dtypes)
+        want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
+        skip_x, skip_w = dx and not want_x, dw and not want_w
+        if into is None or skip_w:
+            call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w)
             made = iter(_ops.linear_backward.default(dy, saved, *call))
-            gradients = [next(made) if needed else None for needed in (dx, dw, db)]
+            gradients = [next(made) if want else None for want in wanted]
         else:
             x_dtype, _, bias_dtype = dtypes
-            call = (text, k, dx, db, offsets, into, x_dtype, bias_dtype)
+            call = (text, k, dx, want_b, offsets, into, x_dtype, bias_dtype, skip_x)
             grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
             # The compiler sees by itself that the operator changes it.
             if not (torch.compiler.is_compiling() or into.is_inference()):
                 torch.autograd.graph.increment_version(into)
-            gradients = [grad_x if dx else None, None, grad_b if db else None]
+            gradients = [grad_x if want_x else None, None, grad_b if want_b else None]
         return (*gradients, None)
 
 

@@ -117,6 +117,11 @@ def linear_samples(of: Inputs) -> list[Sample]:
         if dw:
             into = (dy, saved, recipe.text, 70, dx, dx, None, of.ones(9, 70), F32, BF16)
             samples.append(("linear_backward_into", into))
+        if dx and dw:
+            samples += [
+                ("linear_backward", (*backward, *skip)) for skip in ((True,), (False, True))
+            ]
+            samples.append(("linear_backward_into", (*into, True)))
     return samples
 
 
