@@ -279,26 +279,28 @@ void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, con
   }
 }
 
-Options options(const Place& at, const QuantSpec& spec, const std::optional<Tensor>& amax,
-                const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
-                const std::vector<int64_t>& origin, int64_t matrices) {
+Options options(const Place& at, const QuantSpec& spec, const char* amax_name,
+                const std::optional<Tensor>& amax, const std::optional<Tensor>& seed,
+                const std::optional<Tensor>& offset, const std::vector<int64_t>& origin,
+                int64_t matrices) {
   const char* op = at.op();
+  const std::string name = amax_name;
   Options result;
   if (amax) {
-    at.check("amax", *amax);
+    at.check(amax_name, *amax);
     if (!spec.outer)
-      fail(op, "amax", "given", "none: " + to_string(spec) + " has no outer scale", "drop amax");
+      fail(op, name, "given", "none: " + to_string(spec) + " has no outer scale", "drop " + name);
     if (amax->scalar_type() != ScalarType::Float)
-      fail(op, "amax.dtype", dtype_text(amax->scalar_type()), "float32");
+      fail(op, name + ".dtype", dtype_text(amax->scalar_type()), "float32");
     if (amax->numel() != matrices)
-      fail(op, "amax.shape", shape_text(*amax),
+      fail(op, name + ".shape", shape_text(*amax),
            std::to_string(matrices) +
                (matrices == 1 ? " element" : " elements, one per matrix or group"));
     result.amax_tensor = contiguous_of(*amax);
     result.options.amax = static_cast<const float*>(result.amax_tensor->const_data_ptr());
     // NaN and Inf are data (the whole result becomes NaN); a negative maximum is a mistake.
     for (int64_t e = 0; !at.cuda() && e < matrices; ++e)
-      require(!(result.options.amax[e] < 0), op, "amax", result.options.amax[e], "0 or more",
+      require(!(result.options.amax[e] < 0), op, amax_name, result.options.amax[e], "0 or more",
               "amax is the largest |x|; bs.amax computes it");
   }
   require(seed.has_value() == offset.has_value(), op, "seed, offset",

@@ -89,14 +89,16 @@ void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, con
              uint64_t step = 0);
 
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`;
-// on a GPU amax stays there too. `matrices`: how many have an outer scale of their own.
+// on a GPU amax stays there too. `amax_name`: of that argument. `matrices`: how many have an outer
+// scale of their own.
 struct Options {
   std::optional<Tensor> amax_tensor;
   QuantizeOptions options;
 };
-Options options(const Place& at, const QuantSpec& spec, const std::optional<Tensor>& amax,
-                const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
-                const std::vector<int64_t>& origin, int64_t matrices);
+Options options(const Place& at, const QuantSpec& spec, const char* amax_name,
+                const std::optional<Tensor>& amax, const std::optional<Tensor>& seed,
+                const std::optional<Tensor>& offset, const std::vector<int64_t>& origin,
+                int64_t matrices);
 
 }  // namespace blockscale::binding
 

@@ -29,7 +29,7 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
   const auto batch = batch_of(in, batch_dims);
   Output out = allocate(at, spec, layout, axis, in.view.rows, in.view.columns, batch,
                         groups_of(at, offsets, batch, in.view.rows));
-  const Options o = options(at, spec, amax, seed, offset, origin, out.view.matrices());
+  const Options o = options(at, spec, "amax", amax, seed, offset, origin, out.view.matrices());
   run(at, x.numel(), [&](const auto& on) { quantize(in.view, out.view, o.options, on); });
   return {out.codes, out.scales, out.outer};
 }
@@ -53,8 +53,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
   Output row = allocate(at, row_spec, row_layout, -1, rows, columns, batch, groups);
   Output column = allocate(at, column_spec, column_layout, -2, rows, columns, batch, groups);
   const int64_t matrices = row.view.matrices();
-  const Options row_o = options(at, row_spec, row_amax, seed, offset, origin, matrices);
-  const Options column_o = options(at, column_spec, column_amax, seed, offset, origin, matrices);
+  const Options row_o = options(at, row_spec, "row_amax", row_amax, seed, offset, origin, matrices);
+  const Options column_o =
+      options(at, column_spec, "col_amax", column_amax, seed, offset, origin, matrices);
   run(at, x.numel(), [&](const auto& on) {
     quantize_dual(in.view, row.view, column.view, row_o.options, column_o.options, on);
   });

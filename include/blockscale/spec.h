@@ -71,7 +71,8 @@ void validate_pair(const char* operation, const QuantSpec& a, const QuantSpec& b
 // The canonical text: the family's name, then what differs from the family's spec, in a fixed
 // order, e.g. "nvfp4[block=16x16]". parse_spec(to_string(s)) == s for every valid s.
 //   element=e5m2  block=16x16  scale_rule=floor  scale_rounding=nearest|up
-//   rounding=nearest|stochastic  outer=true|false  hadamard=none|16|16:0xd7e8
+//   rounding=nearest|stochastic  outer=true|false  hadamard=none|16|32|64|128|16:0xd7e8
+// A transform without a mask has the one of the specification: 0xd7e8 of 16, else 0.
 std::string to_string(const QuantSpec& spec);
 // Parses a family's name with or without changes in brackets; validates. An unknown name throws
 // with the nearest, if one is near. rounding=stochastic turns scale_rounding of a two-level spec to

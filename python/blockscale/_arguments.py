@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from typing import Final
 
 import torch
@@ -101,15 +100,16 @@ def check_amax(
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(operation, name, value, "a number, or a float32 tensor")
+    need = "a float32 number, at most 3.4028234e38"
     try:
         number = float(value)
-    except OverflowError:  # an int beyond any float
-        number = sys.float_info.max
+    except OverflowError:
+        fail(operation, name, "an int beyond any float", need)
     # NaN in a tensor is data and makes the result NaN; as a number it is a mistake. (No isnan():
     # in compiled code the number may be a symbol.)
     if not number >= 0:
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
     if torch.finfo(torch.float32).max < number < math.inf:
-        fail(operation, name, value, "a float32 number, at most 3.4028234e38")
+        fail(operation, name, number, need)
     shape = x.shape[:batch_dims] if offsets is None else offsets.shape
     return torch.full(shape, number, dtype=torch.float32, device=x.device)

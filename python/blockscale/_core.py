@@ -153,6 +153,7 @@ def explain(
         TypeError: an argument of another type than these.
     """
     from blockscale.recipe import Spec
+    from blockscale.recipe import spec as parsed
 
     if not isinstance(spec, str | Spec):
         fail_type("explain", "spec", spec, "a Spec, or a spec's text such as 'nvfp4'")
@@ -165,11 +166,15 @@ def explain(
             fail_type("explain", name, value, need)
     if not isinstance(device, str | torch.device):
         fail_type("explain", "device", device, "a device's name such as 'cpu', or a torch.device")
+    try:
+        text = parsed(spec).text
+    except ValueError as error:
+        return str(error)
     kind = str(device).split(":")[0]
-    refusal = _ask("bs_explain", str(spec), layout, kind)
+    refusal = _ask("bs_explain", text, layout, kind)
     if refusal or not operation:
         return refusal
-    return _ask("bs_matmul_path", operation, str(spec), kind)
+    return _ask("bs_matmul_path", operation, text, kind)
 
 
 def widens(a: Spec, weight: Spec, groups: int) -> bool:

@@ -177,10 +177,13 @@ def _check_types(model: object, rules: object, skip: object, seed: object) -> No
         fail_type("convert", "skip", skip, "a list of names", f"write skip=[{skip!r}]")
     if not isinstance(skip, Sequence | Set):
         fail_type("convert", "skip", skip, "a list of names", "leave it out to skip nothing")
-    for argument, entries in (("rules", rules or ()), ("skip", skip)):
+    for argument, entries, need in (
+        ("rules", rules or (), "regular expressions as its keys, in text"),
+        ("skip", skip, "names of modules, in text"),
+    ):
         for entry in entries:
             if not isinstance(entry, str):
-                fail_type("convert", argument, entry, "names of modules, as text")
+                fail_type("convert", argument, entry, need)
     if seed is not None:
         any_int("convert", "seed", seed)
 

@@ -21,7 +21,7 @@ from blockscale._arguments import (
 from blockscale._errors import check_int, fail, fail_type
 from blockscale.recipe import Spec
 from blockscale.rng import Rng
-from blockscale.tensor import QuantizedTensor, matrix_extents
+from blockscale.tensor import FLOATS, FLOATS_TEXT, QuantizedTensor, matrix_extents
 
 _ops = torch.ops.blockscale
 
@@ -210,6 +210,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
     """
     check_operand("dequantize", "q", q)
     check_type("dequantize", "dtype", dtype)
+    if dtype not in FLOATS:
+        fail("dequantize", "dtype", dtype, FLOATS_TEXT, "convert the result with .to()")
     values: torch.Tensor = _ops.dequantize(
         q.codes,
         q.scales,

@@ -148,9 +148,9 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
             Spec.
         changes: element="e5m2", block=(16, 16), rounding="nearest" or "stochastic", scale_rule
             (MX: "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
-            "nearest" or "up", outer=False, hadamard=None, 16, or (16, 0xd7e8) with its sign mask,
-            and scale=, which has to be what the name means. What they mean is said at the
-            attributes of `Spec`.
+            "nearest" or "up", outer=False, hadamard=None, 16, 32, 64 or 128, or with a sign mask:
+            (32, 0x9e3779b9), and scale=, which has to be what the name means. What they mean is
+            said at the attributes of `Spec`.
 
     Returns:
         A Spec; `name` stays as it is.
@@ -377,9 +377,8 @@ def recipe(name: str | Recipe) -> Recipe:
         known = recipe_names()
         remedy = did_you_mean(name, known)
         if name in spec_names():
-            remedy = (
-                f"{name!r} is a spec, for one operand: bs.recipe(...).replace(fprop_x={name!r})"
-            )
+            both = f"fprop_x={name!r}, fprop_w={name!r}"
+            remedy = f"{name!r} is a spec, for one operand: bs.recipe(...).replace({both}, ...)"
         fail("recipe", "name", repr(name), f"one of {', '.join(known)}", remedy)
     return _RECIPES[name]
 

@@ -264,6 +264,8 @@ def _settle_ints(q: QuantizedTensor, operation: str) -> None:
         fail_type(operation, "shape", q.shape, "a tuple of ints, the quantized tensor's shape")
     need = "ints, the quantized tensor's shape"
     shape = tuple([check_int(operation, "shape", extent, need) for extent in q.shape])
+    if any(type(extent) is int and extent < 0 for extent in shape):  # a symbol is not asked
+        fail(operation, "shape", list(shape), "extents of 0 or more")
     object.__setattr__(q, "shape", shape)
     for name in ("axis", "batch_dims"):
         object.__setattr__(q, name, check_int(operation, name, getattr(q, name)))

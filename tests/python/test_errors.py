@@ -110,7 +110,7 @@ def test_what_recipes_and_layers_are_made_of() -> None:
 
 
 def test_a_spec_is_no_recipe() -> None:
-    said = "'mxfp6' is a spec, for one operand: bs.recipe(...).replace(fprop_x='mxfp6')"
+    said = "'mxfp6' is a spec, for one operand: bs.recipe(...).replace(fprop_x='mxfp6', fprop_w="
     value_error(lambda: bs.linear(X, X, recipe="mxfp6"), "recipe: name = 'mxfp6'", said)
     spec = bs.spec("mxfp6")
     type_error(lambda: bs.linear(X, X, recipe=spec), "recipe: name = a Spec", "(not a Spec)")  # type: ignore[arg-type]
@@ -307,8 +307,9 @@ def test_amax() -> None:
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.tensor(-1.0)), "amax = -1; need 0 or more"
     )
-    for large in (1e300, 10**400):
-        value_error(partial(bs.quantize, X, "nvfp4", amax=large), "need a float32 number")
+    for large, got in ((1e300, "1e+300"), (10**400, "an int beyond any float")):
+        said = f"quantize: amax = {got}; need a float32 number"
+        value_error(partial(bs.quantize, X, "nvfp4", amax=large), said)
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.ones(2)), "amax.shape = [2]", "1 element"
     )
@@ -319,7 +320,14 @@ def test_amax() -> None:
     x = X.reshape(2, 2, 70)
     negative = torch.tensor([1.0, -2.0])
     value_error(lambda: bs.quantize(x, "nvfp4", amax=negative, batch_dims=1), "amax = -2")
-    value_error(lambda: bs.quantize_dual(X, "nvfp4", "mxfp8", col_amax=1.0), "quantize_dual: amax")
+    value_error(
+        lambda: bs.quantize_dual(X, "nvfp4", "mxfp8", col_amax=1.0),
+        "quantize_dual: col_amax = given",
+    )
+    value_error(
+        lambda: bs.quantize_dual(X, "nvfp4", "nvfp4", row_amax=torch.ones(3)),
+        "quantize_dual: row_amax.shape = [3]",
+    )
 
 
 @pytest.mark.parametrize("amax", [math.nan, math.inf])
@@ -455,7 +463,7 @@ def test_convert() -> None:
     type_error(lambda: bs.convert([model], "nvfp4"), "model = a list; need an nn.Module")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", seed="1"), "seed = a str; need an int")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", rules=["0"]), "rules = a list; need a dict")  # type: ignore[arg-type]
-    type_error(lambda: bs.convert(model, "nvfp4", rules={0: None}), "rules = an int; need names")  # type: ignore[dict-item]
+    type_error(lambda: bs.convert(model, "nvfp4", rules={0: None}), "rules = an int; need regular expressions")  # type: ignore[dict-item]
     type_error(lambda: bs.convert(model, "nvfp4", skip=None), "skip = None; need a list of names")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", skip=[0]), "skip = an int; need names")  # type: ignore[list-item]
     type_error(lambda: bs.revert(None), "revert: model = None; need an nn.Module")  # type: ignore[arg-type]

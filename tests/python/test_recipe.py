@@ -210,6 +210,7 @@ def test_explain_says_what_the_error_would() -> None:
     assert bs.explain("nvfp4") == ""
     assert bs.explain(bs.spec("mxfp8"), layout="nv_128x4", device="cpu") == ""
     assert "did you mean 'nvfp4'?" in bs.explain("nvpf4")
+    assert "'fp8_blockwise' is a recipe, for a whole layer" in bs.explain("fp8_blockwise")
     assert "one-byte scales" in bs.explain("fp8_1x128", layout="nv_128x4")
     assert "packed FP4 codes" in bs.explain("mxfp8", layout="mfma_16x16")
     assert bs.explain("nvfp4", device="tpu") == "explain: device = 'tpu'; need one of cpu, cuda"

@@ -25,6 +25,9 @@ inline int current_device() {
   return device;
 }
 inline int multiprocessors(int device) { return cuda::multiprocessors(device); }
+inline int shared_limit(int device) {  // of a block, in bytes, once it has been allowed
+  return cuda::attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
+}
 inline void allow_shared(const void* kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }

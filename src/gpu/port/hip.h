@@ -30,6 +30,11 @@ inline int multiprocessors(int device) {
   (void)hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
   return count;
 }
+inline int shared_limit(int device) {  // of a block, in bytes
+  int bytes = 0;
+  (void)hipDeviceGetAttribute(&bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, device);
+  return bytes;
+}
 inline void allow_shared(const void* kernel, int bytes) {
   (void)hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }

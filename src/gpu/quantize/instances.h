@@ -98,7 +98,7 @@ template <class Column>
 void launch_joined(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = joined_kernel<Column>;
   constexpr int kBytes = sizeof(JoinedMemory<Column>), kTilesEach = 16;
-  if (p.tiles < kTilesEach * prepare<kKernel>(kBytes))
+  if (kBytes > shared_limit(current_device()) || p.tiles < kTilesEach * prepare<kKernel>(kBytes))
     return launch_tiles<PassType<Encoder::none>, Column, Aligned>(p, stream);
   constexpr int kHalf = kSidewaysShift - 1;
   const dim3 grid = tiles_grid(static_cast<int>(ceil_div(p.tiles_down, kJoined)), p, kHalf);
@@ -111,10 +111,11 @@ template <class Row, class Column>
 void launch_copied(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = copied_kernel<Row, Column>;
   using Memory = CopiedMemory<Row, Column>;
-  const int most = prepare<kKernel>(sizeof(Memory));
-  constexpr int kRounds = 8;
-  if (!p.copies || p.tiles < kRounds * Memory::kRows * most)
-    return launch_tiles<Row, Column, Aligned>(p, stream);
+  const auto tiles = [&] { launch_tiles<Row, Column, Aligned>(p, stream); };
+  constexpr int kBytes = sizeof(Memory), kRounds = 8;
+  if (!p.copies || kBytes > shared_limit(current_device())) return tiles();
+  const int most = prepare<kKernel>(kBytes);
+  if (p.tiles < kRounds * Memory::kRows * most) return tiles();
   const int bands = static_cast<int>(ceil_div(p.tiles_across, kSideways));
   const CopiedParams d{p.x,
                        p.row,
@@ -124,8 +125,8 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
                        Divisor(p.tiles_across - (bands - 1) * kSideways),
                        static_cast<uint32_t>(bands),
                        static_cast<uint32_t>(p.tiles)};
-  start(kKernel, dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows),
-        sizeof(Memory), stream, d);
+  start(kKernel, dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows), kBytes,
+        stream, d);
 }
 // Whether that is faster: by a few percent, where a tile takes many instructions.
 template <Pass kRow, Pass kColumn>
