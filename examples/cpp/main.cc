@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <exception>
 #include <random>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "blockscale/ops.h"
@@ -64,6 +66,11 @@ double sqnr(const std::vector<float>& x, const std::vector<float>& decoded) {
 
 void run(const char* text) {
   const blockscale::QuantSpec spec = blockscale::parse_spec(text);
+  if (spec.hadamard.dim != 0) {  // dequantize does not undo the transform
+    throw std::invalid_argument("spec = " + std::string(text) +
+                                "; need a spec without a Hadamard transform, whose codes stand for "
+                                "the transformed matrix; drop hadamard=");
+  }
   const std::vector<float> x = gaussian(kRows * kColumns);
   std::vector<float> decoded(x.size());
 

@@ -50,9 +50,8 @@ def train(rank: int, ranks: int, device: torch.device) -> None:
     report = bs.convert(model, "nvfp4", skip=["2"], seed=rank)  # before fully_shard
     if rank == 0:
         print(report)
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in (*blocks, model):
+        fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     bs.attach(model, optimizer)
 
@@ -80,16 +79,17 @@ def train(rank: int, ranks: int, device: torch.device) -> None:
 
 
 def main() -> None:
+    if "WORLD_SIZE" not in os.environ:
+        sys.exit("no ranks; run: torchrun --standalone --nproc-per-node 2 examples/python/fsdp2.py")
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     enough = torch.cuda.device_count() >= ranks and not bs.explain("nvfp4", device="cuda")
-    kind = "cuda" if enough else "cpu"
     device = torch.device(f"cuda:{local}" if enough else "cpu")
     if enough:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    dist.init_process_group("nccl" if enough else "gloo")
     train(dist.get_rank(), ranks, device)
     dist.barrier()  # nobody leaves while another still talks to it
-    if kind == "cpu":  # Gloo's threads may abort a process whose interpreter is ending
+    if not enough:  # Gloo's threads may abort a process whose interpreter is ending
         sys.stdout.flush()
         os._exit(0)
     dist.destroy_process_group()

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+from typing import TYPE_CHECKING, Any
 
 import blockscale as bs
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Workers side by side share the processors: with all of them each, they wait for each other. Also
 # for the processes that tests start.
@@ -62,3 +66,19 @@ def random() -> torch.Generator:
     seed = int(os.environ.get("BLOCKSCALE_TEST_SEED") or secrets.randbits(32))
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that matplotlib saves, to look at once they are drawn."""
+    from matplotlib.figure import Figure
+
+    kept: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args: Any, **options: Any) -> None:
+        save(figure, *args, **options)
+        kept.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return kept

@@ -51,9 +51,12 @@ OPTIONS = [
     (["--recipes", "bf16,nvpf4"],
      "--recipes = nvpf4; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; did "
      "you mean nvfp4?"),
+    (["--recipes", "bf16,,nvfp4"],
+     "--recipes = 'bf16,,nvfp4' (an empty name); need names among bf16, fp8_blockwise, mxfp8, "
+     "mxfp4, nvfp4, amdfp4; choose one of these"),
     (["--recipes", ""],
-     "--recipes = ; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; choose "
-     "one of these"),
+     "--recipes = '' (an empty name); need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, "
+     "amdfp4; choose one of these"),
     (["--recipes", "bf16,bf16"],
      "--recipes = bf16 twice; need each recipe once; drop one of them"),
     (["--device", "cudaa"], "--device = cudaa; need cpu or cuda; did you mean cuda?"),
@@ -189,6 +192,7 @@ BENCH_OPTIONS = [
     (["--shape", "128"], f"--shape = 128; {SHAPE}"),
     (["--shape", "0x128"], f"--shape = 0x128; {SHAPE}"),
     (["--shape", "4x-3"], f"--shape = 4x-3; {SHAPE}"),
+    (["--shape", "-1x5"], f"--shape = -1x5; {SHAPE}"),  # not an option
     (["--shape", "65536x65536"], f"--shape = 65536x65536; {SHAPE}"),
     (["--from", "none.json"],
      "--from = none.json (No such file or directory); need a file; check the path"),
@@ -274,6 +278,20 @@ def test_bench_from_an_edited_file(
     assert not out.exists()
 
 
+def test_bench_into_the_folder_of_an_earlier_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "of bench"
+    folder.mkdir()
+    earlier = folder / "results.json"
+    earlier.write_text("kept")
+    assert refusal(capsys, "bench", "--device", "cpu", "--out", str(folder)) == (
+        f"blockscale bench: --out = {folder} (holds results.json); need a folder without an "
+        f"earlier run; choose another, or print that run by --from '{earlier}'"
+    )
+    assert earlier.read_text() == "kept"
+
+
 def test_bench_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -283,10 +301,18 @@ def test_bench_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capsys, "trian")
-    assert line == (
-        f"blockscale: command = 'trian'; need one of {', '.join(SUBCOMMANDS)}; did you mean train?"
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("trian", "did you mean train?"),
+        ("benchmark", "did you mean bench?"),
+        ("explain", "choose one of these"),  # half of its letters are train's
+        ("run", "choose one of these"),
+    ],
+)
+def test_unknown_command(name: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, name) == (
+        f"blockscale: command = {name!r}; need one of {', '.join(SUBCOMMANDS)}; {remedy}"
     )
 
 

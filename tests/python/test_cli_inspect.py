@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import blockscale as bs
 import pytest
@@ -18,6 +19,9 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SPECS = ["fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4"]
 
@@ -159,12 +163,59 @@ def test_a_spec_asked_for_twice_is_one(
     assert plot.exists()
 
 
-def test_a_file_of_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def drawn(names: list[str]) -> bytes:
+    """The plot of tensors of these names under one spec."""
+    found = [inspect.Result(name, (2, 2), "mxfp8", 1.0, 30.0, 0.0, 0.0) for name in names]
+    return inspect.draw(found, [bs.spec("mxfp8")])
+
+
+@pytest.mark.parametrize("count", [3, 400, 700])
+def test_names_beside_the_plot_stand_apart(count: int, figures: list[Figure]) -> None:
+    names = [f"layers.{index}.weight" for index in range(count)]
+    drawn(names)
+    axes = figures[0].axes[0]
+    texts = axes.get_yticklabels()
+    assert [text.get_text() for text in texts] == (names if count < 700 else names[::2])
+    boxes = [text.get_window_extent() for text in texts]  # from the top down
+    assert all(above.y0 > below.y1 for above, below in itertools.pairwise(boxes))
+    line = boxes[0].y0 - boxes[1].y0
+    assert axes.bbox.y1 - boxes[0].y1 < line  # no empty band
+    assert boxes[-1].y0 - axes.bbox.y0 < line
+
+
+def test_long_and_odd_names_beside_the_plot(figures: list[Figure]) -> None:
+    drawn(["model." + "layers." * 30 + "1.weight", r"a$\frac$"])
+    axes = figures[0].axes[0]
+    long, odd = (text.get_text() for text in axes.get_yticklabels())
+    assert (len(long), odd) == (64, r"a$\frac$")
+    assert long.startswith("model.layers.")
+    assert "…" in long
+    assert long.endswith("layers.1.weight")
+    assert axes.bbox.width > figures[0].bbox.width / 5
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [({"bias": torch.zeros(3)}, "all its tensors are skipped"), ({}, "it holds no tensors")],
+)
+def test_a_file_of_nothing_to_inspect(
+    tensors: dict[str, Tensor], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, plot = tmp_path / "x.safetensors", tmp_path / "plot.png"
-    save_file({"bias": torch.zeros(3)}, path)
+    save_file(tensors, path)
     assert main(["inspect", str(path), "--out", str(plot)]) == 0
-    assert "no plot: no tensor could be inspected" in capsys.readouterr().out
+    skipped = [f"skipped {name}: 1-D, not a matrix" for name in tensors]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [*skipped, f"nothing to inspect in {path}: {why}"]
     assert not plot.exists()
+
+
+def test_rates_are_explained(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], [str(file), "--spec", "mxfp8"]):
+        assert main(["inspect", *words]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "other than 0 that become 0" in text
+        assert "cut off at the largest code" in text
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (300, 20), (2, 130, 9), (3, 2, 200, 11)])

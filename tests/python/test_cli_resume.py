@@ -259,6 +259,34 @@ def finished_run(stopped_run: Path) -> Path:
     return Path(folder)
 
 
+@pytest.mark.parametrize("content", [b"", b"text", None], ids=["empty", "text", "cut short"])
+def test_final_weights_that_are_damaged(
+    content: bytes | None, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    capsys.readouterr()  # of the fixture
+    path = folder / "checkpoints" / "bf16-seed0.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100] if content is None else content)
+    before = tree(folder)
+    assert refusal(capsys, "train", "--out", str(folder), "--resume") == (
+        f"blockscale train: --resume = {path} (truncated, damaged or of another kind); need the "
+        "final weights that this run wrote; delete it to train bf16-seed0 again from its start"
+    )
+    assert tree(folder) == before
+
+
+def test_final_weights_that_are_deleted_are_trained_again(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    path = folder / "checkpoints" / "bf16-seed0.safetensors"
+    whole = path.read_bytes()
+    path.unlink()
+    assert main(["train", "--out", str(folder), "--resume"]) == 0
+    assert path.read_bytes() == whole
+
+
 def changed_rows(kind: str, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Rows, and what is wrong with them."""
     if kind == "no validation":

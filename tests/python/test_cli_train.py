@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,11 +22,14 @@ from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, LanguageModel
 from blockscale.cli.provenance import ORIGIN
-from blockscale.cli.report import command, deviation_of, results, smoothed
+from blockscale.cli.report import command, deviation_of, draw, results, smoothed
 from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
 from blockscale.cli.trainer import Trainer, learning_rate
 from commands import refusal
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RECIPES = "bf16,nvfp4"
 SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
@@ -226,7 +229,7 @@ def test_names_of_any_bytes_and_brackets(tmp_path: Path) -> None:
             file.write(b"a line of text\n" * 20)
     out = tmp_path / "run["
     words = ["--data", os.fsdecode(folder), "--steps", "1", "--recipes", "bf16", "--seq-len", "8"]
-    assert f" to {out}/b]" in train("--out", str(out / "b]"), "--batch-size", "2", *words)
+    assert f" are in {out}/b]" in train("--out", str(out / "b]"), "--batch-size", "2", *words)
     assert b"text\xe9" in (out / "b]" / "report.md").read_bytes()
 
 
@@ -299,6 +302,40 @@ def test_a_diverged_seed_leaves_no_deviation() -> None:
     """statistics.stdev raises for it, and the report would be lost."""
     assert math.isnan(deviation_of([0.1, math.nan]))
     assert deviation_of([1.0, 3.0]) == pytest.approx(math.sqrt(2))
+
+
+UNIGRAM = 3.2
+
+
+@pytest.mark.parametrize(
+    ("nvfp4", "top", "said"),
+    [
+        ((2.5, 2.1), 1.25 * UNIGRAM, "nvfp4"),
+        ((2.5, 30.0), 1.05 * 30, "nvfp4"),  # it is seen
+        ((2.5, math.nan), 1.25 * UNIGRAM, "nvfp4: not finite from step 2"),
+        ((math.inf, math.nan), 1.25 * UNIGRAM, "nvfp4: not finite from step 1"),
+    ],
+)
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_training_that_diverges_is_in_the_picture(
+    seeds: int,
+    nvfp4: tuple[float, float],
+    top: float,
+    said: str,
+    tmp_path: Path,
+    figures: list[Figure],
+) -> None:
+    folder = create_run(tmp_path / "run", settings(seeds=seeds))
+    for cell in folder.cells():
+        for step, loss in enumerate(nvfp4 if cell.recipe == "nvfp4" else (2.4, 2.0), 1):
+            folder.append(cell, step, train_loss=loss, seconds=1.0)
+            folder.append(cell, step, validation_loss=loss)
+    draw(folder, UNIGRAM)
+    left, right = figures[0].axes
+    assert left.get_ylim()[1] == pytest.approx(top)
+    assert left.get_legend_handles_labels()[1] == ["bf16", said]
+    assert right.get_legend_handles_labels()[1] == [said]
+    assert left.get_xlim() == right.get_xlim() == pytest.approx((0, 2.1))
 
 
 def test_diverged_loss_survives_the_file(tmp_path: Path) -> None:

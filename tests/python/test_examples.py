@@ -3,6 +3,7 @@ tests have one."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,16 @@ def test_an_example_runs(name: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout.splitlines()[-1]
+
+
+def test_an_example_without_its_launcher_says_how_it_is_run() -> None:
+    alone = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
+    done = subprocess.run(
+        [sys.executable, FOLDER / "fsdp2.py"],
+        env=alone, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    run = "torchrun --standalone --nproc-per-node 2 examples/python/fsdp2.py"
+    assert (done.returncode, done.stderr) == (1, f"no ranks; run: {run}\n")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

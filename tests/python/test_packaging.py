@@ -201,8 +201,14 @@ def test_cpp_users_can_find_link_and_run(
     assert lowest < float(match[2]) < highest
 
 
-def test_cpp_errors_reach_the_user(cpp_example: Path) -> None:
-    done = subprocess.run([cpp_example, "nvfp5"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "nvfp5" in done.stderr
-    assert "nvfp4" in done.stderr
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("nvfp5", ("nvfp5", "nvfp4")),
+        ("nvfp4[hadamard=16]", ("spec = nvfp4[hadamard=16]; need", "; drop hadamard=")),
+    ],
+)
+def test_cpp_errors_reach_the_user(cpp_example: Path, spec: str, words: tuple[str, ...]) -> None:
+    done = subprocess.run([cpp_example, spec], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert all(word in done.stderr for word in words)

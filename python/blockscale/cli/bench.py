@@ -8,6 +8,7 @@ import argparse
 import math
 import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", type=pattern, metavar="REGEX",
         help="the cases whose names it is found in, such as 'quantize/nvfp4' (default: all)",
     )  # fmt: skip
-    out = "results.json and bench.png go there (default runs/bench-<date>-<time>)"
+    out = "new folder, or one without results.json (default runs/bench-<date>-<time>)"
     add("--out", type=path_text, metavar="FOLDER", help=out)
     add(
         "--from", dest="source", type=path_text, metavar="results.json",
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(args.out or Path(args.source).parent)
     else:
         folder = Path(args.out or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
+        refuse_earlier_run(folder)
         device = args.device or ("cpu" if why_no_cuda() else "cuda")
         check_device(device)
     try:
@@ -93,6 +95,16 @@ def refuse_with_source(args: argparse.Namespace) -> None:
                 f"--{name} with --from; need one or the other, nothing is measured again; "
                 f"leave --{name} out"
             )
+
+
+def refuse_earlier_run(folder: Path) -> None:
+    """CliError where the figures of an earlier run would be replaced."""
+    earlier = folder / "results.json"
+    if earlier.exists():
+        raise CliError(
+            f"--out = {folder} (holds results.json); need a folder without an earlier run; choose "
+            f"another, or print that run by --from {shlex.quote(str(earlier))}"
+        )
 
 
 def write(path: Path, found: dict[str, Any]) -> None:

@@ -46,6 +46,11 @@ def out_of_memory(error: BaseException) -> bool:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that refuses with one line in the common form instead of its usage."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # As from Python 3.14 on: -1x5 is a wrong value of the option before it, not an option.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def error(self, message: str) -> NoReturn:
         # argparse says "argument --steps: <text of ArgumentTypeError>".
         found = re.fullmatch(r"argument (\S+): (.*; need .*)", message)

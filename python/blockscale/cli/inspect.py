@@ -1,6 +1,7 @@
-"""Show what each spec would do to the tensors of a safetensors file: signal to quantization noise,
-largest magnitude, underflow and saturation rates, as a table and a plot. The file may be larger
-than memory."""
+"""Show what each spec would do to the tensors of a safetensors file, as a table and a plot: largest
+magnitude, signal to quantization noise, underflow (the share of the elements other than 0 that
+become 0) and saturation (the share of all elements that are cut off at the largest code). The file
+may be larger than memory."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from blockscale.cli.run_folder import write_atomically
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+MOST_LABELS = 600  # of tensors in the plot, as many as fit in a picture of 100 inches
 CHUNK_ELEMENTS = 1 << 22  # read at a time
 CHUNK_ROWS = 128  # a chunk is whole tiles of every spec
 # What a maximum may lose without saturating (specification, section 6).
@@ -74,16 +76,17 @@ def run(args: argparse.Namespace) -> int:
                 skipped.append((name, reason))
             else:
                 results += inspect_tensor(name, piece, shape, specs)
-    console.print(as_table(results))
+    if results:
+        console.print(as_table(results))
     for name, reason in skipped:
         console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
-    if args.out is not None:
-        if results:
-            content = draw(results, specs)
-            write_atomically(Path(args.out), lambda handle: handle.write(content))
-            console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
-        else:
-            console.print("no plot: no tensor could be inspected")
+    if not results:
+        why = "all its tensors are skipped" if skipped else "it holds no tensors"
+        console.print(f"nothing to inspect in {args.file}: {why}", highlight=False, soft_wrap=True)
+    elif args.out is not None:
+        content = draw(results, specs)
+        write_atomically(Path(args.out), lambda handle: handle.write(content))
+        console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -252,7 +255,11 @@ def is_largest(q: bs.QuantizedTensor, columns: int) -> Tensor:
 
 def as_table(results: Sequence[Result]) -> Table:
     """A row per tensor and spec; a tensor's name, shape and amax once."""
-    table = Table()
+    table = Table(
+        caption="underflow: elements other than 0 that become 0\n"
+        "saturation: elements cut off at the largest code",
+        caption_justify="left",
+    )
     table.add_column("tensor", overflow="fold")
     for heading in ("shape", "amax", "spec"):
         table.add_column(heading, justify="right" if heading == "amax" else "left")
@@ -274,6 +281,12 @@ def as_table(results: Sequence[Result]) -> Table:
     return table
 
 
+def shortened(name: str, most: int = 64) -> str:
+    """A tensor's name beside the panels: where it is long, its ends say most."""
+    half = most // 2
+    return name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}"
+
+
 def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
     """Three panels over the tensors, a colour and marker per spec."""
     from matplotlib.figure import Figure
@@ -281,8 +294,10 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
     from blockscale.cli.report import COLOURS, MARKERS
 
     names = list(dict.fromkeys(r.tensor for r in results))
-    height = min(40.0, 2.0 + 0.22 * len(names))
-    figure = Figure(figsize=(13, max(4.0, height)), dpi=120, layout="constrained")
+    every = math.ceil(len(names) / MOST_LABELS)
+    shown = [shortened(name) for name in names[::every]]
+    height = max(4.0, 2.0 + 0.16 * len(shown))
+    figure = Figure(figsize=(13, height), dpi=120, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     rows = range(len(names))
     for index, spec in enumerate(specs):
@@ -295,13 +310,13 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
                 marker=MARKERS[index % len(MARKERS)], label=spec.text, fillstyle="none",
                 markersize=10 - 5 * index / len(specs), markeredgewidth=1.5,
             )  # fmt: skip
-    labels = ("SQNR (dB), more is better", "underflow (% of nonzeros)", "saturation (%)")
+    labels = ("SQNR (dB), more is better", "underflow (% of nonzeros)", "saturation (% of all)")
     for axes, label in zip(panels, labels, strict=True):
         axes.set_xlabel(label)
         axes.grid(color="0.9", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(rows, names, fontsize=8)
-    panels[0].invert_yaxis()
+    panels[0].set_yticks(rows[::every], shown, fontsize=8, parse_math=False)  # a name may hold $
+    panels[0].set_ylim(len(names) - 1 + 0.5 * every, -0.5 * every)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
     )

@@ -178,7 +178,7 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
     for index, recipe in enumerate(settings["recipes"]):
         colour = COLOURS[index % len(COLOURS)]
         marker = MARKERS[index % len(MARKERS)]
-        style = {"color": colour, "marker": marker, "label": recipe}
+        style = {"color": colour, "marker": marker}
         # Hollow markers that shrink and lines that thin out, since most of them coincide.
         shrink = 1.0 - index / (len(settings["recipes"]) + 3)
         draw_losses(left, folder, recipe, style, shrink)
@@ -189,7 +189,9 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
         "byte frequencies alone", (settings["steps"], unigram), (0, 3),
         textcoords="offset points", ha="right", color="0.35", fontsize=9,
     )  # fmt: skip
-    left.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(None, 1.25 * unigram))
+    # What is not finite gives the axes no range.
+    left.set(xlim=(0, 1.05 * settings["steps"]), ylim=(None, top(folder, unigram)))
+    left.set(xlabel="step", ylabel="loss (nats per byte)")
     left.set_title("Training (line, smoothed) and validation (points)")
     left.legend(frameon=False)
     right.axhline(0.0, color="0.5", linewidth=1.0)
@@ -210,6 +212,21 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
     return buffer.getvalue()
 
 
+def top(folder: RunFolder, unigram: float) -> float:
+    """Where the losses' axis ends: untrained weights are left out, a training that diverges not."""
+    losses: list[float] = [
+        row["validation_loss"] for row in folder.rows if "validation_loss" in row
+    ]
+    return max([1.25 * unigram, *(1.05 * loss for loss in losses if math.isfinite(loss))])
+
+
+def labelled(recipe: str, points: dict[int, float]) -> str:
+    """The recipe in a legend, with the step after which it has no finite point to show."""
+    shown = max((step for step, value in points.items() if math.isfinite(value)), default=0)
+    lost = [step for step in points if step > shown]
+    return f"{recipe}: not finite from step {lost[0]}" if lost else recipe
+
+
 def draw_losses(
     axes: Axes, folder: RunFolder, recipe: str, style: dict[str, Any], shrink: float
 ) -> None:
@@ -220,7 +237,7 @@ def draw_losses(
     points = mean_curve(seed_curves(folder, recipe, "validation_loss"))
     axes.plot(
         list(points), list(points.values()), linestyle="", markersize=11 * shrink,
-        fillstyle="none", markeredgewidth=1.5, **style,
+        fillstyle="none", markeredgewidth=1.5, label=labelled(recipe, points), **style,
     )  # fmt: skip
 
 
@@ -229,6 +246,7 @@ def draw_gap(axes: Axes, folder: RunFolder, recipe: str, style: dict[str, Any], 
     steps = list(seed_curves(folder, recipe, "validation_loss")[0])
     values = [gaps(folder, recipe, step) for step in steps]
     means = [statistics.fmean(v) for v in values]
+    style = style | {"label": labelled(recipe, dict(zip(steps, means, strict=True)))}
     if len(values[0]) > 1:
         # Side by side, so that the bars of different recipes do not hide one another.
         shift = (index - len(folder.settings["recipes"]) / 2) * 0.006 * steps[-1]

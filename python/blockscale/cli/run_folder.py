@@ -127,6 +127,20 @@ class RunFolder:
                 )
         return dict(state)
 
+    def check_weights(self, cell: Cell) -> None:
+        """CliError unless the final weights of a finished cell are a whole file."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self.weights_path(cell)
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            raise CliError(
+                f"--resume = {path} (truncated, damaged or of another kind); need the final "
+                f"weights that this run wrote; delete it to train {cell} again from its start"
+            ) from None
+
     def finish(self, cell: Cell, weights: dict[str, torch.Tensor]) -> None:
         """Replaces the checkpoint by the final weights."""
         from safetensors.torch import save
@@ -214,9 +228,12 @@ def open_run(path: Path, settings: dict[str, Any]) -> RunFolder:
     folder = RunFolder(path, settings)
     reached: dict[Cell, int] = {}
     for cell in folder.cells():
-        state = None if folder.finished(cell) else folder.load_checkpoint(cell)
-        done = settings["steps"] if folder.finished(cell) else 0
-        reached[cell] = state["step"] if state else done
+        if folder.finished(cell):
+            folder.check_weights(cell)
+            reached[cell] = settings["steps"]
+        else:
+            state = folder.load_checkpoint(cell)
+            reached[cell] = state["step"] if state else 0
     metrics = path / "metrics.jsonl"
     folder.rows = covered_rows(metrics, reached)
     check_rows(folder, reached)

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         raise Failure(too_large(folder, again)) from None
     print_table(folder, console)
     console.print(
-        f"wrote report.md, loss.png, metrics.jsonl and the final weights to {folder.path}",
+        f"report.md, loss.png, metrics.jsonl and the final weights are in {folder.path}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return 0
@@ -201,8 +201,9 @@ def parse_recipes(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
+            got = name or f"{text!r} (an empty name)"
             raise CliError(
-                f"--recipes = {name}; need names among {', '.join(known)}; {nearest(name, known)}"
+                f"--recipes = {got}; need names among {', '.join(known)}; {nearest(name, known)}"
             )
         if names.count(name) > 1:
             raise CliError(f"--recipes = {name} twice; need each recipe once; drop one of them")
