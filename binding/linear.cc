@@ -185,13 +185,24 @@ void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& 
           "accumulate_into", "another tensor", "contiguous float32 of w's shape");
 }
 
-}  // namespace
+// `amax`: what the outer scales of the operands along the rows and down the columns come from.
+Cut cut_of(const Place& at, const char* name, const std::optional<Tensor>& amax, int64_t row,
+           int64_t column) {
+  if (!amax) return {row, column};
+  at.check(name, *amax);
+  require(amax->scalar_type() == ScalarType::Float && amax->numel() == 2 && amax->is_contiguous(),
+          at.op(), name, "another tensor", "float32 [2]");
+  const auto* of = static_cast<const float*>(amax->const_data_ptr());
+  return {row, column, of, of + 1};
+}
 
-std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe_text,
-                              bool dx, bool dw, std::optional<Tensor> seed,
-                              std::optional<Tensor> offset, std::optional<Tensor> offsets,
-                              std::optional<ScalarType> dtype,
-                              std::optional<std::vector<Tensor>> quantized_w) {
+std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
+                            const Text& recipe_text, bool dx, bool dw,
+                            const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
+                            const std::optional<Tensor>& offsets,
+                            const std::optional<ScalarType>& dtype,
+                            const std::optional<std::vector<Tensor>>& quantized_w,
+                            const Cut& x_cut = {}, const Cut& w_cut = {}) {
   const Recipe& recipe = recipe_of(recipe_text);
   const bool grouped = offsets.has_value();
   const Place at(name_of(grouped), "x", x);
@@ -202,13 +213,13 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   const int64_t* const seed_at = key_or_none(at, "seed", seed);
   const int64_t* const offset_at = key_or_none(at, "offset", offset);
   Making xs(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
-            outside_if(dw && recipe.wgrad_x), {Role::x, seed_at, offset_at});
+            outside_if(dw && recipe.wgrad_x), {Role::x, seed_at, offset_at}, x_cut);
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
   std::optional<Making> ws;
   std::optional<Side> right;
   if (!quantized_w) {
     ws.emplace(at, w, grouped, Groups{}, recipe.fprop_w, recipe.dgrad_w, Wanted::here,
-               outside_if(dx && recipe.dgrad_w), Key{Role::w, seed_at, offset_at});
+               outside_if(dx && recipe.dgrad_w), Key{Role::w, seed_at, offset_at}, w_cut);
     right = ws->row;
   } else {
     require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
@@ -232,6 +243,27 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
   std::vector<Tensor> results{product(at, *xs.row, *right, bias, out, out, sizes, groups, rows)};
   if (kept) results.push_back(kept->memory);
   return results;
+}
+
+}  // namespace
+
+std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
+                              bool dw, std::optional<Tensor> seed, std::optional<Tensor> offset,
+                              std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
+                              std::optional<std::vector<Tensor>> quantized_w) {
+  return forward(x, w, bias, recipe, dx, dw, seed, offset, offsets, dtype, quantized_w);
+}
+
+std::vector<Tensor> linear_piece_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe,
+                                    bool dx, bool dw, std::optional<Tensor> seed,
+                                    std::optional<Tensor> offset, std::optional<ScalarType> dtype,
+                                    std::vector<int64_t> origins, std::optional<Tensor> x_amax,
+                                    std::optional<Tensor> w_amax) {
+  const Place at("linear", "x", x);
+  require(origins.size() == 4, at.op(), "origins", origins.size(), "rows and columns of x and w");
+  return forward(x, w, bias, recipe, dx, dw, seed, offset, {}, dtype, {},
+                 cut_of(at, "x_amax", x_amax, origins[0], origins[1]),
+                 cut_of(at, "w_amax", w_amax, origins[2], origins[3]));
 }
 
 std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
@@ -317,7 +349,7 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
                              const std::optional<ScalarType>& x_dtype,
                              const std::optional<ScalarType>& w_dtype,
                              const std::optional<ScalarType>& bias_dtype,
-                             const std::optional<Tensor>& into) {
+                             const std::optional<Tensor>& into, const Cut& cut = {}) {
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at(name_of(offsets.has_value()), "dy", dy);
   require(dy.dim() >= 1, at.op(), "dy.dim()", dy.dim(), "1 or more, [..., N]");
@@ -330,7 +362,7 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
 
   const ScalarType dtype = dy.scalar_type();
   const Making dys(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, here_if(dx),
-                   here_if(dw), {Role::dy, from.seed, from.offset});
+                   here_if(dw), {Role::dy, from.seed, from.offset}, cut);
   make(at, dys);
   std::vector<Tensor> gradients;
   if (dx)
@@ -365,6 +397,19 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        bool skip_dw) {
   return backward(dy, saved, recipe, k, dx, dw, db, skip_dx, skip_dw, offsets, x_dtype, w_dtype,
                   bias_dtype, {});
+}
+
+std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
+                                             int64_t k, bool dx, bool dw, bool db,
+                                             std::optional<ScalarType> x_dtype,
+                                             std::optional<ScalarType> w_dtype,
+                                             std::optional<ScalarType> bias_dtype, bool skip_dx,
+                                             bool skip_dw, std::vector<int64_t> origin,
+                                             std::optional<Tensor> amax) {
+  const Place at("linear", "dy", dy);
+  require(origin.size() == 2, at.op(), "origin", origin.size(), "the row and column of dy");
+  return backward(dy, saved, recipe, k, dx, dw, db, skip_dx, skip_dw, {}, x_dtype, w_dtype,
+                  bias_dtype, {}, cut_of(at, "amax", amax, origin[0], origin[1]));
 }
 
 std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,

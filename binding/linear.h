@@ -26,6 +26,16 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
                               std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
                               std::optional<std::vector<Tensor>> quantized_w);
 
+// The same of pieces of a layer whose x, w and dy are parts of larger matrices: `origins` has the
+// row and the column where x and w start in those. What the outer scales of the whole x and w are
+// made from, where the pieces are not the whole, are x_amax and w_amax: float32 [2], of the operand
+// along the rows and of that down the columns.
+std::vector<Tensor> linear_piece_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe,
+                                    bool dx, bool dw, std::optional<Tensor> seed,
+                                    std::optional<Tensor> offset, std::optional<ScalarType> dtype,
+                                    std::vector<int64_t> origins, std::optional<Tensor> x_amax,
+                                    std::optional<Tensor> w_amax);
+
 // The operands of w [N, K] or [E, N, K], of [fprop, dgrad] those that the recipe quantizes, each a
 // tensor of its own; that of dgrad only if asked for.
 std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
@@ -42,8 +52,18 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
                                        bool skip_dw);
 
-// The same with dw, which is added to `into`, contiguous float32 of w's shape. [dx, db], empty
-// where not asked for: PyTorch's compiler takes no lists from operators that change an argument.
+// The same of a piece of dy, as for linear_piece_op.
+std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
+                                             int64_t k, bool dx, bool dw, bool db,
+                                             std::optional<ScalarType> x_dtype,
+                                             std::optional<ScalarType> w_dtype,
+                                             std::optional<ScalarType> bias_dtype, bool skip_dx,
+                                             bool skip_dw, std::vector<int64_t> origin,
+                                             std::optional<Tensor> amax);
+
+// linear_backward_op with dw, which is added to `into`, contiguous float32 of w's shape. [dx, db],
+// empty where not asked for: PyTorch's compiler takes no lists from operators that change an
+// argument.
 std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,
                                                    Text recipe, int64_t k, bool dx, bool db,
                                                    std::optional<Tensor> offsets, Tensor into,

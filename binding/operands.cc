@@ -141,11 +141,12 @@ Made::Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wa
 
 Making::Making(const Place& at, const Tensor& x, bool batched, const Groups& groups,
                const Spec& row_spec, const Spec& column_spec, Wanted want_row, Wanted want_column,
-               const Key& key)
+               const Key& key, const Cut& cut)
     : in(input(at, x.dim() == 1 ? matrix(x) : x, -1, batched)) {
   const Extent extent{in.view.rows, in.view.columns, in.view.batch, groups};
-  const auto prepare = [&](const Spec& spec, int axis, Wanted wanted, std::optional<Made>& made,
-                           QuantizeOptions& o, std::optional<Side>& side) {
+  const auto prepare = [&](const Spec& spec, int axis, Wanted wanted, const float* amax,
+                           std::optional<Made>& made, QuantizeOptions& o,
+                           std::optional<Side>& side) {
     if (wanted == Wanted::no) return;
     if (!spec) {
       side = Side{batched ? x : matrix(x), axis, std::nullopt};
@@ -153,10 +154,12 @@ Making::Making(const Place& at, const Tensor& x, bool batched, const Groups& gro
     }
     made.emplace(at, *spec, axis, extent, wanted);
     if (spec->stochastic()) o = drawn(at, key);
+    o.origin_row = cut.row, o.origin_column = cut.column;
+    if (spec->outer) o.amax = amax;
     if (wanted == Wanted::here) side = Side{std::nullopt, axis, as_const(made->view)};
   };
-  prepare(row_spec, -1, want_row, made_row, row_options, row);
-  prepare(column_spec, -2, want_column, made_column, column_options, column);
+  prepare(row_spec, -1, want_row, cut.row_amax, made_row, row_options, row);
+  prepare(column_spec, -2, want_column, cut.column_amax, made_column, column_options, column);
 }
 
 Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second,

@@ -77,6 +77,14 @@ enum class Wanted { no, here, outside };
 inline Wanted here_if(bool wanted) { return wanted ? Wanted::here : Wanted::no; }
 inline Wanted outside_if(bool wanted) { return wanted ? Wanted::outside : Wanted::no; }
 
+// Where a piece of a larger matrix starts in it, and, for specs with an outer scale, the largest
+// |x| of the whole one, as its operands along the rows and down the columns see it; null: the piece
+// is the whole.
+struct Cut {
+  int64_t row = 0, column = 0;
+  const float *row_amax = nullptr, *column_amax = nullptr;
+};
+
 // What the random bits of one operand are keyed by: the layer's seed, from which each operand
 // derives its own (docs/rng.md), and the offset.
 enum class Role : uint64_t { x = 1, w, dy };
@@ -102,7 +110,8 @@ struct Operands {
 // in groups.
 struct Making : Operands {
   Making(const Place& at, const Tensor& x, bool batched, const Groups& groups, const Spec& row_spec,
-         const Spec& column_spec, Wanted want_row, Wanted want_column, const Key& key);
+         const Spec& column_spec, Wanted want_row, Wanted want_column, const Key& key,
+         const Cut& cut = {});
   Quantization quantization() const {
     return {in.view, made_row ? &made_row->view : nullptr,
             made_column ? &made_column->view : nullptr, row_options, column_options};

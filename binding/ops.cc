@@ -182,12 +182,20 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "seed, "
       "Tensor? offset, Tensor? offsets, ScalarType? dtype, Tensor[]? quantized_w) -> Tensor[]");
   m.def(
+      "linear_piece(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, Tensor? seed, "
+      "Tensor? offset, ScalarType? dtype, SymInt[] origins, Tensor? x_amax, Tensor? w_amax) -> "
+      "Tensor[]");
+  m.def(
       "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seed=None, Tensor? offset=None) "
       "-> Tensor[]");
   m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
       "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False) -> Tensor[]");
+  m.def(
+      "linear_piece_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
+      "bool db, ScalarType? x_dtype, ScalarType? w_dtype, ScalarType? bias_dtype, bool skip_dx, "
+      "bool skip_dw, SymInt[] origin, Tensor? amax) -> Tensor[]");
   m.def(
       "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool db, "
       "Tensor? offsets, Tensor(a!) into, ScalarType? x_dtype=None, ScalarType? bias_dtype=None, "
@@ -204,6 +212,8 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("matmul", TORCH_BOX(&matmul_op));
   m.impl("linear", TORCH_BOX(&linear_op));
   m.impl("linear_exported", TORCH_BOX(&linear_op));
+  m.impl("linear_piece", TORCH_BOX(&linear_piece_op));
+  m.impl("linear_piece_backward", TORCH_BOX(&linear_piece_backward_op));
   m.impl("quantize_weight", TORCH_BOX(&quantize_weight_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
   m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));

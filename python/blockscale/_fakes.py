@@ -312,6 +312,23 @@ def _fake_linear(
     return [*made, _fake_kept(x, kept, -2, draws)] if kept or draws else made
 
 
+def _fake_linear_piece(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: str,
+    dx: bool,
+    dw: bool,
+    seed: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    dtype: torch.dtype | None,
+    origins: Sequence[int],
+    x_amax: torch.Tensor | None,
+    w_amax: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    return _fake_linear(x, w, bias, recipe, dx, dw, seed, offset, None, dtype)
+
+
 def _fake_quantize_weight(
     w: torch.Tensor,
     recipe: str,
@@ -369,6 +386,26 @@ def _fake_linear_backward(
     return gradients
 
 
+def _fake_linear_piece_backward(
+    dy: torch.Tensor,
+    saved: list[torch.Tensor],
+    recipe: str,
+    k: int,
+    dx: bool,
+    dw: bool,
+    db: bool,
+    x_dtype: torch.dtype | None,
+    w_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    skip_dx: bool,
+    skip_dw: bool,
+    origin: Sequence[int],
+    amax: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    rest = (None, x_dtype, w_dtype, bias_dtype, skip_dx, skip_dw)
+    return _fake_linear_backward(dy, saved, recipe, k, dx, dw, db, *rest)
+
+
 def _fake_linear_backward_into(
     dy: torch.Tensor,
     saved: list[torch.Tensor],
@@ -398,6 +435,8 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "matmul": _fake_matmul,
     "linear": _fake_linear,
     "linear_exported": _fake_linear,
+    "linear_piece": _fake_linear_piece,
+    "linear_piece_backward": _fake_linear_piece_backward,
     "quantize_weight": _fake_quantize_weight,
     "linear_backward": _fake_linear_backward,
     "linear_backward_into": _fake_linear_backward_into,

@@ -18,40 +18,21 @@ def _linear(x: Shape, w: Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * w[-2]  # each row by the one matrix that is its own
 
 
-def _linear_backward(
-    dy: Shape,
-    saved: Any,
-    recipe: str,
-    k: int,
-    dx: bool,
-    dw: bool,
-    db: bool,
-    offsets: Any = None,
-    x_dtype: Any = None,
-    w_dtype: Any = None,
-    bias_dtype: Any = None,
-    skip_dx: bool = False,
-    skip_dw: bool = False,
-    **_: Any,
-) -> int:
+def _gradients(dy: Shape, k: int, dx: bool, dw: bool, *skips: bool) -> int:
+    skip_dx, skip_dw, *_ = (*skips, False, False)
     return 2 * math.prod(dy) * k * ((dx and not skip_dx) + (dw and not skip_dw))
 
 
-def _linear_backward_into(
-    dy: Shape,
-    saved: Any,
-    recipe: str,
-    k: int,
-    dx: bool,
-    db: bool,
-    offsets: Any,
-    into: Any,
-    x_dtype: Any = None,
-    bias_dtype: Any = None,
-    skip_dx: bool = False,
-    **_: Any,
-) -> int:
-    return 2 * math.prod(dy) * k * ((dx and not skip_dx) + 1)
+def _linear_backward(*call: Any, **_: Any) -> int:
+    return _gradients(call[0], *call[3:6], *call[11:13])
+
+
+def _linear_piece_backward(*call: Any, **_: Any) -> int:
+    return _gradients(call[0], *call[3:6], *call[10:12])
+
+
+def _linear_backward_into(*call: Any, **_: Any) -> int:
+    return _gradients(call[0], *call[3:5], True, *call[10:11])
 
 
 def _matmul(*call: Any, **_: Any) -> int:
@@ -62,7 +43,9 @@ def _matmul(*call: Any, **_: Any) -> int:
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _ops.linear: _linear,
     _ops.linear_exported: _linear,
+    _ops.linear_piece: _linear,
     _ops.linear_backward: _linear_backward,
+    _ops.linear_piece_backward: _linear_piece_backward,
     _ops.linear_backward_into: _linear_backward_into,
     _ops.matmul: _matmul,
 }

@@ -192,9 +192,12 @@ def _linear_over_mesh(
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")
     seed, offset = key or (None, None)
     grad = torch.is_grad_enabled()
-    dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
-    check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
-    y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, _autocast_dtype(x) or x.dtype)
+    # A compiler cannot trace this, and looks at the pieces when it traces the operator.
+    if not torch.compiler.is_compiling():
+        dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
+        check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
+    dtype = _autocast_dtype(x) or x.dtype
+    y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, dtype, grad)
     return y
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from blockscale._errors import any_int, fail, fail_type
-from blockscale.functional import USUAL, linear_with_key
+from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, as_tensor, layer_seed
@@ -95,8 +95,6 @@ class Linear(torch.nn.Linear):
         if recipe.stochastic:
             if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
                 self._move_rng()
-            if type(weight) not in USUAL:
-                self._rng_state.breaks = True
             offset = self._rng_state.offset
             if offset.device != self._seed.device:  # of a model that lies on several
                 offset = offset.to(self._seed.device)

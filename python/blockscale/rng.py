@@ -134,8 +134,6 @@ class RngState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draws = False  # whether any layer does: forwards count only then
-        # Whether a layer breaks compiled graphs, as DTensors do: it recomputes as in eager mode.
-        self.breaks = False
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         self.stepped = False  # whether an optimizer counts its steps here
         # The device is named: under `with torch.device("meta")` the default is no real memory. And
@@ -203,9 +201,9 @@ class RngState:
         Activation checkpointing reruns layers in the backward pass, when later forwards may have
         begun. The gradient of a model's output is computed before any of the model's own nodes
         run, so a hook on it is where the offset is put back. Compiled code needs no such help: it
-        recomputes from what its own forward read, unless a layer breaks its graph.
+        recomputes from what its own forward read.
         """
-        if self.draws and (self.breaks or not torch.compiler.is_compiling()):
+        if self.draws and not torch.compiler.is_compiling():
             self._restore_in_backward(output)
 
     @_disable_dynamo  # torch.compiler.disable, but for importing the compiler here: a second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -56,13 +57,10 @@ def _is_underway(tensor: torch.Tensor) -> bool:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is cut over ranks. (Importing DTensor takes half a second, so not before it may be
-    one.)"""
-    if is_plain(tensor) or not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    """Whether it is cut over ranks. (Importing DTensor takes half a second, and has been done by
+    whoever made one.)"""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,12 @@ def linear_samples(of: Inputs) -> list[Sample]:
         samples.append(("linear", (*forward, made)))
         tensors = [t.clone().requires_grad_(dx and dw) for t in (x, w, bias)]
         samples += [("linear_exported", (*tensors, *forward[3:], q)) for q in (None, made)]
+        largest = of.ones(2) * 9 if recipe.name == "nvfp4" else None
+        piece = (x, w, bias, recipe.text, dx, dw, *key, BF16, [0, 128, 128, 0], largest, largest)
+        samples.append(("linear_piece", piece))
+        if dx or dw:
+            call = (70, dx, dw, dw, None, BF16, F32, False, False, [128, 0], largest)
+            samples.append(("linear_piece_backward", (dy, saved, recipe.text, *call)))
         if dw:
             into = (dy, saved, recipe.text, 70, dx, dx, None, of.ones(9, 70), F32, BF16)
             samples.append(("linear_backward_into", into))

@@ -463,7 +463,10 @@ def test_convert() -> None:
     type_error(lambda: bs.convert([model], "nvfp4"), "model = a list; need an nn.Module")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", seed="1"), "seed = a str; need an int")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", rules=["0"]), "rules = a list; need a dict")  # type: ignore[arg-type]
-    type_error(lambda: bs.convert(model, "nvfp4", rules={0: None}), "rules = an int; need regular expressions")  # type: ignore[dict-item]
+    type_error(
+        lambda: bs.convert(model, "nvfp4", rules={0: None}),  # type: ignore[dict-item]
+        "rules = an int; need regular expressions",
+    )
     type_error(lambda: bs.convert(model, "nvfp4", skip=None), "skip = None; need a list of names")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", skip=[0]), "skip = an int; need names")  # type: ignore[list-item]
     type_error(lambda: bs.revert(None), "revert: model = None; need an nn.Module")  # type: ignore[arg-type]
