@@ -1,7 +1,8 @@
 // matmul. On a CPU, and on a GPU for FP32 scales and MXFP4, it is the core's GEMM. The other specs
 // on a GPU are decoded to BF16. What needs outer scales, or more than PyTorch's GEMM does after its
-// sums, goes to the core's BF16 GEMM where there is one; else PyTorch multiplies with FP32 sums
-// (over groups it writes them in BF16 only), and one pass over them does the rest.
+// sums, goes to the core's BF16 GEMM where there is one, and so does what takes so little time that
+// the host's counts; else PyTorch multiplies with FP32 sums (over groups it writes them in BF16
+// only), and one pass over them does the rest.
 #include "matmul.h"
 
 #include <algorithm>
@@ -228,8 +229,8 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                     bias->scalar_type() == ScalarType::BFloat16 && !empty_product;
   const bool finished = !outer && (!bias || adds) && !into && writes;
   const bool half = !into && out_dtype == ScalarType::Half;
-  if (!finished && !half && !empty_product &&
-      gpu::multiplies_bf16(sa.lines, sb.lines, sa.extent, a.groups.count))
+  if (!half && !empty_product && gpu::multiplies_bf16(sa.extent, a.groups.count) &&
+      (!finished || (!a.groups && gpu::is_brief_in_bf16(sa.lines, sb.lines, sa.extent))))
     return bf16_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
 
   std::optional<Ends> ends;

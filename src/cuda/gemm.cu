@@ -169,13 +169,15 @@ void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOpt
   multiply(widen_a(in_linear(a, stream), stream).q, b.q, b.line_scales, d, options, stream);
 }
 
-bool multiplies_bf16(int64_t m, int64_t n, int64_t k, int64_t groups) {
+bool multiplies_bf16(int64_t k, int64_t groups) {
   // The copy engine counts bytes of a line in 31 bits.
-  if (groups > sm90::kMaxGroups || k >= int64_t{1} << 30 || !has_gemm_device()) return false;
+  return groups <= sm90::kMaxGroups && k < int64_t{1} << 30 && has_gemm_device();
+}
+
+bool is_brief_in_bf16(int64_t m, int64_t n, int64_t k) {
   sm90::Bf16Gemm g;
   g.m = m, g.n = n, g.k = k;
-  if (groups) g.grouping = sm90::Grouping::rows, g.groups = static_cast<int>(groups);
-  return sm90::pays(g);
+  return sm90::is_brief(g);
 }
 
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,

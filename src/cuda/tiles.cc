@@ -90,12 +90,10 @@ int choose_tile(const GemmSize& s) {
   return best;
 }
 
-bool pays(const GemmSize& s) {
-  constexpr int64_t kFewBlocks = 16;
-  const TileShape& t = kBf16Tiles[kBf16TileCount - 1];
-  return s.grouped || s.blocks <= kFewBlocks ||
-         2 * s.groups * ceil_div(s.rows, t.rows()) * ceil_div(s.columns, t.columns()) >=
-             s.multiprocessors;
+bool is_brief(const GemmSize& s) {
+  constexpr double kCycles = 8000;  // 4.5 us
+  const int tile = choose_tile(s);
+  return tile_cost(s.scaled ? kTiles[tile] : kBf16Tiles[tile], s) < kCycles;
 }
 
 int choose_band(const TileShape& t, const GemmSize& s) {

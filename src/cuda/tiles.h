@@ -57,10 +57,15 @@ inline constexpr TileShape kTiles[] = {
     {2, true, 1, 32, 12, 12, 2, true, false},   // 64 x 64, K in 2
 };
 inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
-// Of operands in BF16, which have no scales. Pairs that share an operand were slower.
+// Of operands in BF16, which have no scales. Pairs of large tiles that share an operand were
+// slower.
 inline constexpr TileShape kBf16Tiles[] = {
     {2, false, 2, 128, 4, 4, 1, false, false},  // 256 x 128
     {2, false, 1, 128, 6, 6, 1, false, false},  // 128 x 128
+    {2, true, 1, 64, 8, 8, 2, false, false},    // 64 x 128, in pairs
+    {2, true, 1, 64, 8, 8, 1, false, false},    // 64 x 128
+    {2, true, 1, 32, 12, 12, 1, false, false},  // 64 x 64
+    {2, true, 1, 16, 16, 16, 1, false, false},  // 64 x 32
 };
 inline constexpr int kBf16TileCount = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
 
@@ -80,10 +85,9 @@ struct GemmSize {
 double tile_cost(const TileShape& tile, const GemmSize& size);
 // Index into kTiles, or kBf16Tiles, of the cheapest tile that there is for these formats.
 int choose_tile(const GemmSize& size);
-// Whether a BF16 product by these tiles is faster than PyTorch's and a pass over its sums: in
-// groups, and where tiles come to half of the multiprocessors or K is short. Else kernels that
-// divide K too make up for the pass.
-bool pays(const GemmSize& size);
+// Whether a product takes the device less time than the host takes to find and launch a kernel of a
+// library.
+bool is_brief(const GemmSize& size);
 // How many units along M are walked together, so that what runs at once shares both operands in L2.
 int choose_band(const TileShape& tile, const GemmSize& size);
 

@@ -164,22 +164,28 @@ TEST(Divisor, DividesExactly) {
 
 // Without scales: the larger tile but where it leaves multiprocessors idle.
 TEST(Tiles, OfBf16) {
-  const auto rows = [](int64_t m, int64_t n, int64_t k) {
+  const auto size = [](int64_t m, int64_t n, int64_t k) {
     GemmSize s;
     s.rows = m, s.columns = n, s.blocks = (k + 63) / 64, s.scaled = false;
-    EXPECT_TRUE(pays(s)) << m << " " << n;
-    return kBf16Tiles[choose_tile(s)].rows();
+    return s;
   };
-  EXPECT_EQ(rows(8192, 8192, 8192), 256);
-  EXPECT_EQ(rows(10007, 2880, 2880), 256);
-  EXPECT_EQ(rows(2304, 4096, 4096), 128);  // 288 and 576 tiles
-  EXPECT_EQ(rows(512, 4096, 4096), 128);
-  EXPECT_EQ(rows(1, 4096, 1024), 128);
-  GemmSize s;
-  s.rows = 128, s.columns = 4096, s.blocks = 14336 / 64, s.scaled = false;
-  EXPECT_FALSE(pays(s));
-  s.grouped = true;
-  EXPECT_TRUE(pays(s));
+  const auto shape = [&](int64_t m, int64_t n, int64_t k) {
+    const TileShape& t = kBf16Tiles[choose_tile(size(m, n, k))];
+    return std::pair(t.rows(), t.columns());
+  };
+  EXPECT_EQ(shape(8192, 8192, 8192), std::pair(256, 128));
+  EXPECT_EQ(shape(10007, 2880, 2880), std::pair(256, 128));
+  EXPECT_EQ(shape(2304, 4096, 4096), std::pair(128, 128));  // 288 and 576 tiles
+  EXPECT_EQ(shape(512, 4096, 4096), std::pair(128, 128));
+  EXPECT_EQ(shape(256, 4096, 4096), std::pair(64, 128));
+  EXPECT_EQ(shape(1024, 1024, 1024), std::pair(64, 128));
+  EXPECT_EQ(shape(128, 4096, 4096), std::pair(64, 64));
+  EXPECT_EQ(shape(1, 4096, 4096), std::pair(64, 32));
+  EXPECT_TRUE(is_brief(size(1, 1, 1)));
+  EXPECT_TRUE(is_brief(size(1024, 1024, 512)));
+  EXPECT_TRUE(is_brief(size(128, 1024, 1024)));
+  EXPECT_FALSE(is_brief(size(1024, 1024, 1024)));
+  EXPECT_FALSE(is_brief(size(128, 4096, 4096)));
 }
 
 }  // namespace

@@ -321,7 +321,7 @@ def test_mixed_devices_are_refused(cuda: torch.device) -> None:
     refused(f"quantize: seed.device = {gpu}; need cpu, where x is",
             bs.quantize, x, spec, rng=bs.Rng(on_gpu))  # fmt: skip
     found = torch.ones((), device=cuda)
-    refused(f"quantize_dual: amax.device = {gpu}; need cpu",
+    refused(f"quantize_dual: col_amax.device = {gpu}; need cpu",
             bs.quantize_dual, x, "nvfp4", "nvfp4", col_amax=found)  # fmt: skip
     refused(f"matmul: b_codes.device = {gpu}; need cpu, where a_codes is", bs.matmul, q, g)
     refused(f"matmul: b_codes.device = cpu; need {gpu}, where a_codes is", bs.matmul, g, q)

@@ -24,10 +24,10 @@ cuda::GemmSize bf16_size(const Bf16Gemm& g, int multiprocessors) {
 
 }  // namespace
 
-bool pays(const Bf16Gemm& g) {
+bool is_brief(const Bf16Gemm& g) {
   int device = 0, multiprocessors = 0;
   return current(device, multiprocessors) == cudaSuccess &&
-         cuda::pays(bf16_size(g, multiprocessors));
+         cuda::is_brief(bf16_size(g, multiprocessors));
 }
 
 cudaError_t bf16_gemm(const Bf16Gemm& g, cudaStream_t stream) {

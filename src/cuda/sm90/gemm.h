@@ -69,8 +69,8 @@ struct Bf16Gemm : Gemm {
   int tile = -1;  // index into kBf16Tiles; chosen when negative
 };
 
-// Whether it is likely to be faster than another GEMM and a pass over its sums.
-bool pays(const Bf16Gemm& g);
+// Whether it is over before the host has launched another library's.
+bool is_brief(const Bf16Gemm& g);
 // Return cudaSuccess, or why the launch failed.
 cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream);
 cudaError_t bf16_gemm(const Bf16Gemm& g, cudaStream_t stream);

@@ -82,9 +82,9 @@ struct Tile {
   static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
 };
 // Where columns share a scale and blocks are not short, the copy engine brings the scales of A with
-// the codes, and threads load those of B themselves. Else a warp copies both.
+// the codes, and threads load those of B themselves. Else a warp copies both, if there are any.
 template <class T, bool kSquare>
-inline constexpr bool kBringsScales = T::kRows >= 128 && kSquare;
+inline constexpr bool kBringsScales = !T::kScaled || (T::kRows >= 128 && kSquare);
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
 template <class T, bool kSquare>

@@ -64,9 +64,12 @@ BLOCKSCALE_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
 // m64 n k16 on BF16 in shared memory, added to D; two more in a descriptor are 16 values on.
 template <int kN>
 BLOCKSCALE_DEVICE void wgmma_bf16(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
-  static_assert(kN == 128);
+  static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128);
   constexpr int add_to = 1;
-  BLOCKSCALE_WGMMA(128, 16, "bf16.bf16", ", 0, 0", 64, 64, 65, 66);
+  if constexpr (kN == 16) BLOCKSCALE_WGMMA(16, 16, "bf16.bf16", ", 0, 0", 8, 8, 9, 10);
+  if constexpr (kN == 32) BLOCKSCALE_WGMMA(32, 16, "bf16.bf16", ", 0, 0", 16, 16, 17, 18);
+  if constexpr (kN == 64) BLOCKSCALE_WGMMA(64, 16, "bf16.bf16", ", 0, 0", 32, 32, 33, 34);
+  if constexpr (kN == 128) BLOCKSCALE_WGMMA(128, 16, "bf16.bf16", ", 0, 0", 64, 64, 65, 66);
 }
 
 #undef BLOCKSCALE_WGMMA_SIZES
