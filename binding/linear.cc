@@ -125,12 +125,14 @@ Tensor grouped_on_cpu(const Place& at, const Tensor& a, const Tensor& b, const G
 
 // A·Bᵀ + bias, `sizes` in all, or added to `into`; with groups by group, along the contraction axis
 // where they divide that of a, else with a matrix of b for each. In PyTorch's own GEMM of `compute`
-// unless both are quantized. Groups are those of a.
+// unless both are quantized. Groups are those of a. `decoded`: what matmul would decode, where it
+// has been.
 Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
                ScalarType compute, ScalarType out_dtype, const Ints& sizes, const Groups& groups,
-               int64_t rows, const std::optional<Tensor>& into = std::nullopt) {
+               int64_t rows, const std::optional<Tensor>& into = std::nullopt,
+               const Decoded* decoded = nullptr) {
   if (a.view && b.wide) return matmul(at, *a.view, *b.wide, bias, out_dtype, sizes, into);
-  if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes, into);
+  if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes, into, decoded);
   const Tensor left = values(at, a, false, compute);
   const Tensor right = values(at, b, groups && a.axis == -1, compute);
   Tensor y;
@@ -238,9 +240,13 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
     require(offset_at, at.op(), "offset", "none", "the offset of dy's random bits");
     snapshot = {kept->offset, offset_at};
   }
+  const bool both = ws && xs.row->view && right->view;
+  auto values = both ? room_for_values(at, *xs.row->view, *right->view) : std::nullopt;
+  if (values) xs.row_values = values->left, ws->row_values = values->right;
   make(at, xs, ws ? &*ws : nullptr, snapshot);
   const Ints sizes = with_last(x, n);
-  std::vector<Tensor> results{product(at, *xs.row, *right, bias, out, out, sizes, groups, rows)};
+  std::vector<Tensor> results{product(at, *xs.row, *right, bias, out, out, sizes, groups, rows,
+                                      std::nullopt, values ? &*values : nullptr)};
   if (kept) results.push_back(kept->memory);
   return results;
 }

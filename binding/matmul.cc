@@ -56,19 +56,13 @@ ConstQuantized without_outer(const ConstQuantized& q) {
   return view;
 }
 
-// Both operands in BF16, [lines, extent] and b's as a batch. Rows are at multiples of 16 bytes,
-// which the fast kernels of both sides ask for, and both are parts of one piece, which costs the
-// host less than two.
-struct Decoded {
-  std::optional<Piece> memory;  // of large ones; small ones are the call's
-  ConstMatrix left, right;
-};
-Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-                const Stream& stream) {
-  const ConstQuantized left = without_outer(a), right = without_outer(b);
+// Memory for both, [lines, extent] and b's as a batch. Rows are at multiples of 16 bytes, which the
+// fast kernels of both sides ask for, and both are parts of one piece, which costs the host less
+// than two.
+Decoded room_for(const Place& at, const ConstQuantized& left, const ConstQuantized& right) {
   const int64_t stride = std::max<int64_t>(round_up(left.columns, 8), 8);
   const int64_t first = round_up(left.rows * stride, 128);
-  const int64_t bytes = 2 * (first + b.batch * right.rows * stride);
+  const int64_t bytes = 2 * (first + right.batch * right.rows * stride);
   std::optional<Piece> memory;
   uint8_t* values = at.memory().take_small(bytes);
   if (!values) values = memory.emplace(at.device(), bytes).data();
@@ -76,25 +70,29 @@ Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& 
     return Matrix{values + 2 * at_element, DType::bf16, q.rows, q.columns, stride, 1, q.batch,
                   q.rows * stride};
   };
-  const Matrix to_left = view(left, 0), to_right = view(right, first);
-  gpu::dequantize_two(left, to_left, right, to_right, stream);
-  const auto read = [](const Matrix& m) {
-    return ConstMatrix{m.data,       m.dtype, m.rows,  m.columns,
-                       m.row_stride, 1,       m.batch, m.batch_stride};
-  };
-  return {std::move(memory), read(to_left), read(to_right)};
+  return {std::move(memory), view(left, 0), view(right, first)};
+}
+Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+                const Stream& stream) {
+  const ConstQuantized left = without_outer(a), right = without_outer(b);
+  Decoded values = room_for(at, left, right);
+  gpu::dequantize_two(left, values.left, right, values.right, stream);
+  return values;
+}
+ConstMatrix to_read(const Matrix& m) {
+  return {m.data, m.dtype, m.rows, m.columns, m.row_stride, 1, m.batch, m.batch_stride};
 }
 // As PyTorch's products read them: a, [lines, extent], and the transpose of b, with `batched` a
 // batch. The core's read the memory itself, as a tensor costs the host more than a microsecond.
-Tensor tensor_of(const Place& at, const ConstMatrix& a) {
-  return borrowed(const_cast<void*>(a.data), {a.rows, a.columns}, {a.row_stride, 1},
-                  ScalarType::BFloat16, at.device());
+Tensor tensor_of(const Place& at, const Matrix& a) {
+  return borrowed(a.data, {a.rows, a.columns}, {a.row_stride, 1}, ScalarType::BFloat16,
+                  at.device());
 }
-Tensor transpose_of(const Place& at, const ConstMatrix& b, bool batched) {
+Tensor transpose_of(const Place& at, const Matrix& b, bool batched) {
   Ints sizes{b.columns, b.rows}, strides{1, b.row_stride};
   if (batched)
     sizes.insert(sizes.begin(), b.batch), strides.insert(strides.begin(), b.batch_stride);
-  return borrowed(const_cast<void*>(b.data), sizes, strides, ScalarType::BFloat16, at.device());
+  return borrowed(b.data, sizes, strides, ScalarType::BFloat16, at.device());
 }
 
 void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
@@ -148,17 +146,18 @@ Tensor core_matmul(const Place& at, const ConstQuantized& a, const B& b,
 }
 
 // The sums of D in PyTorch's GEMM, with `bias` or without, rounded once to `dtype`; over groups
-// that is BF16.
+// that is BF16. `given`: the operands' values, where they are there.
 Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, const std::optional<Ends>& ends,
-                   ScalarType dtype, const Stream& stream) {
+                   ScalarType dtype, const Decoded* given, const Stream& stream) {
   const StoredShape sa = a.shape(), sb = b.shape();
   if (sa.lines == 0 || sb.lines == 0 || sa.extent == 0) {
     Ints shape{sa.lines, sb.lines};
     if (b.groups) shape.insert(shape.begin(), b.groups.count);
     return torch::stable::full(shape, 0.0, dtype, std::nullopt, at.device());
   }
-  const Decoded values = decoded(at, a, b, stream);
+  std::optional<Decoded> made;
+  const Decoded& values = given ? *given : made.emplace(decoded(at, a, b, stream));
   const Tensor left = tensor_of(at, values.left);
   const Tensor right = transpose_of(at, values.right, ends && !b.groups);
   if (ends) return grouped_mm(left, right, *ends);
@@ -190,14 +189,15 @@ int64_t storage_unit(const QuantSpec& spec) {
 // Decoded, and all of the rest in one kernel.
 Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
-                   const std::optional<Tensor>& into, const Stream& stream) {
-  const Decoded values = decoded(at, a, b, stream);
+                   const std::optional<Tensor>& into, const Decoded* given, const Stream& stream) {
+  std::optional<Decoded> made;
+  const Decoded& values = given ? *given : made.emplace(decoded(at, a, b, stream));
   Tensor out = into ? *into : empty(sizes, out_dtype, at.device());
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = into.has_value();
-  gpu::multiply_bf16(values.left, values.right, result_view(at, a, b, out), a.groups, a.rows,
-                     b.groups ? storage_unit(a.spec) : 0, epilogue, stream);
+  gpu::multiply_bf16(to_read(values.left), to_read(values.right), result_view(at, a, b, out),
+                     a.groups, a.rows, b.groups ? storage_unit(a.spec) : 0, epilogue, stream);
   return out;
 }
 
@@ -211,7 +211,7 @@ void check_layouts(const Place& at, const ConstQuantized& a, const ConstQuantize
 
 Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                      const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
-                     const std::optional<Tensor>& into) {
+                     const std::optional<Tensor>& into, const Decoded* given) {
   check_pair(at, a.spec, b.spec);
   const TorchStream& stream = at.stream();
   if (a.spec.scale == Format::fp32 || gpu::widens(a, b))
@@ -231,7 +231,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   const bool half = !into && out_dtype == ScalarType::Half;
   if (!half && !empty_product && gpu::multiplies_bf16(sa.extent, a.groups.count) &&
       (!finished || (!a.groups && gpu::is_brief_in_bf16(sa.lines, sb.lines, sa.extent))))
-    return bf16_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
+    return bf16_matmul(at, a, b, bias, out_dtype, sizes, into, given, stream);
 
   std::optional<Ends> ends;
   if (a.groups)
@@ -240,7 +240,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                                : finished ? out_dtype
                                           : ScalarType::Float;
   const Tensor sums =
-      sums_on_gpu(at, a, b, finished ? bias : std::nullopt, ends, sum_dtype, stream);
+      sums_on_gpu(at, a, b, finished ? bias : std::nullopt, ends, sum_dtype, given, stream);
   if (finished) {
     Tensor out = with_shape(sums, sizes);
     if (ends)
@@ -320,21 +320,32 @@ std::string matmul_path(const std::string& op, const QuantSpec& spec, std::strin
   } catch (const Error& error) {
     return renamed(error, op);
   }
+  const std::string bf16 = "the BF16 GEMM for compute capability 9.0";
   if (spec.outer && gpu::has_gemm_device())
-    return "decoded to BF16, then the BF16 GEMM for compute capability 9.0, with outer scales "
-           "(PyTorch's where that is faster)" +
-           groups;
+    return "decoded to BF16, then " + bf16 + ", with outer scales" + groups;
   std::string path = "decoded to BF16, then PyTorch's ";
   path += grouped ? "grouped GEMM, which rounds its sums to BF16" + groups : "GEMM with FP32 sums";
+  if (!grouped && gpu::has_gemm_device()) path += ", or where little is multiplied " + bf16;
   return path + (spec.outer ? ", then outer scales in one pass" : "");
+}
+
+std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
+                                       const ConstQuantized& b) {
+  const auto decodes = [](const ConstQuantized& q) {
+    return q.spec.scale != Format::fp32 && q.spec.hadamard.dim == 0 && q.axis == -1 && !q.groups &&
+           q.batch == 1 && q.layout == StorageLayout{};
+  };
+  if (!at.cuda() || !decodes(a) || !decodes(b) || gpu::widens(a, b)) return std::nullopt;
+  return room_for(at, without_outer(a), without_outer(b));
 }
 
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into) {
+              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into,
+              const Decoded* values) {
   const StoredShape sa = a.shape(), sb = b.shape();
   check_bias(at, bias, a.groups, sb.lines);
-  if (at.cuda()) return matmul_on_gpu(at, a, b, bias, out_dtype, sizes, into);
+  if (at.cuda()) return matmul_on_gpu(at, a, b, bias, out_dtype, sizes, into, values);
   // A multiply-add costs about 1/16 of quantizing an element.
   const int64_t work = sa.lines * sb.lines / 16 * sa.extent;
   return core_matmul(at, a, b, bias, out_dtype, sizes, into, executor_for(work));

@@ -9,16 +9,27 @@
 
 namespace blockscale::binding {
 
+// Two operands as values in BF16 without their outer scales, [lines, extent].
+struct Decoded {
+  std::optional<Piece> memory;  // of large ones; small ones are the call's
+  Matrix left, right;
+};
+// Memory for the values of operands along rows that are about to be made
+// (Quantization::row_values), where matmul would decode them before it multiplies.
+std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
+                                       const ConstQuantized& b);
+
 // The operands' contraction axes are equally long, and their memory has been checked; they may be
 // in groups as for the core's gemm. `bias` is [lines of b], with groups [groups, lines of b], of
 // any dtype. `sizes` is the shape of D: the lines of a, perhaps in several dimensions, and the
 // lines of b; or [groups, lines of a, lines of b]. out_dtype is float32, bfloat16 or float16.
 //
 // With `into`, a contiguous float32 tensor of as many elements, the product is added to it, and it
-// is the result.
+// is the result. With `values` the operands have been decoded.
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt);
+              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt,
+              const Decoded* values = nullptr);
 // The same of a in MXFP4, and a b that was widened before.
 Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
               const std::optional<Tensor>& bias, ScalarType out_dtype,

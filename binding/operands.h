@@ -113,13 +113,18 @@ struct Making : Operands {
          const Spec& column_spec, Wanted want_row, Wanted want_column, const Key& key,
          const Cut& cut = {});
   Quantization quantization() const {
-    return {in.view, made_row ? &made_row->view : nullptr,
-            made_column ? &made_column->view : nullptr, row_options, column_options};
+    return {in.view,
+            made_row ? &made_row->view : nullptr,
+            made_column ? &made_column->view : nullptr,
+            row_options,
+            column_options,
+            row_values};
   }
 
   Input in;
   std::optional<Made> made_row, made_column;
   QuantizeOptions row_options, column_options;
+  Matrix row_values{};  // of Quantization
 };
 // Those of one tensor, in one pass where both are quantized, or of two.
 void make(const Place& at, const Making& first, const Making* second = nullptr,

@@ -262,6 +262,18 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
     fail("gemm", "d", "bfloat16", "float32 to accumulate into");
 }
 
+void check_values(const Quantization& q) {
+  const Matrix& v = q.row_values;
+  if (!v.data) return;
+  require(q.row && !q.row->groups && q.row->spec.hadamard.dim == 0 && q.x.batch == 1, "quantize",
+          "row_values", "given", "none but for one matrix without groups or a transform");
+  require(v.dtype == DType::bf16 && v.rows == q.x.rows && v.columns == q.x.columns &&
+              v.column_stride == 1 && v.row_stride % 8 == 0 &&
+              reinterpret_cast<uintptr_t>(v.data) % 16 == 0,
+          "quantize", "row_values", "another matrix",
+          "bfloat16 with x's extents, rows at multiples of 16 bytes");
+}
+
 }  // namespace
 
 void check_offsets(const char* op, const Groups& groups, int64_t rows) {
@@ -320,6 +332,7 @@ void quantize_two(const Quantization& first, const Quantization& second, const S
       check_quantize("quantize", q.x, *q.row, q.row_options, Memory::device);
     else if (q.column)
       check_quantize("quantize", q.x, *q.column, q.column_options, Memory::device);
+    check_values(q);
   }
   gpu::quantize(both, stream, word);
 }

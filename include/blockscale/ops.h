@@ -74,12 +74,15 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
                    const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                    const Stream& stream);
 
-// One input, and what is made of it: along its rows, down its columns, or both.
+// One input, and what is made of it: along its rows, down its columns, or both. And where the row
+// operand's values go, as those of one without an outer scale: BF16 with x's extents, rows at
+// multiples of 16 bytes; none without data.
 struct Quantization {
   ConstMatrix x;
   const Quantized* row = nullptr;
   const Quantized* column = nullptr;
   QuantizeOptions row_options{}, column_options{};
+  Matrix row_values{};
 };
 // A word of device memory that is copied; none without `to`.
 struct WordCopy {

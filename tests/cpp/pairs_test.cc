@@ -156,6 +156,48 @@ TEST_F(Pairs, DecodedTwoOperands) {
   }
 }
 
+// In the launch that quantizes them, or in one of its own.
+TEST_F(Pairs, QuantizedAndDecoded) {
+  const TestStream stream;
+  Random random(3);
+  struct Kind {
+    std::string row, column, other_row, other_column;
+  };
+  const std::string square = "nvfp4[block=16x16]", turned = "nvfp4[hadamard=16]";
+  const Kind kinds[] = {
+      {"mxfp8", "mxfp8", "mxfp8", "mxfp8"},    {"mxfp8", "", "mxfp8", ""},
+      {"nvfp4", turned, square, square},       {"amdfp4", "", "amdfp4[block=16x16]", ""},
+      {"mxfp4", "", "mxfp4[block=32x32]", ""}, {"mxfp6", "", "mxfp8", "mxfp8"},
+      {"fp8_1x128", "", "fp8_128x128", ""}};
+  for (const auto& [row, column, other_row, other_column] : kinds) {
+    for (int i = 0; i < 8; ++i) {
+      SCOPED_TRACE(row + ", " + other_row);
+      const int64_t columns = random_extent(random), stride = round_up(columns, 8) + 8;
+      const int64_t rows[] = {random_extent(random), random_extent(random)};
+      std::vector<uint16_t> got((rows[0] + rows[1]) * stride, 0x7B7B), want = got;
+      Made made[] = {Made(random, DType::bf16, row, column, rows[0], columns),
+                     Made(random, DType::bf16, other_row, other_column, rows[1], columns)};
+      const auto view = [&](uint16_t* to, int which) {
+        to += which ? rows[0] * stride : 0;
+        return Matrix{to, DType::bf16, rows[which], columns, stride, 1, 1, 0};
+      };
+      const Memory to(got);
+      Quantization asked[] = {made[0].asked(), made[1].asked()};
+      for (int j = 0; j < 2; ++j) {
+        ConstQuantized q = as_const(made[j].want_row.view);
+        q.spec.outer = false, q.outer = nullptr;
+        reference::dequantize(q, view(want.data(), j));
+        asked[j].row_values = view(to.as<uint16_t>(), j);
+      }
+      quantize_two(asked[0], asked[1], stream);
+      stream.wait();
+      to.read(got.data(), static_cast<int64_t>(got.size() * sizeof got[0]));
+      ASSERT_EQ(got, want) << rows[0] << " and " << rows[1] << " rows of " << columns;
+      for (Made& one : made) one.check();
+    }
+  }
+}
+
 }  // namespace
 }  // namespace blockscale::testing
 #else

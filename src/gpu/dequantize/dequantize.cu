@@ -45,35 +45,6 @@ BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int 
   }
 }
 
-template <Codec kCodec, class Codes>
-BLOCKSCALE_DEVICE void decode_piece(const DequantizeParams& p, const Codes& codes, float factor,
-                                    float* v) {
-  constexpr int kPerWord = codes_per_word(kCodec), kPairs = kPerWord / 2;
-#pragma unroll
-  for (int i = 0; i < kPiece / 2; ++i) {
-    const int word = i / kPairs, pair = i % kPairs;
-    float two[2];
-    decode_pair<kCodec>(p.element, as_fp8<kCodec>(word_of(codes, word), pair / 2), pair, two);
-    for (int j = 0; j < 2; ++j)
-      v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
-  }
-}
-// As BF16, with the conversion's NaN; `largest` is NaN in a half then.
-template <Codec kCodec, class Codes>
-BLOCKSCALE_DEVICE uint4 decode_bf16x8(const DequantizeParams& p, const Codes& codes, float factor,
-                                      uint32_t& largest) {
-  if constexpr (kCodec == Codec::fp4) {
-    const Fp4Products products(factor);
-    largest = max_magnitude_bf16x2(largest, products.first());
-    const uint2 low = products(codes), high = products(codes >> 16);
-    return {low.x, low.y, high.x, high.y};
-  } else {
-    float v[kPiece];
-    decode_piece<kCodec>(p, codes, factor, v);
-    return convert_bf16x8(v, largest);
-  }
-}
-
 template <Codec kCodec, Rows kRows>
 __global__ void __launch_bounds__(kDecodeThreads)
     dequantize_rows_kernel(const __grid_constant__ DequantizeParams p) {
@@ -115,10 +86,10 @@ __global__ void __launch_bounds__(kDecodeThreads)
     const PieceAt piece_at = {line < left ? count : 0, c > 0};
     if constexpr (kRows == Rows::any) {
       float v[kPiece];
-      decode_piece<kCodec>(p, codes[line], factor[line], v);
+      decode_piece<kCodec>(p.element, codes[line], factor[line], v);
       store_piece<kRows>(p, row, c, piece_at, v);
     } else {
-      const uint4 piece = decode_bf16x8<kCodec>(p, codes[line], factor[line], largest);
+      const uint4 piece = decode_bf16x8<kCodec>(p.element, codes[line], factor[line], largest);
       if (!direct)
         store_piece<kRows>(p, row, c, piece_at, has_nan(largest) ? define_nan(piece) : piece);
       else if constexpr (kCodec == Codec::fp4)

@@ -3,8 +3,7 @@
 #pragma once
 
 #include "divisor.h"
-#include "gpu/dequantize/decode.h"
-#include "gpu/dequantize/store.h"
+#include "gpu/dequantize/piece.h"
 #include "gpu/launch.h"
 #include "gpu/quantize/quantize.h"
 

@@ -285,13 +285,15 @@ const PairEntry* pair_of(std::span<const Quantization> inputs) {
   Pass row[2], column[2];
   int64_t tiles = 0;
   for (int i = 0; i < 2; ++i) {
-    const auto& [x, row_out, column_out, row_options, column_options] = inputs[i];
+    const auto& [x, row_out, column_out, row_options, column_options, values] = inputs[i];
     const auto takes = [](const Quantized& out) { return out.spec.hadamard.dim <= kRun; };
     if (!row_out || row_out->groups || !takes(*row_out) || (column_out && !takes(*column_out)) ||
         x.batch != 1 || !is_bf16_rows(x) || !is_aligned(x) || x.rows * x.columns == 0 ||
         x.row_stride < 0 || 2 * kTile * x.row_stride >= int64_t{1} << 32)
       return nullptr;
     row[i] = pass_of(row_out->spec);
+    if (values.data && !(writes_values(row[i]) && row_out->layout == StorageLayout{}))
+      return nullptr;
     if (column_out) column[i] = pass_of(column_out->spec);
     tiles += ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   }
@@ -307,8 +309,11 @@ void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
   p.word = word;
   dim3 grid(1, 1, 2);
   for (int i = 0; i < 2; ++i) {
-    const auto& [x, row_out, column_out, row_options, column_options] = inputs[i];
+    const auto& [x, row_out, column_out, row_options, column_options, values] = inputs[i];
     p.of[i].x = source_of(x);
+    if (values.data)
+      p.values[i] = {static_cast<uint16_t*>(values.data), values.row_stride,
+                     Decoder::of(row_out->spec.scale)};
     p.of[i].row = side_of(*row_out, row_options);
     if (column_out) p.of[i].column = side_of(*column_out, column_options);
     p.of[i].sideways = kSidewaysShift;
@@ -319,6 +324,23 @@ void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
     grid.x = std::max(grid.x, down * kSideways), grid.y = std::max(grid.y, across);
   }
   pair.launch(p, grid, native(stream));
+}
+
+// The values that were asked for.
+void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
+  ConstQuantized q[2];
+  size_t count = 0;
+  const Matrix* to[2];
+  for (const Quantization& input : inputs) {
+    if (!input.row_values.data) continue;
+    q[count] = as_const(*input.row);
+    q[count].spec.outer = false, q[count].outer = nullptr;
+    to[count++] = &input.row_values;
+  }
+  if (count == 2)
+    dequantize_two(q[0], *to[0], q[1], *to[1], stream);
+  else if (count == 1)
+    gpu::dequantize(q[0], *to[0], stream);
 }
 
 }  // namespace
@@ -334,6 +356,7 @@ void quantize(std::span<const Quantization> inputs, const Stream& stream, const 
   } else {
     if (word.to) copy(word, stream);
     for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
+    decode_rows({all, count}, stream);
   }
   check_launch("quantize");
 }
