@@ -193,8 +193,8 @@ def bench() -> str:
         f"`matmul` at 2048³: {between(of_mm, '.0f')} GFLOP/s in {len(of_mm)} recipes; `torch.mm`: "
         f"{cases['torch.mm float32 2048^3']['gflops']:.0f} in float32, "
         f"{cases['torch.mm bfloat16 2048^3']['gflops']:.0f} in bfloat16. A training step of the "
-        f"model above takes {between(steps, '.2f')} times as long as in BF16. torchao's `to_mx` "
-        f"runs at {between(peers, '.1f')}% of `memcpy`. Goals reached: "
+        f"model above took {between(steps, '.2f')} times as long as in BF16 in this run. "
+        f"torchao's `to_mx` runs at {between(peers, '.1f')}% of `memcpy`. Goals reached: "
         f"{sum(map(reached, with_goal))} of {len(with_goal)}."
     )
     copy = f"memcpy {cases['memcpy']['gb_per_s']:.1f} GB/s; {where(result)}"
