@@ -1,8 +1,8 @@
 // matmul. On a CPU, and on a GPU for FP32 scales and MXFP4, it is the core's GEMM. The other specs
 // on a GPU are decoded to BF16. What needs outer scales, or more than PyTorch's GEMM does after its
-// sums, goes to the core's BF16 GEMM where there is one, and so does what takes so little time that
-// the host's counts; else PyTorch multiplies with FP32 sums (over groups it writes them in BF16
-// only), and one pass over them does the rest.
+// sums, mostly goes to the core's BF16 GEMM where there is one, and so does what takes so little
+// time that the host's counts; else (few tiles with a long K, FP16 results) PyTorch multiplies with
+// FP32 sums (over groups it writes them in BF16 only), and one pass over them does the rest.
 #include "matmul.h"
 
 #include <algorithm>
@@ -229,8 +229,9 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                     bias->scalar_type() == ScalarType::BFloat16 && !empty_product;
   const bool finished = !outer && (!bias || adds) && !into && writes;
   const bool half = !into && out_dtype == ScalarType::Half;
-  if (!half && !empty_product && gpu::multiplies_bf16(sa.extent, a.groups.count) &&
-      (!finished || (!a.groups && gpu::is_brief_in_bf16(sa.lines, sb.lines, sa.extent))))
+  const bool f32 = into || out_dtype == ScalarType::Float;
+  if (!half && !empty_product &&
+      gpu::multiplies_bf16({sa.lines, sb.lines, sa.extent, a.groups.count, f32}, !finished))
     return bf16_matmul(at, a, b, bias, out_dtype, sizes, into, given, stream);
 
   std::optional<Ends> ends;
@@ -322,7 +323,8 @@ std::string matmul_path(const std::string& op, const QuantSpec& spec, std::strin
   }
   const std::string bf16 = "the BF16 GEMM for compute capability 9.0";
   if (spec.outer && gpu::has_gemm_device())
-    return "decoded to BF16, then " + bf16 + ", with outer scales" + groups;
+    return "decoded to BF16, then " + bf16 +
+           ", with outer scales (PyTorch's where that is faster)" + groups;
   std::string path = "decoded to BF16, then PyTorch's ";
   path += grouped ? "grouped GEMM, which rounds its sums to BF16" + groups : "GEMM with FP32 sums";
   if (!grouped && gpu::has_gemm_device()) path += ", or where little is multiplied " + bf16;

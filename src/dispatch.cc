@@ -265,10 +265,11 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
 void check_values(const Quantization& q) {
   const Matrix& v = q.row_values;
   if (!v.data) return;
-  require(q.row && !q.row->groups && q.row->spec.hadamard.dim == 0 && q.x.batch == 1, "quantize",
-          "row_values", "given", "none but for one matrix without groups or a transform");
+  require(
+      q.row && !q.row->groups && q.row->spec.hadamard.dim == 0 && q.x.batch == 1 && v.batch == 1,
+      "quantize", "row_values", "given", "none but for one matrix without groups or a transform");
   require(v.dtype == DType::bf16 && v.rows == q.x.rows && v.columns == q.x.columns &&
-              v.column_stride == 1 && v.row_stride % 8 == 0 &&
+              v.column_stride == 1 && v.row_stride % 8 == 0 && v.row_stride >= v.columns &&
               reinterpret_cast<uintptr_t>(v.data) % 16 == 0,
           "quantize", "row_values", "another matrix",
           "bfloat16 with x's extents, rows at multiples of 16 bytes");

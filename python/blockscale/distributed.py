@@ -9,9 +9,9 @@ The two ways that `torch.distributed.tensor.parallel` cuts a layer, here over tw
     to be added  dx                     y
 
 A rank quantizes its piece of a matrix as it lies in the whole one: block scales need whole blocks,
-an outer scale comes from the largest value of all pieces (one number is exchanged), and random bits
-are drawn by the place in the whole. So all codes and scales are those of one process, whatever the
-number of ranks; only the sums that ranks add up may be rounded otherwise.
+an outer scale comes from the largest value of all pieces (two numbers are exchanged), and random
+bits are drawn by the place in the whole. So all codes and scales are those of one process, whatever
+the number of ranks; only the sums that ranks add up may be rounded otherwise.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ def linear_over_mesh(
         if tensor is not None and tensor.device_mesh != mesh:
             remedy = "give parallelize_module one mesh for both"
             fail("linear", f"{name}.device_mesh", tensor.device_mesh, f"{mesh}, w's", remedy)
+    # Compiled code looks at pieces alone, which may fit each other on one rank and not on another.
+    if x.shape[-1] != w.shape[1]:
+        fail("linear", "x.shape", list(x.shape), f"[..., {w.shape[1]}] for w {list(w.shape)}")
+    if row is not None and row.shape != w.shape[:1]:
+        fail("linear", "bias.shape", list(row.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
     cut = _cut_of(placement)
     _check_pieces(w, cut, recipe)
     last = Shard(x.dim() - 1)

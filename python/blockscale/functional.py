@@ -57,7 +57,8 @@ def linear(
         accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
             none (hooks on w's gradient are called with None). Every backward that is asked for w's
-            gradient adds. Not for `create_graph`, and not reset here.
+            gradient adds, and of compiled code every backward. Not for `create_graph`, and not
+            reset here.
         quantized_weight: what `quantize_weight` made of w as it is now. The result and the
             gradients are the same, w's too; w's values are not read.
 
@@ -192,7 +193,7 @@ def _linear_over_mesh(
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")
     seed, offset = key or (None, None)
     grad = torch.is_grad_enabled()
-    # A compiler cannot trace this, and looks at the pieces when it traces the operator.
+    # A compiler cannot trace all of it, and looks at the pieces when it traces the operator.
     if not torch.compiler.is_compiling():
         dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
         check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
@@ -262,7 +263,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 def asked(ctx: Any, needed: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which gradients the backward that runs is asked for, of those that a function's first inputs
     need: `torch.autograd.grad` and `backward(inputs=...)` may ask for some only, as pipelines do
-    that put the weights' gradients off."""
+    that put the weights' gradients off. Compiled code has one backward, which computes all."""
     if torch.compiler.is_compiling():
         return needed
 

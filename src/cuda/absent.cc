@@ -19,8 +19,7 @@ bool has_gemm_device() { return false; }
 
 void check_gemm_device() { fail("gemm", "device", "cuda", "cpu", unavailable()); }
 
-bool multiplies_bf16(int64_t, int64_t) { return false; }
-bool is_brief_in_bf16(int64_t, int64_t, int64_t) { return false; }
+bool multiplies_bf16(const ProductSize&, bool) { return false; }
 
 void multiply_bf16(const ConstMatrix&, const ConstMatrix&, const Matrix&, const Groups&, int64_t,
                    int64_t, const Epilogue&, const Stream&) {

@@ -169,15 +169,13 @@ void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOpt
   multiply(widen_a(in_linear(a, stream), stream).q, b.q, b.line_scales, d, options, stream);
 }
 
-bool multiplies_bf16(int64_t k, int64_t groups) {
+bool multiplies_bf16(const ProductSize& s, bool needs_pass) {
   // The copy engine counts bytes of a line in 31 bits.
-  return groups <= sm90::kMaxGroups && k < int64_t{1} << 30 && has_gemm_device();
-}
-
-bool is_brief_in_bf16(int64_t m, int64_t n, int64_t k) {
+  if (s.groups > sm90::kMaxGroups || s.k >= int64_t{1} << 30 || !has_gemm_device()) return false;
   sm90::Bf16Gemm g;
-  g.m = m, g.n = n, g.k = k;
-  return sm90::is_brief(g);
+  g.m = s.m, g.n = s.n, g.k = s.k, g.d_f32 = s.f32;
+  if (s.groups) g.grouping = sm90::Grouping::rows, g.groups = static_cast<int>(s.groups);
+  return needs_pass ? sm90::pays(g) : s.groups == 0 && sm90::is_brief(g);
 }
 
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,

@@ -90,6 +90,20 @@ int choose_tile(const GemmSize& s) {
   return best;
 }
 
+bool pays(const GemmSize& s) {
+  constexpr int64_t kFewBlocks = 16, kTile = 128;
+  constexpr double kMemoryBytes = 13;             // that a multiprocessor gets in a cycle
+  constexpr double kTensor = 1.3, kMemory = 1.1;  // of the least cycles, what comes
+  constexpr double kPasses = 12000;               // kernels that add the parts, and finish the sums
+  const int64_t tiles = s.groups * ceil_div(s.rows, kTile) * ceil_div(s.columns, kTile);
+  if (s.grouped || s.blocks <= kFewBlocks || 2 * tiles >= s.multiprocessors) return true;
+  const auto rows = static_cast<double>(s.rows), columns = static_cast<double>(s.columns);
+  const double tensor = rows * columns / 32, memory = (rows + columns) * 128 / kMemoryBytes;
+  const double divided = std::max(kTensor * tensor, kMemory * memory) *
+                         static_cast<double>(s.blocks) / s.multiprocessors;
+  return tile_cost(kBf16Tiles[choose_tile(s)], s) <= divided + kPasses;
+}
+
 bool is_brief(const GemmSize& s) {
   constexpr double kCycles = 8000;  // 4.5 us
   const int tile = choose_tile(s);

@@ -85,6 +85,9 @@ struct GemmSize {
 double tile_cost(const TileShape& tile, const GemmSize& size);
 // Index into kTiles, or kBf16Tiles, of the cheapest tile that there is for these formats.
 int choose_tile(const GemmSize& size);
+// Whether a BF16 product by these tiles is likely to take no longer than another library's and a
+// pass over its sums. Of few tiles with a long K that library divides K.
+bool pays(const GemmSize& size);
 // Whether a product takes the device less time than the host takes to find and launch a kernel of a
 // library.
 bool is_brief(const GemmSize& size);

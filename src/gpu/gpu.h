@@ -98,11 +98,15 @@ struct Epilogue {
 void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
             const Stream& stream);
 
-// Whether multiply_bf16 runs on the current GPU for lines of k and so many groups (or 0).
-bool multiplies_bf16(int64_t k, int64_t groups);
-// Whether it multiplies [m, k] and [n, k] there in less time than the host takes to launch another
-// library's product.
-bool is_brief_in_bf16(int64_t m, int64_t n, int64_t k);
+// A product of [m, k] and [n, k], or of groups that divide m.
+struct ProductSize {
+  int64_t m, n, k, groups;
+  bool f32;  // D
+};
+// Whether multiply_bf16 runs on the current GPU and is the one to take: where another library's
+// GEMM needs a pass after it, if it is likely to be faster than both; where it needs none, if it is
+// over before the host has launched the other.
+bool multiplies_bf16(const ProductSize& size, bool needs_pass);
 // D = alpha * a_outer * b_outer * (A B^T) + bias in one kernel, rounded as finish() does it. A
 // [m, k] and B [n, k], or with groups of A's rows [groups, n, k], are BF16; their lines are equally
 // far apart, a multiple of 8 elements, and they start at multiples of 16 bytes. Rows of no group

@@ -181,6 +181,15 @@ TEST(Tiles, OfBf16) {
   EXPECT_EQ(shape(1024, 1024, 1024), std::pair(64, 128));
   EXPECT_EQ(shape(128, 4096, 4096), std::pair(64, 64));
   EXPECT_EQ(shape(1, 4096, 4096), std::pair(64, 32));
+  const auto pays_of = [&](int64_t m, int64_t n, int64_t k) { return pays(size(m, n, k)); };
+  EXPECT_TRUE(pays_of(8192, 8192, 8192));
+  EXPECT_TRUE(pays_of(128, 4096, 4096));
+  EXPECT_TRUE(pays_of(128, 4096, 14336));
+  EXPECT_TRUE(pays_of(128, 2048, 7168));
+  EXPECT_TRUE(pays_of(16, 16, 1024));
+  EXPECT_FALSE(pays_of(768, 768, 32768));  // a narrow layer's weight gradient: K is to be divided
+  EXPECT_FALSE(pays_of(256, 256, 65536));
+  EXPECT_FALSE(pays_of(128, 512, 8192));
   EXPECT_TRUE(is_brief(size(1, 1, 1)));
   EXPECT_TRUE(is_brief(size(1024, 1024, 512)));
   EXPECT_TRUE(is_brief(size(128, 1024, 1024)));

@@ -118,8 +118,9 @@ def linear_samples(of: Inputs) -> list[Sample]:
         piece = (x, w, bias, recipe.text, dx, dw, *key, BF16, [0, 128, 128, 0], largest, largest)
         samples.append(("linear_piece", piece))
         if dx or dw:
-            call = (70, dx, dw, dw, None, BF16, F32, False, False, [128, 0], largest)
-            samples.append(("linear_piece_backward", (dy, saved, recipe.text, *call)))
+            for skips in ((False, False), (dx, False), (False, dw)):
+                call = (70, dx, dw, dw, None, BF16, F32, *skips, [128, 0], largest)
+                samples.append(("linear_piece_backward", (dy, saved, recipe.text, *call)))
         if dw:
             into = (dy, saved, recipe.text, 70, dx, dx, None, of.ones(9, 70), F32, BF16)
             samples.append(("linear_backward_into", into))

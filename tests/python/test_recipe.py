@@ -241,7 +241,8 @@ def test_explain_names_the_path_of_a_product_on_a_gpu(cuda: torch.device) -> Non
     assert path("mxfp8").startswith("decoded to BF16, then PyTorch's grouped GEMM")
     if torch.cuda.get_device_capability(cuda) == (9, 0):
         assert path("nvfp4", "matmul") == (
-            "decoded to BF16, then the BF16 GEMM for compute capability 9.0, with outer scales"
+            "decoded to BF16, then the BF16 GEMM for compute capability 9.0, with outer scales "
+            "(PyTorch's where that is faster)"
         )
         assert path("mxfp4", "matmul") == (
             "codes of E5M2 that hold the scales' differences, then the block-scaled FP8 GEMM for "

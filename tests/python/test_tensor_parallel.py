@@ -344,6 +344,26 @@ def compiled_is_eager() -> None:
             assert torch.equal(found[1][name], value), (recipe, name)
 
 
+def gradients_one_by_one() -> None:
+    """A backward that is asked for a part gives what one for all gives."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(K, 256), nn.GELU(), nn.Linear(256, K))
+    bs.convert(model, "nvfp4", seed=5)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = inputs("columns", "cpu")
+    y = model(x).square().sum()
+    wanted = [x, *model.parameters()]
+    for tensor, gradient in zip(
+        wanted, torch.autograd.grad(y, wanted, retain_graph=True), strict=True
+    ):
+        alone = torch.autograd.grad(y, tensor, retain_graph=True)[0]
+        assert torch.equal(whole(alone), whole(gradient))
+
+
+def test_gradients_one_by_one(tmp_path: Path) -> None:
+    on_two_ranks(gradients_one_by_one, tmp_path)
+
+
 def test_compiled_is_eager(tmp_path: Path) -> None:
     on_two_ranks(compiled_is_eager, tmp_path)
 

@@ -24,6 +24,11 @@ cuda::GemmSize bf16_size(const Bf16Gemm& g, int multiprocessors) {
 
 }  // namespace
 
+bool pays(const Bf16Gemm& g) {
+  int device = 0, multiprocessors = 0;
+  return current(device, multiprocessors) == cudaSuccess &&
+         cuda::pays(bf16_size(g, multiprocessors));
+}
 bool is_brief(const Bf16Gemm& g) {
   int device = 0, multiprocessors = 0;
   return current(device, multiprocessors) == cudaSuccess &&

@@ -69,7 +69,9 @@ struct Bf16Gemm : Gemm {
   int tile = -1;  // index into kBf16Tiles; chosen when negative
 };
 
-// Whether it is over before the host has launched another library's.
+// Whether it is likely to be faster than another library's and a pass over its sums; and whether it
+// is over before the host has launched that.
+bool pays(const Bf16Gemm& g);
 bool is_brief(const Bf16Gemm& g);
 // Return cudaSuccess, or why the launch failed.
 cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream);

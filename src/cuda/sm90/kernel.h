@@ -82,7 +82,8 @@ struct Tile {
   static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
 };
 // Where columns share a scale and blocks are not short, the copy engine brings the scales of A with
-// the codes, and threads load those of B themselves. Else a warp copies both, if there are any.
+// the codes, and threads load those of B themselves. Else a warp copies both. (True, too, where
+// there are none.)
 template <class T, bool kSquare>
 inline constexpr bool kBringsScales = !T::kScaled || (T::kRows >= 128 && kSquare);
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty

@@ -198,7 +198,7 @@ inline const char* error_text(Error_t) { return "no error"; }
 inline void clear_async(void* p, size_t bytes, NativeStream) { std::memset(p, 0, bytes); }
 inline int current_device() { return 0; }
 inline int multiprocessors(int) { return 2; }  // few: blocks of threads have to walk over tiles
-inline int shared_limit(int) { return 1 << 30; }
+inline int shared_limit(int) { return static_cast<int>(emulated::kSharedBytes); }
 inline void allow_shared(const void*, int) {}
 inline Error_t device_count(int* count) {
   *count = 1;

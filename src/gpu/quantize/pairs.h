@@ -31,6 +31,7 @@ BLOCKSCALE_HD constexpr bool writes_values(const Pass& row) { return row.scale !
 template <Pass kPass>
 BLOCKSCALE_DEVICE void decode_tile(const Source& x, const Side& s, const TileAt& at,
                                    const ValuesAt& values) {
+  static_assert((kPass.fp4() || kPass.encoder == Encoder::e4m3fn) && !kPass.hadamard);
   constexpr Codec kCodec = kPass.fp4() ? Codec::fp4 : Codec::e4m3fn;
   using Codes = std::conditional_t<kPass.fp4(), uint32_t, uint2>;
   constexpr int kAcross = kTile / kPiece, kBlock = kPass.block();

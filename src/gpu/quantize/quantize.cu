@@ -356,6 +356,7 @@ void quantize(std::span<const Quantization> inputs, const Stream& stream, const 
   } else {
     if (word.to) copy(word, stream);
     for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
+    check_launch("quantize");  // in the name of what failed
     decode_rows({all, count}, stream);
   }
   check_launch("quantize");
