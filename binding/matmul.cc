@@ -56,6 +56,11 @@ ConstQuantized without_outer(const ConstQuantized& q) {
   return view;
 }
 
+// Whether the core's GEMM reads codes, those of the operands or wider ones; else both are decoded.
+bool multiplies_codes(const ConstQuantized& a, const ConstQuantized& b) {
+  return a.spec.scale == Format::fp32 || gpu::widens(a, b);
+}
+
 // Memory for both, [lines, extent] and b's as a batch. Rows are at multiples of 16 bytes, which the
 // fast kernels of both sides ask for, and both are parts of one piece, which costs the host less
 // than two.
@@ -214,8 +219,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
                      const std::optional<Tensor>& into, const Decoded* given) {
   check_pair(at, a.spec, b.spec);
   const TorchStream& stream = at.stream();
-  if (a.spec.scale == Format::fp32 || gpu::widens(a, b))
-    return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
+  if (multiplies_codes(a, b)) return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
   check_layouts(at, a, b);
   const StoredShape sa = a.shape(), sb = b.shape();
   const bool empty_product = sa.lines * sb.lines * sa.extent == 0;
@@ -333,11 +337,11 @@ std::string matmul_path(const std::string& op, const QuantSpec& spec, std::strin
 
 std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
                                        const ConstQuantized& b) {
-  const auto decodes = [](const ConstQuantized& q) {
-    return q.spec.scale != Format::fp32 && q.spec.hadamard.dim == 0 && q.axis == -1 && !q.groups &&
-           q.batch == 1 && q.layout == StorageLayout{};
+  const auto plain = [](const ConstQuantized& q) {
+    return q.spec.hadamard.dim == 0 && q.axis == -1 && !q.groups && q.batch == 1 &&
+           q.layout == StorageLayout{};
   };
-  if (!at.cuda() || !decodes(a) || !decodes(b) || gpu::widens(a, b)) return std::nullopt;
+  if (!at.cuda() || !plain(a) || !plain(b) || multiplies_codes(a, b)) return std::nullopt;
   return room_for(at, without_outer(a), without_outer(b));
 }
 

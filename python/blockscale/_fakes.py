@@ -313,19 +313,9 @@ def _fake_linear(
 
 
 def _fake_linear_piece(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    recipe: str,
-    dx: bool,
-    dw: bool,
-    seed: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    dtype: torch.dtype | None,
-    origins: Sequence[int],
-    x_amax: torch.Tensor | None,
-    w_amax: torch.Tensor | None,
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: str, *call: Any
 ) -> list[torch.Tensor]:
+    dx, dw, seed, offset, dtype, *_place = call
     return _fake_linear(x, w, bias, recipe, dx, dw, seed, offset, None, dtype)
 
 
@@ -387,23 +377,10 @@ def _fake_linear_backward(
 
 
 def _fake_linear_piece_backward(
-    dy: torch.Tensor,
-    saved: list[torch.Tensor],
-    recipe: str,
-    k: int,
-    dx: bool,
-    dw: bool,
-    db: bool,
-    x_dtype: torch.dtype | None,
-    w_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    skip_dx: bool,
-    skip_dw: bool,
-    origin: Sequence[int],
-    amax: torch.Tensor | None,
+    dy: torch.Tensor, saved: list[torch.Tensor], recipe: str, k: int, *call: Any
 ) -> list[torch.Tensor]:
-    rest = (None, x_dtype, w_dtype, bias_dtype, skip_dx, skip_dw)
-    return _fake_linear_backward(dy, saved, recipe, k, dx, dw, db, *rest)
+    dx, dw, db, *rest, _origin, _amax = call
+    return _fake_linear_backward(dy, saved, recipe, k, dx, dw, db, None, *rest)
 
 
 def _fake_linear_backward_into(

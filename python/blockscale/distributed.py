@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from blockscale._errors import fail, fail_type
-from blockscale.functional import LinearFunction, asked, first_order
+from blockscale.functional import LinearFunction, asked, check_shapes, first_order
 from blockscale.recipe import OPERANDS, Recipe, Spec
 from blockscale.rng import Key
 
@@ -68,10 +68,7 @@ def linear_over_mesh(
             remedy = "give parallelize_module one mesh for both"
             fail("linear", f"{name}.device_mesh", tensor.device_mesh, f"{mesh}, w's", remedy)
     # Compiled code looks at pieces alone, which may fit each other on one rank and not on another.
-    if x.shape[-1] != w.shape[1]:
-        fail("linear", "x.shape", list(x.shape), f"[..., {w.shape[1]}] for w {list(w.shape)}")
-    if row is not None and row.shape != w.shape[:1]:
-        fail("linear", "bias.shape", list(row.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
+    check_shapes("linear", x, w, row, grouped=False)
     cut = _cut_of(placement)
     _check_pieces(w, cut, recipe)
     last = Shard(x.dim() - 1)

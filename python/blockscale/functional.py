@@ -385,14 +385,7 @@ def check_arguments(
             fail(op, name, f"a {type(tensor).__name__}", "a plain tensor")
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
-    grouped = offsets is not None
-    if w.dim() != 2 + grouped:
-        fail(op, "w.shape", list(w.shape), "rank 3, [E, N, K]" if grouped else "rank 2, [N, K]")
-    if x.dim() < 1 or (grouped and x.dim() != 2) or x.shape[-1] != w.shape[-1]:
-        lead = "T" if grouped else "..."
-        fail(op, "x.shape", list(x.shape), f"[{lead}, {w.shape[-1]}] for w {list(w.shape)}")
-    if bias is not None and tuple(bias.shape) != (w.shape[0],):
-        fail(op, "bias.shape", list(bias.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
+    check_shapes(op, x, w, bias, offsets is not None)
     if offsets is not None:
         _check_ends(op, offsets, w)
     specs = specs_of(recipe)
@@ -400,6 +393,19 @@ def check_arguments(
     if draws and (seed is None or offset is None):
         need = f"a key for random bits: recipe {label or recipe} rounds stochastically"
         fail(op, "rng", "None", need, "pass rng=bs.Rng(seed, offset)")
+
+
+def check_shapes(
+    op: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, grouped: bool
+) -> None:
+    """Refuse operands whose extents do not fit each other."""
+    if w.dim() != 2 + grouped:
+        fail(op, "w.shape", list(w.shape), "rank 3, [E, N, K]" if grouped else "rank 2, [N, K]")
+    if x.dim() < 1 or (grouped and x.dim() != 2) or x.shape[-1] != w.shape[-1]:
+        lead = "T" if grouped else "..."
+        fail(op, "x.shape", list(x.shape), f"[{lead}, {w.shape[-1]}] for w {list(w.shape)}")
+    if bias is not None and tuple(bias.shape) != (w.shape[0],):
+        fail(op, "bias.shape", list(bias.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
 
 
 def _check_ends(operation: str, offsets: torch.Tensor, w: torch.Tensor) -> None:

@@ -59,6 +59,9 @@ double store_cost(const TileShape& t, const GemmSize& s) {
   return elements * 4 / kF32Bytes + static_cast<double>(rounds - 1) * kRound;
 }
 
+// Of a BF16 product by the tile that is chosen for it.
+double least_cost(const GemmSize& s) { return tile_cost(kBf16Tiles[choose_tile(s)], s); }
+
 }  // namespace
 
 double tile_cost(const TileShape& t, const GemmSize& s) {
@@ -101,13 +104,12 @@ bool pays(const GemmSize& s) {
   const double tensor = rows * columns / 32, memory = (rows + columns) * 128 / kMemoryBytes;
   const double divided = std::max(kTensor * tensor, kMemory * memory) *
                          static_cast<double>(s.blocks) / s.multiprocessors;
-  return tile_cost(kBf16Tiles[choose_tile(s)], s) <= divided + kPasses;
+  return least_cost(s) <= divided + kPasses;
 }
 
 bool is_brief(const GemmSize& s) {
   constexpr double kCycles = 8000;  // 4.5 us
-  const int tile = choose_tile(s);
-  return tile_cost(s.scaled ? kTiles[tile] : kBf16Tiles[tile], s) < kCycles;
+  return least_cost(s) < kCycles;
 }
 
 int choose_band(const TileShape& t, const GemmSize& s) {

@@ -88,7 +88,7 @@ int choose_tile(const GemmSize& size);
 // Whether a BF16 product by these tiles is likely to take no longer than another library's and a
 // pass over its sums. Of few tiles with a long K that library divides K.
 bool pays(const GemmSize& size);
-// Whether a product takes the device less time than the host takes to find and launch a kernel of a
+// Whether it takes the device less time than the host takes to find and launch a kernel of a
 // library.
 bool is_brief(const GemmSize& size);
 // How many units along M are walked together, so that what runs at once shares both operands in L2.
