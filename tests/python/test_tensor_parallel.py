@@ -360,6 +360,21 @@ def gradients_one_by_one() -> None:
         assert torch.equal(whole(alone), whole(gradient))
 
 
+def extents_that_do_not_fit() -> None:
+    """Refused on every rank, compiled too, though the pieces of rank 0 alone fit each other."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.randn(8, 256), mesh, [Replicate()])
+    w = distribute_tensor(torch.randn(128, 255), mesh, [Shard(1)])
+    for compiled in (False, True):
+        call = torch.compile(bs.linear, backend="aot_eager") if compiled else bs.linear
+        with pytest.raises(ValueError, match=r"x.shape = \[8, 256\]; need \[..., 255\]"):
+            call(x, w, None, "mxfp8")
+
+
+def test_extents_that_do_not_fit(tmp_path: Path) -> None:
+    on_two_ranks(extents_that_do_not_fit, tmp_path)
+
+
 def test_gradients_one_by_one(tmp_path: Path) -> None:
     on_two_ranks(gradients_one_by_one, tmp_path)
 
