@@ -311,6 +311,44 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
 
 namespace {
 
+// An operand along the rows, as the GEMM reads it along either axis.
+template <class On>
+void arrange(const ConstQuantized& rows, const Quantized& to, const On& on) {
+  to.axis == -1 ? relayout(rows, to, on) : transpose(rows, to, on);
+}
+
+}  // namespace
+
+void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe_text, int64_t n,
+                      int64_t k, Tensor fprop, Tensor dgrad) {
+  const Recipe& recipe = recipe_of(recipe_text);
+  const Place at("gather_weight", "codes", codes);
+  require(recipe.fprop_w && recipe.fprop_w == recipe.dgrad_w, at.op(), "recipe", recipe_text.value,
+          "one spec for W in fprop and dgrad");
+  const QuantSpec& spec = *recipe.fprop_w;
+  const Extent extent{n, k};
+  const Operand gathered = operand(at, "", codes, scales, outer, spec, {}, -1, n, k, std::nullopt);
+  const auto write = [&](const char* name, const Tensor& memory, int axis, const Spec& partner) {
+    const Plan plan(spec, axis, extent);
+    Kept kept(&plan);
+    if (memory.numel() == kept.bytes()) {
+      kept.read(at, name, memory);
+      return run(at, codes.numel(),
+                 [&](const auto& on) { arrange(gathered.view, kept.view[0], on); });
+    }
+    const Side wide = weight_of(at, name, memory, partner, spec, axis, extent, 0);
+    const Made narrow(at, spec, axis, extent, Wanted::here);
+    arrange(gathered.view, narrow.view, at.stream());
+    auto* const to = static_cast<uint8_t*>(const_cast<void*>(wide.memory->const_data_ptr()));
+    gpu::widen_b(as_const(narrow.view), to, at.stream());
+    at.stream().release();
+  };
+  write("fprop", fprop, -1, recipe.fprop_x);
+  write("dgrad", dgrad, -2, recipe.dgrad_dy);
+}
+
+namespace {
+
 // What a backward finds in `saved`: one tensor with what the forward has made, w's operand made
 // ahead, then x, w and the seed themselves, each where it is needed.
 struct Saved {

@@ -41,6 +41,11 @@ std::vector<Tensor> linear_piece_op(Tensor x, Tensor w, std::optional<Tensor> bi
 std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
                                        std::optional<Tensor> seed, std::optional<Tensor> offset);
 
+// The same operands, of a weight in square blocks, made of its codes along the rows, which have
+// been gathered from several ranks: into the memory that quantize_weight would return for w [n, k].
+void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe, int64_t n, int64_t k,
+                      Tensor fprop, Tensor dgrad);
+
 // The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: what
 // the forward with these dx and dw has made, then w's dgrad operand if it was made ahead, and,
 // where the recipe does not quantize them, x with dw and w with dx; where bits are drawn the seed.

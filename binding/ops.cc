@@ -189,6 +189,9 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seed=None, Tensor? offset=None) "
       "-> Tensor[]");
   m.def(
+      "gather_weight(Tensor codes, Tensor scales, Tensor outer, str recipe, SymInt n, SymInt k, "
+      "Tensor(a!) fprop, Tensor(b!) dgrad) -> ()");
+  m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
       "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False) -> Tensor[]");
@@ -215,6 +218,7 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("linear_piece", TORCH_BOX(&linear_piece_op));
   m.impl("linear_piece_backward", TORCH_BOX(&linear_piece_backward_op));
   m.impl("quantize_weight", TORCH_BOX(&quantize_weight_op));
+  m.impl("gather_weight", TORCH_BOX(&gather_weight_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
   m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));
 }

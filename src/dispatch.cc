@@ -221,6 +221,21 @@ void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memo
   check_same_groups("relayout", from.groups, to.groups);
 }
 
+void check_transpose(const ConstQuantized& from, const Quantized& to, Memory memory) {
+  check_quantized("transpose", "from", from, memory);
+  check_quantized("transpose", "to", to, memory);
+  if (!from.spec.square || from.spec.hadamard.dim || from.groups)
+    fail("transpose", "from", describe(from) + (from.groups ? ", in groups" : ""),
+         "square blocks without a transform or groups", "quantize along the other axis");
+  if (from.spec != to.spec || from.axis == to.axis || from.rows != to.rows ||
+      from.columns != to.columns || from.batch != to.batch || to.groups)
+    fail("transpose", "to", describe(as_const(to)),
+         "the operand of from along its other axis, " + describe(from));
+  for (const StorageLayout& layout : {from.layout, to.layout})
+    if (layout.codes != Layout::linear)
+      fail("transpose", "layout", to_string(layout), "linear codes", "relayout first");
+}
+
 // Groups divide the rows of A, with one matrix of B for each, or the contraction axis of both.
 void check_gemm_groups(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d) {
   const bool along = b.groups.count != 0;
@@ -365,6 +380,15 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Executor& e
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream) {
   check_relayout(from, to, Memory::device);
   gpu::relayout(from, to, stream);
+}
+
+void transpose(const ConstQuantized& from, const Quantized& to, const Executor& executor) {
+  check_transpose(from, to, Memory::host);
+  cpu::transpose(from, to, executor);
+}
+void transpose(const ConstQuantized& from, const Quantized& to, const Stream& stream) {
+  check_transpose(from, to, Memory::device);
+  gpu::transpose(from, to, stream);
 }
 
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,

@@ -30,6 +30,7 @@ GROUPS: dict[str, list[str]] = {
         "linear", "grouped_linear", "quantize_weight", "QuantizedWeight", "quantized_weights",
         "nn.Linear",
     ],
+    "Over ranks": ["quantized_all_gather"],
     "Converting and training": [
         "convert", "Report", "revert", "attach", "advance", "rng_state", "set_step",
     ],

@@ -114,6 +114,13 @@ void relayout(const ConstQuantized& from, const Quantized& to,
               const Executor& executor = default_executor());
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
+// The operand along the other axis of the same matrices, whose blocks are square, so that they have
+// one scale along both: what quantize would make of x there, without x. No transform, which mixes
+// along its own axis alone; no groups; linear codes in both.
+void transpose(const ConstQuantized& from, const Quantized& to,
+               const Executor& executor = default_executor());
+void transpose(const ConstQuantized& from, const Quantized& to, const Stream& stream);
+
 // D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each operand's
 // contraction axis is the one it was quantized along, its lines are the rows of A or B. Both have
 // blocks of one length and the same Hadamard transform. D is FP32 or BF16.

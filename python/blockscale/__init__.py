@@ -2,6 +2,7 @@
 
 - A model: `convert`, `revert`; random bits: `attach` or `advance`, `rng_state`, `set_step`.
 - A layer: `nn.Linear`, `linear`, `grouped_linear`, `quantize_weight`, `quantized_weights`.
+- Over ranks: `quantized_all_gather`.
 - Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
   `grouped_matmul`.
 - What decides the bits: `spec`, `recipe`, `Rng`.
@@ -29,6 +30,7 @@ from blockscale.ops import (
 )
 from blockscale.recipe import Recipe, Spec, recipe, recipe_names, spec, spec_names
 from blockscale.rng import Rng
+from blockscale.sharded import quantized_all_gather
 from blockscale.tensor import QuantizedTensor
 from blockscale.weight import QuantizedWeight, quantize_weight
 
@@ -57,6 +59,7 @@ __all__ = [
     "quantize",
     "quantize_dual",
     "quantize_weight",
+    "quantized_all_gather",
     "quantized_weights",
     "recipe",
     "recipe_names",

@@ -326,6 +326,24 @@ def _fake_quantize_weight(
     seed: torch.Tensor | None = None,
     offset: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
+    return weight_memory(w, recipe, dgrad)
+
+
+def _fake_gather_weight(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    outer: torch.Tensor,
+    recipe: str,
+    n: int,
+    k: int,
+    fprop: torch.Tensor,
+    dgrad: torch.Tensor,
+) -> None:
+    """It writes into its arguments."""
+
+
+def weight_memory(w: torch.Tensor, recipe: str, dgrad: bool) -> list[torch.Tensor]:
+    """The memory of the operands that `quantize_weight` makes of w, on w's device."""
     specs = specs_of(recipe)
     batch = w.dim() - 2
     made = []
@@ -415,6 +433,7 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear_piece": _fake_linear_piece,
     "linear_piece_backward": _fake_linear_piece_backward,
     "quantize_weight": _fake_quantize_weight,
+    "gather_weight": _fake_gather_weight,
     "linear_backward": _fake_linear_backward,
     "linear_backward_into": _fake_linear_backward_into,
 }

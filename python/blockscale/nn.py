@@ -99,13 +99,18 @@ class Linear(torch.nn.Linear):
             if offset.device != self._seed.device:  # of a model that lies on several
                 offset = offset.to(self._seed.device)
             key = (self._seed, offset)
-        if self._kept is None:
+        made: QuantizedWeight | None = None
+        if self._kept is not None:
+            made, of, version = self._kept
+            compiling = torch.compiler.is_compiling()
+            if not compiling and (weight is not of or _version_of(of) != version):
+                need = "what it was when quantized_weights() began"
+                fail("Linear", "weight", "changed", need, "leave it before the optimizer's step")
+        elif type(weight) is not torch.nn.Parameter:  # FSDP2 may have gathered codes: sharded.py
+            made = getattr(weight, "quantized", None)
+        if made is None:
             return linear_with_key(input, weight, self.bias, recipe, key)
-        quantized, of, version = self._kept
-        if not torch.compiler.is_compiling() and (weight is not of or _version_of(of) != version):
-            need = "what it was when quantized_weights() began"
-            fail("Linear", "weight", "changed", need, "leave it before the optimizer's step")
-        return linear_with_key(input, weight, self.bias, recipe, key, None, None, quantized)
+        return linear_with_key(input, weight, self.bias, recipe, key, None, None, made)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"

@@ -19,6 +19,7 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
           const Executor& executor);
 void dequantize(const ConstQuantized& q, const Matrix& x, const Executor& executor);
 void relayout(const ConstQuantized& from, const Quantized& to, const Executor& executor);
+void transpose(const ConstQuantized& from, const Quantized& to, const Executor& executor);
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Executor& executor);
 

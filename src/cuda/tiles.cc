@@ -94,17 +94,17 @@ int choose_tile(const GemmSize& s) {
 }
 
 bool pays(const GemmSize& s) {
-  constexpr int64_t kFewBlocks = 16, kTile = 128;
   constexpr double kMemoryBytes = 13;             // that a multiprocessor gets in a cycle
   constexpr double kTensor = 1.3, kMemory = 1.1;  // of the least cycles, what comes
-  constexpr double kPasses = 12000;               // kernels that add the parts, and finish the sums
-  const int64_t tiles = s.groups * ceil_div(s.rows, kTile) * ceil_div(s.columns, kTile);
-  if (s.grouped || s.blocks <= kFewBlocks || 2 * tiles >= s.multiprocessors) return true;
+  constexpr double kPasses = 14600;               // kernels that add the parts, and finish the sums
+  constexpr double kPassBytes = 10;               // that those move for an element
+  if (s.grouped) return true;
   const auto rows = static_cast<double>(s.rows), columns = static_cast<double>(s.columns);
   const double tensor = rows * columns / 32, memory = (rows + columns) * 128 / kMemoryBytes;
-  const double divided = std::max(kTensor * tensor, kMemory * memory) *
-                         static_cast<double>(s.blocks) / s.multiprocessors;
-  return least_cost(s) <= divided + kPasses;
+  const double divided =
+      std::max(kTensor * tensor, kMemory * memory) * static_cast<double>(s.blocks);
+  const double passes = rows * columns * kPassBytes / kMemoryBytes;
+  return least_cost(s) <= (divided + passes) / s.multiprocessors + kPasses;
 }
 
 bool is_brief(const GemmSize& s) {

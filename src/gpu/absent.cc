@@ -23,6 +23,7 @@ void dequantize_two(const ConstQuantized&, const Matrix&, const ConstQuantized&,
   refuse("dequantize");
 }
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
+void transpose(const ConstQuantized&, const Quantized&, const Stream&) { refuse("transpose"); }
 int64_t wide_bytes(const ConstQuantized&) { refuse("gemm"); }
 Wide widen_b(const ConstQuantized&, uint8_t*, const Stream&) { refuse("gemm"); }
 Wide wide_in(const ConstQuantized&, uint8_t*) { refuse("gemm"); }

@@ -21,6 +21,7 @@ void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 void dequantize_two(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b,
                     const Matrix& y, const Stream& stream);
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
+void transpose(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
 // MXFP4: codes of E2M1 with scales of E8M0.
 inline bool is_mxfp4(const QuantSpec& spec) {

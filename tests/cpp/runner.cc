@@ -33,6 +33,9 @@ class CpuRunner final : public Runner {
   void relayout(const Output& from, Output& to, uint64_t variant) override {
     blockscale::relayout(as_const(from.view), to.view, OddExecutor(variant));
   }
+  void transpose(const Output& from, Output& to, uint64_t variant) override {
+    blockscale::transpose(as_const(from.view), to.view, OddExecutor(variant));
+  }
 };
 
 #if defined(BLOCKSCALE_CUDA) || defined(BLOCKSCALE_EMULATE)
@@ -122,6 +125,13 @@ class DeviceRunner final : public Runner {
     stream.wait();
     t.read(to);
   }
+  void transpose(const Output& from, Output& to, uint64_t) override {
+    const TestStream stream;
+    const DeviceOutput f(from), t(to);
+    blockscale::transpose(as_const(f.view), t.view, stream);
+    stream.wait();
+    t.read(to);
+  }
 #ifdef BLOCKSCALE_EMULATE
   const void* last_kernel() const override { return gpu::emulated::last_kernel; }
 #endif
@@ -138,6 +148,7 @@ class DeviceRunner final : public Runner {
   void amax(const Input&, const QuantSpec&, int, float*, uint64_t, const Groups&) override {}
   void dequantize(const Output&, const Matrix&, Guarded&, uint64_t) override {}
   void relayout(const Output&, Output&, uint64_t) override {}
+  void transpose(const Output&, Output&, uint64_t) override {}
 };
 #endif
 

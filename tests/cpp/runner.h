@@ -32,6 +32,7 @@ class Runner {
   // `x` points into `storage`.
   virtual void dequantize(const Output& q, const Matrix& x, Guarded& storage, uint64_t variant) = 0;
   virtual void relayout(const Output& from, Output& to, uint64_t variant) = 0;
+  virtual void transpose(const Output& from, Output& to, uint64_t variant) = 0;
 
   // The kernel that ran last, where that is known.
   virtual const void* last_kernel() const { return nullptr; }

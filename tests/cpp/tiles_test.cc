@@ -187,7 +187,11 @@ TEST(Tiles, OfBf16) {
   EXPECT_TRUE(pays_of(128, 4096, 14336));
   EXPECT_TRUE(pays_of(128, 2048, 7168));
   EXPECT_TRUE(pays_of(16, 16, 1024));
+  EXPECT_TRUE(pays_of(768, 768, 2048));
+  EXPECT_TRUE(pays_of(2048, 2048, 8192));
   EXPECT_FALSE(pays_of(768, 768, 32768));  // a narrow layer's weight gradient: K is to be divided
+  EXPECT_FALSE(pays_of(768, 3072, 8192));  // a round of tiles and a bit
+  EXPECT_FALSE(pays_of(1536, 1536, 8192));
   EXPECT_FALSE(pays_of(256, 256, 65536));
   EXPECT_FALSE(pays_of(128, 512, 8192));
   EXPECT_TRUE(is_brief(size(1, 1, 1)));

@@ -129,7 +129,11 @@ def linear_samples(of: Inputs) -> list[Sample]:
                 ("linear_backward", (*backward, *skip)) for skip in ((True,), (False, True))
             ]
             samples.append(("linear_backward_into", (*into, True)))
-    return samples
+    # Without FP8 dtypes, which opcheck cannot compare.
+    square = bs.recipe("amdfp4")
+    codes = OPS.quantize(w, square.fprop_w.text, -1, *[None] * 3, [], "linear", 0)  # type: ignore[union-attr]
+    memory = [torch.zeros_like(operand) for operand in OPS.quantize_weight(w, square.text, True)]
+    return [*samples, ("gather_weight", (*codes, square.text, *w.shape, *memory))]
 
 
 def grouped_linear_samples(of: Inputs) -> list[Sample]:

@@ -105,9 +105,12 @@ def test_what_operators_take_is_taken(index: int) -> None:
             return [moved(v) for v in value]
         return value.to(META) if isinstance(value, torch.Tensor) else value
 
+    def kind(value: Any) -> Any:  # of an operator that writes into its arguments, None
+        return value if value is None else (value.shape, value.dtype)
+
     got = tree_leaves(getattr(OPS, name)(*map(moved, arguments)))
     want = tree_leaves(getattr(OPS, name)(*arguments))
-    assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
+    assert [*map(kind, got)] == [*map(kind, want)]
 
 
 def test_large_tensors_without_data_take_no_memory() -> None:

@@ -1,0 +1,255 @@
+"""FSDP2's weights as codes: each rank quantizes its piece, and what is gathered are its codes.
+
+`fully_shard` asks the type of a parameter how it is gathered. What it sees, and what a layer does:
+
+    module.weight                between forwards                  while the layer runs
+    before fully_shard           ShardedWeight: values             the same
+    after fully_shard            DTensor of a ShardedWeight        GatheredWeight: two operands
+
+Blocks of W are square: a piece of whole blocks has the codes and scales that it has in the whole,
+and the operand of x's gradient is the gathered one transposed. An outer scale comes from the
+largest value of all pieces. So y and the gradients are those of weights that are gathered first and
+quantized then, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+from blockscale._errors import fail, fail_type
+from blockscale._fakes import weight_memory
+from blockscale.nn import Linear
+from blockscale.recipe import Recipe, Spec
+from blockscale.tensor import is_plain
+from blockscale.weight import QuantizedWeight
+
+_ops = torch.ops.blockscale
+
+
+def quantized_all_gather(model: torch.nn.Module) -> list[str]:
+    """Let FSDP2 gather the weights of converted layers as codes instead of values.
+
+        bs.convert(model, "fp8_blockwise")
+        bs.quantized_all_gather(model)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+
+    The results are the same bits. A gather moves a byte an element in FP8 and 0.5 to 0.6 in FP4
+    instead of two in BF16, each rank quantizes its piece of a weight instead of the whole, and what
+    a backward reads of a weight is gathered anew for it, where without this each layer keeps its
+    quantized operand from the forward on. Where a recipe has an outer scale, ranks exchange one
+    number for each weight and gather.
+
+    Call it between `convert` and `fully_shard`, and before the optimizer is made: parameters are
+    replaced by others of the same values. Checkpoints stay as they are. Weights whose recipe does
+    not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone, and
+    so are those that other modules share. A weight whose pieces would not be whole blocks (their
+    rows a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4") is
+    gathered by its values as ever. Not for compiled layers yet, and for weights that are gathered
+    alone: no `parallelize_module` before.
+
+    Args:
+        model: a converted one, or a part of it, before `fully_shard`.
+
+    Returns:
+        The names of the weights that will be gathered as codes.
+
+    Raises:
+        TypeError, ValueError: nothing in the model is converted, or a weight is a DTensor already.
+    """
+    if not isinstance(model, torch.nn.Module):
+        fail_type("quantized_all_gather", "model", model, "an nn.Module")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
+    if not layers:
+        got = f"{type(model).__name__} without converted layers"
+        fail("quantized_all_gather", "model", got, "a converted model", "call bs.convert first")
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    chosen: dict[str, Linear] = {}
+    for name, layer in layers.items():
+        weight = layer._parameters.get("weight")  # none where a parametrization computes it
+        if weight is None or holders[id(weight)] > 1 or gathered_spec(layer.recipe) is None:
+            continue
+        named = f"{name}.weight".lstrip(".")
+        if not (is_plain(weight) or isinstance(weight, ShardedWeight)):
+            got, need = f"a {type(weight).__name__}", "a plain tensor"
+            fail("quantized_all_gather", named, got, need, "call it before fully_shard")
+        chosen[named] = layer
+    for layer in chosen.values():
+        if not isinstance(layer.weight, ShardedWeight):
+            values = ShardedWeight(layer.weight.detach())
+            layer.weight = torch.nn.Parameter(values, layer.weight.requires_grad)
+    return list(chosen)
+
+
+def gathered_spec(recipe: Recipe) -> Spec | None:
+    """Of W, where one quantization of its pieces serves both products."""
+    s = recipe.fprop_w
+    if s is None or s != recipe.dgrad_w or s.block[0] != s.block[1]:
+        return None
+    return None if s.stochastic or s.hadamard else s
+
+
+_aten = torch.ops.aten
+# What makes FSDP2's parameters of others.
+_STAYS: Final = frozenset((
+    _aten._pin_memory.default, _aten._to_copy.default, _aten.as_strided.default,
+    _aten.clone.default, _aten.detach.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_zeros.default, _aten.slice.Tensor, _aten.split.Tensor, _aten.view.default,
+))  # fmt: skip
+
+
+class ShardedWeight(torch.Tensor):
+    """The piece of a weight that a rank keeps: a tensor like any other, but for how it is gathered.
+
+    Attributes:
+        local: the tensor.
+    """
+
+    local: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> ShardedWeight:
+        made: ShardedWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+        made.local = values
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["local"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> ShardedWeight:
+        return ShardedWeight(inner["local"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        plain = pytree.tree_map_only(cls, lambda w: w.local, (args, kwargs or {}))
+        made = func(*plain[0], **plain[1])
+        if func in _STAYS:
+            return pytree.tree_map_only(torch.Tensor, cls, made)
+        # In place it is what it was; what is computed from it is no weight.
+        return args[0] if func._schema.is_mutable and made is not None else made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self.local!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.local.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # checkpoints stay plain
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What a rank sends, and what it keeps to itself: FSDP2's extension point, which it calls
+        with the weight's module."""
+        assert isinstance(module, Linear)
+        recipe, n = module.recipe, outer_size[0]
+        s = gathered_spec(recipe)
+        values = self.local.to(mp_policy.param_dtype or self.dtype)
+        ranks = mesh.size()
+        if values.shape[1:] != outer_size[1:]:
+            got, need = f"pieces {list(values.shape)} of {list(outer_size)}", "pieces of its rows"
+            fail("quantized_all_gather", "weight", got, need, "leave shard_placement_fn out")
+        # FSDP2 takes one tensor where a rank is alone.
+        if s is None or ranks == 1 or n % (ranks * s.block[0]):
+            rows = -(-n // ranks)
+            return (torch.nn.functional.pad(values, (0, 0, 0, rows - values.shape[0])),), None
+        amax = None
+        if s.outer:
+            amax = _ops.amax(values, s.text, -1, 0)
+            bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
+            dist.all_reduce(bits, dist.ReduceOp.MAX, mesh.get_group())
+        made = _ops.quantize(values, s.text, -1, amax, None, None, (), "linear", 0)
+        sent = (made[0].view(torch.uint8), made[1].view(torch.uint8))
+        return sent, (recipe, s, outer_size, made[2])
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The parameter that a layer sees, and the memory that FSDP2 frees after it ran."""
+        if metadata is None:
+            return None if out is not None else (all_gather_outputs[0], ())
+        recipe, s, shape, outer = metadata
+        codes, scales = all_gather_outputs
+        if out is None:
+            stand_in = torch.empty((), dtype=param_dtype, device=codes.device).expand(shape)
+            operands = weight_memory(stand_in, recipe.text, True)
+            made = GatheredWeight(stand_in, QuantizedWeight(recipe, shape, True, operands))
+        else:
+            assert isinstance(out, GatheredWeight)
+            operands = out.quantized.operands
+        _ops.gather_weight(
+            codes.view(s.code_dtype),
+            scales.view(s.scale_dtype),
+            outer,
+            recipe.text,
+            *shape,
+            *operands,
+        )
+        return None if out is not None else (made, tuple(operands))
+
+
+class GatheredWeight(torch.Tensor):
+    """A weight without values: what the GEMMs of its layer read.
+
+    Attributes:
+        quantized: its operands, whose memory is FSDP2's.
+    """
+
+    quantized: QuantizedWeight
+    stand_in: torch.Tensor  # of its shape and dtype, for operators that do not look at values
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, stand_in: torch.Tensor, quantized: QuantizedWeight) -> GatheredWeight:
+        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+            cls, stand_in.shape, dtype=stand_in.dtype, device=stand_in.device
+        )
+        made.stand_in, made.quantized = stand_in, quantized
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight({list(self.shape)}, recipe={self.quantized.recipe})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten.detach.default or (
+            func is _aten.as_strided.default and torch.Size(args[1]) == args[0].shape
+        ):
+            return cls(args[0].stand_in, args[0].quantized)
+        if func.namespace == "blockscale":
+            args = [a.stand_in if isinstance(a, cls) else a for a in args]
+            return func(*args, **(kwargs or {}))
+        need = "nothing but its layer: FSDP2 has gathered codes, no values"
+        remedy = "read the parameter outside of the forward, where FSDP2 has values"
+        return fail("quantized_all_gather", "weight", f"read by {func}", need, remedy)

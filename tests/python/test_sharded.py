@@ -1,0 +1,194 @@
+"""FSDP2 with weights that are gathered as codes: in two processes, against values that are gathered
+and quantized then, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import DEVICES, on_two_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+RECIPES = ("fp8_blockwise", "mxfp4", "nvfp4", "amdfp4", "mxfp8")
+
+
+class Block(nn.Module):
+    """Pieces of `up` and `down` on two ranks are whole blocks of every recipe, those of `odd` of
+    none; those of `odd` differ."""
+
+    def __init__(self, rerun: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
+        self.odd = nn.Linear(256, 249)
+        self.rerun = rerun
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.inner, x, use_reentrant=False) if self.rerun else self.inner(x)
+        return torch.nn.functional.pad(self.odd(x + y), (0, 7))
+
+
+def sharded(
+    device: str,
+    recipe: str,
+    codes: bool,
+    rerun: bool = False,
+    extents: tuple[int, ...] = (2,),
+    **options: Any,
+) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(rerun), nn.LayerNorm(256), Block(rerun))
+    bs.convert(model, recipe)
+    if codes:
+        names = bs.quantized_all_gather(model)
+        layers = ("up", "down", "odd") if recipe != "mxfp8" else ()
+        assert names == [f"{block}.{layer}.weight" for block in (0, 2) for layer in layers]
+    mesh = init_device_mesh(device, extents, mesh_dim_names=("replicas", "pieces")[-len(extents) :])
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+def trained(device: str, model: nn.Module) -> list[torch.Tensor]:
+    """Losses and weights of some steps of two micro-batches; ranks see other batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    bs.attach(model, optimizer)
+    torch.manual_seed(1 + dist.get_rank())
+    seen = []
+    for _ in range(2):
+        for _ in range(2):
+            loss = model(torch.randn(64, 256).to(device)).float().square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        seen.append(parameter.full_tensor().detach())
+    assert {type(t) for t in seen} == {torch.Tensor}
+    return seen
+
+
+def watch(block: nn.Module, name: str) -> list[bool]:
+    """Whether a layer's weight is codes, of each forward."""
+    seen: list[bool] = []
+
+    def look(layer: nn.Module, _: Any) -> None:
+        seen.append(type(layer.weight).__name__ == "GatheredWeight")
+
+    getattr(block, name).register_forward_pre_hook(look)
+    return seen
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"rerun": True},
+    {"reshard_after_forward": False},
+    {"extents": (1, 2)},
+    {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+]
+
+
+def compare(device: str, recipe: str) -> None:
+    for way in WAYS:
+        want = trained(device, sharded(device, recipe, False, **way))
+        model = sharded(device, recipe, True, **way)
+        kinds = [watch(model[0], name) for name in ("up", "down", "odd")]
+        got = trained(device, model)
+        whole = recipe != "mxfp8"
+        assert [set(seen) for seen in kinds] == [{whole}, {whole}, {False}], way
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(a, b), (way, i)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bits_are_those_of_gathered_values(recipe: str, device: str, tmp_path: Path) -> None:
+    on_two_ranks(compare, tmp_path, device, recipe, device=device)
+
+
+def use(device: str, folder: str) -> None:
+    """What else is done with such a model."""
+    x = torch.randn(64, 256).to(device)
+    want = sharded(device, "nvfp4", False)(x)
+    # Compiled, as a whole and by blocks.
+    assert torch.equal(torch.compile(sharded(device, "nvfp4", True), backend="aot_eager")(x), want)
+    model = sharded(device, "nvfp4", True)
+    model[0].compile(backend="aot_eager")
+    y = model(x)
+    assert torch.equal(y, want)
+    y.sum().backward()
+
+    # Made without memory, and filled from a checkpoint, which knows no types of this package.
+    state = {"model": model.state_dict()}
+    save(state, checkpoint_id=folder)
+    written = b"".join(path.read_bytes() for path in Path(folder).iterdir())
+    assert b"ShardedWeight" not in written
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    assert b"ShardedWeight" not in buffer.getvalue()
+    with torch.device("meta"):
+        bare = sharded(device, "nvfp4", True)
+    bare.to_empty(device=device)
+    state = {"model": bare.state_dict()}
+    load(state, checkpoint_id=folder)
+    bare.load_state_dict(state["model"])
+    seen = watch(bare[0], "up")
+    assert torch.equal(bare(x), want)
+    assert seen == [True]
+
+    # Its values are not there while it runs.
+    def read(layer: Any, _: Any) -> None:
+        assert "recipe=nvfp4" in repr(layer.weight)
+        torch.sum(layer.weight)
+
+    bare[0].get_submodule("up").register_forward_pre_hook(read)
+    with pytest.raises(ValueError, match=r"weight = read by aten.sum.*; need nothing but its "):
+        bare(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_compiled_saved_and_loaded(device: str, tmp_path: Path) -> None:
+    on_two_ranks(use, tmp_path, device, str(tmp_path / "saved"), device=device)
+
+
+def test_only_what_can_be_is_gathered_as_codes() -> None:
+    with pytest.raises(ValueError, match="model = Linear without converted layers"):
+        bs.quantized_all_gather(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="quantized_all_gather: model = None"):
+        bs.quantized_all_gather(None)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[2].weight = model[1].weight  # tied
+    bs.convert(model, "nvfp4")
+    y = model(torch.ones(2, 64))
+    assert bs.quantized_all_gather(model) == ["0.weight"]
+    assert bs.quantized_all_gather(model) == ["0.weight"]
+    # Without fully_shard, and in a copy, it is a weight like any other.
+    copied = copy.deepcopy(model)
+    assert type(copied[0].weight).__name__ == "ShardedWeight"
+    assert isinstance(copied[0].weight, nn.Parameter)
+    for one in (model, copied):
+        got = one(torch.ones(2, 64))
+        assert torch.equal(got, y)
+        assert type(got) is torch.Tensor
+    state = pickle.dumps(model.state_dict())
+    assert b"ShardedWeight" not in state
+    bs.revert(copied)
+    assert type(copied[0]) is nn.Linear
