@@ -16,7 +16,7 @@ from blockscale.nn import Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, Steps
-from blockscale.tensor import FLOATS, FLOATS_TEXT, is_dtensor, is_plain
+from blockscale.tensor import FLOATS, FLOATS_TEXT, WeightOfFsdp, is_dtensor, is_plain
 
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
 # layers: whose attribute allows it, and the value that does not.
@@ -275,7 +275,8 @@ def _unfit(module: torch.nn.Module) -> str:
     assert isinstance(module, torch.nn.Linear)
     if type(module) is torch.nn.Linear and "forward" in vars(module):
         return "its forward was replaced by another library: convert before that"
-    if not is_plain(module.weight) and not is_dtensor(module.weight):
+    weight = module.weight
+    if not (is_plain(weight) or is_dtensor(weight) or isinstance(weight, WeightOfFsdp)):
         return f"its weight is a tensor of type {type(module.weight).__name__}"
     if module.weight.dtype not in FLOATS:
         return f"its weight is {module.weight.dtype}, not {FLOATS_TEXT}"

@@ -24,7 +24,7 @@ from blockscale._errors import fail, fail_type
 from blockscale._fakes import weight_memory
 from blockscale.nn import Linear
 from blockscale.recipe import Recipe, Spec
-from blockscale.tensor import is_plain
+from blockscale.tensor import WeightOfFsdp, is_plain
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -50,8 +50,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone, and
     so are those that other modules share. A weight whose pieces would not be whole blocks (their
     rows a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4") is
-    gathered by its values as ever. Not for compiled layers yet, and for weights that are gathered
-    alone: no `parallelize_module` before.
+    gathered by its values as ever, and so is what FSDP2 does not cut. Not for weights that
+    `parallelize_module` has cut.
 
     Args:
         model: a converted one, or a part of it, before `fully_shard`.
@@ -106,7 +106,7 @@ _STAYS: Final = frozenset((
 ))  # fmt: skip
 
 
-class ShardedWeight(torch.Tensor):
+class ShardedWeight(WeightOfFsdp):
     """The piece of a weight that a rank keeps: a tensor like any other, but for how it is gathered.
 
     Attributes:
@@ -114,8 +114,6 @@ class ShardedWeight(torch.Tensor):
     """
 
     local: torch.Tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> ShardedWeight:
@@ -199,9 +197,9 @@ class ShardedWeight(torch.Tensor):
         recipe, s, shape, outer = metadata
         codes, scales = all_gather_outputs
         if out is None:
-            stand_in = torch.empty((), dtype=param_dtype, device=codes.device).expand(shape)
-            operands = weight_memory(stand_in, recipe.text, True)
-            made = GatheredWeight(stand_in, QuantizedWeight(recipe, shape, True, operands))
+            like = codes.new_empty((), dtype=param_dtype).expand(shape)
+            operands = weight_memory(like, recipe.text, True)
+            made = GatheredWeight(QuantizedWeight(recipe, shape, True, operands), param_dtype)
         else:
             assert isinstance(out, GatheredWeight)
             operands = out.quantized.operands
@@ -216,7 +214,7 @@ class ShardedWeight(torch.Tensor):
         return None if out is not None else (made, tuple(operands))
 
 
-class GatheredWeight(torch.Tensor):
+class GatheredWeight(WeightOfFsdp):
     """A weight without values: what the GEMMs of its layer read.
 
     Attributes:
@@ -224,17 +222,26 @@ class GatheredWeight(torch.Tensor):
     """
 
     quantized: QuantizedWeight
-    stand_in: torch.Tensor  # of its shape and dtype, for operators that do not look at values
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    fprop: torch.Tensor
+    dgrad: torch.Tensor
 
     @staticmethod
-    def __new__(cls, stand_in: torch.Tensor, quantized: QuantizedWeight) -> GatheredWeight:
+    def __new__(cls, quantized: QuantizedWeight, dtype: torch.dtype) -> GatheredWeight:
         made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
-            cls, stand_in.shape, dtype=stand_in.dtype, device=stand_in.device
+            cls, quantized.shape, dtype=dtype, device=quantized.device
         )
-        made.stand_in, made.quantized = stand_in, quantized
+        made.quantized = quantized
+        made.fprop, made.dgrad = quantized.operands
         return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["fprop", "dgrad"], (self.quantized.recipe, self.shape, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], known: Any, *_: Any) -> GatheredWeight:
+        recipe, shape, dtype = known
+        operands = [inner["fprop"], inner["dgrad"]]
+        return GatheredWeight(QuantizedWeight(recipe, shape, True, operands), dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({list(self.shape)}, recipe={self.quantized.recipe})"
@@ -246,10 +253,11 @@ class GatheredWeight(torch.Tensor):
         if func is _aten.detach.default or (
             func is _aten.as_strided.default and torch.Size(args[1]) == args[0].shape
         ):
-            return cls(args[0].stand_in, args[0].quantized)
-        if func.namespace == "blockscale":
-            args = [a.stand_in if isinstance(a, cls) else a for a in args]
-            return func(*args, **(kwargs or {}))
+            return cls(args[0].quantized, args[0].dtype)
+        if func is _ops.linear.default and len(args) == 11 and args[10] is not None:
+            x, w, *rest = args
+            # Of w's shape and dtype; its values are not read.
+            return func(x, w.fprop.new_empty((), dtype=w.dtype).expand(w.shape), *rest)
         need = "nothing but its layer: FSDP2 has gathered codes, no values"
         remedy = "read the parameter outside of the forward, where FSDP2 has values"
         return fail("quantized_all_gather", "weight", f"read by {func}", need, remedy)

@@ -63,6 +63,12 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+class WeightOfFsdp(torch.Tensor):
+    """A layer's weight under FSDP2, as it is kept or as it has been gathered (sharded.py)."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
 def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Refuse what is not one tensor in strided memory, also wrappers of others. Returns it, waited
     for where a collective may still be writing it."""

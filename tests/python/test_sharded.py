@@ -50,6 +50,7 @@ def sharded(
     codes: bool,
     rerun: bool = False,
     extents: tuple[int, ...] = (2,),
+    compiled: bool = False,
     **options: Any,
 ) -> nn.Sequential:
     torch.manual_seed(0)
@@ -60,6 +61,10 @@ def sharded(
         layers = ("up", "down", "odd") if recipe != "mxfp8" else ()
         assert names == [f"{block}.{layer}.weight" for block in (0, 2) for layer in layers]
     mesh = init_device_mesh(device, extents, mesh_dim_names=("replicas", "pieces")[-len(extents) :])
+    if compiled:
+        torch._dynamo.reset()
+        model[0].compile(fullgraph=True, backend="aot_eager")
+        model[2].compile(fullgraph=True, backend="aot_eager")
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh, **options)
     return model
@@ -100,6 +105,7 @@ def watch(block: nn.Module, name: str) -> list[bool]:
 WAYS: list[dict[str, Any]] = [
     {},
     {"rerun": True},
+    {"compiled": True},
     {"reshard_after_forward": False},
     {"extents": (1, 2)},
     {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
@@ -128,13 +134,8 @@ def use(device: str, folder: str) -> None:
     """What else is done with such a model."""
     x = torch.randn(64, 256).to(device)
     want = sharded(device, "nvfp4", False)(x)
-    # Compiled, as a whole and by blocks.
-    assert torch.equal(torch.compile(sharded(device, "nvfp4", True), backend="aot_eager")(x), want)
     model = sharded(device, "nvfp4", True)
-    model[0].compile(backend="aot_eager")
-    y = model(x)
-    assert torch.equal(y, want)
-    y.sum().backward()
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), want)
 
     # Made without memory, and filled from a checkpoint, which knows no types of this package.
     state = {"model": model.state_dict()}
@@ -157,6 +158,10 @@ def use(device: str, folder: str) -> None:
     # Its values are not there while it runs.
     def read(layer: Any, _: Any) -> None:
         assert "recipe=nvfp4" in repr(layer.weight)
+        with pytest.raises(ValueError, match=r"weight = read by blockscale.linear.*; need nothing"):
+            bs.linear(x, layer.weight, recipe="fp8_blockwise")
+        with pytest.raises(ValueError, match=r"w = a GatheredWeight; need a plain tensor"):
+            bs.quantize_weight(layer.weight, "nvfp4")
         torch.sum(layer.weight)
 
     bare[0].get_submodule("up").register_forward_pre_hook(read)
@@ -190,5 +195,6 @@ def test_only_what_can_be_is_gathered_as_codes() -> None:
         assert type(got) is torch.Tensor
     state = pickle.dumps(model.state_dict())
     assert b"ShardedWeight" not in state
+    assert bs.convert(copied, "mxfp8").skipped == []
     bs.revert(copied)
     assert type(copied[0]) is nn.Linear
