@@ -196,6 +196,8 @@ class ShardedWeight(WeightOfFsdp):
             return None if out is not None else (all_gather_outputs[0], ())
         recipe, s, shape, outer = metadata
         codes, scales = all_gather_outputs
+        if outer.is_cuda:  # made on the stream that sends, read on the layer's
+            outer.record_stream(torch.cuda.current_stream(outer.device))
         if out is None:
             like = codes.new_empty((), dtype=param_dtype).expand(shape)
             operands = weight_memory(like, recipe.text, True)
