@@ -331,6 +331,10 @@ void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe_tex
   const auto write = [&](const char* name, const Tensor& memory, int axis, const Spec& partner) {
     const Plan plan(spec, axis, extent);
     Kept kept(&plan);
+    // Where it is not, what reads it would look at a copy.
+    const auto at_16 = reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 == 0;
+    require(memory.is_contiguous() && at_16, at.op(), name, "another place",
+            "contiguous memory at a multiple of 16 bytes");
     if (memory.numel() == kept.bytes()) {
       kept.read(at, name, memory);
       return run(at, codes.numel(),

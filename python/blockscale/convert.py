@@ -16,6 +16,7 @@ from blockscale.nn import Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, Steps
+from blockscale.sharded import gathered_spec, spec_in_use
 from blockscale.tensor import FLOATS, FLOATS_TEXT, WeightOfFsdp, is_dtensor, is_plain
 
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
@@ -106,6 +107,7 @@ def convert(
         )
     _check_not_inside_another(model)
     _check_devices(plan)
+    _check_gathered(plan)
     left = {step.name: step.module for step in plan if not isinstance(step.what, Recipe)}
     _check_restorable("convert", model, left)
 
@@ -323,6 +325,17 @@ def _check_devices(plan: list[_Step]) -> None:
             fail("convert", "recipe", got, what.cuda_needs, remedy)
 
 
+def _check_gathered(plan: list[_Step]) -> None:
+    """Where FSDP2 gathers codes, W keeps its spec: the buffers are of its size."""
+    for step in plan:
+        used = spec_in_use(step.module) if isinstance(step.module, Linear) else None
+        new = gathered_spec(step.what) if isinstance(step.what, Recipe) else None
+        if used is not None and new != used and isinstance(step.what, Recipe):
+            got = f"{step.what} for {step.name or '(root)'!r}, whose codes FSDP2 gathers"
+            remedy = "convert before fully_shard, or without quantized_all_gather"
+            fail("convert", "recipe", got, f"W in {used} as it is", remedy)
+
+
 def _check_restorable(
     operation: str, model: torch.nn.Module, named: Mapping[str, torch.nn.Module]
 ) -> None:
@@ -330,6 +343,9 @@ def _check_restorable(
     for name, module in named.items():
         if not isinstance(module, Linear):
             continue
+        if spec_in_use(module) is not None:
+            got = f"{name or 'layer'!r}, whose codes FSDP2 gathers"
+            fail(operation, "model", got, "layers that fully_shard has not cut since then")
         replaced = "forward" in vars(module)
         if replaced or type(module) is not Linear:
             kind = "a layer with another forward" if replaced else type(module).__name__
@@ -344,6 +360,10 @@ def _restore(module: torch.nn.Module) -> bool:
     drop_root(module)
     for name in ("recipe", "_rng_state", "_seed"):
         del module.__dict__[name]
+    if module.__dict__.pop("_retype", None):  # by quantized_all_gather()
+        weight = module.weight
+        values = getattr(weight, "local", weight)
+        module.weight = torch.nn.Parameter(values, weight.requires_grad)
     module.__class__ = torch.nn.Linear  # type: ignore[assignment]
     return True
 

@@ -39,6 +39,8 @@ class Linear(torch.nn.Linear):
     # Plain attributes, neither parameters nor buffers: checkpoints stay plain.
     _rng_state: RngState
     _seed: torch.Tensor
+    # After quantized_all_gather(): gives a weight its type again.
+    _retype: Callable[[Linear], None] | None = None
     # Within quantized_weights(): the weight's operands, the weight, and its version then.
     _kept: tuple[QuantizedWeight, torch.Tensor, int] | None = None
 
@@ -87,6 +89,11 @@ class Linear(torch.nn.Linear):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._move_rng()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._retype is not None:  # with assign=True the weight is another tensor
+            self._retype(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""

@@ -14,6 +14,7 @@ quantized then, to the bit.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,7 @@ from blockscale._errors import fail, fail_type
 from blockscale._fakes import weight_memory
 from blockscale.nn import Linear
 from blockscale.recipe import Recipe, Spec
-from blockscale.tensor import WeightOfFsdp, is_plain
+from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -48,19 +49,23 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     Call it between `convert` and `fully_shard`, and before the optimizer is made: parameters are
     replaced by others of the same values. Checkpoints stay as they are. Weights whose recipe does
     not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone, and
-    so are those that other modules share. A weight whose pieces would not be whole blocks (their
-    rows a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4") is
-    gathered by its values as ever, and so is what FSDP2 does not cut. Not for weights that
-    `parallelize_module` has cut.
+    so are those that modules of `model` share. A weight whose pieces are not whole blocks (the rows
+    of each rank a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4") is
+    gathered by its values as ever.
+
+    After `fully_shard` a layer keeps its recipe of W: FSDP2 has sized its buffers. Its
+    `reshard_after_forward` is True or False here, no number, and it cuts weights by their rows.
+    Not for weights that `parallelize_module` has cut.
 
     Args:
-        model: a converted one, or a part of it, before `fully_shard`.
+        model: the converted model, before `fully_shard`.
 
     Returns:
-        The names of the weights that will be gathered as codes.
+        The names of the weights that are gathered as codes where each rank has whole blocks.
 
     Raises:
         TypeError, ValueError: nothing in the model is converted, or a weight is a DTensor already.
+            Later, in a forward: it is cut by columns.
     """
     if not isinstance(model, torch.nn.Module):
         fail_type("quantized_all_gather", "model", model, "an nn.Module")
@@ -80,13 +85,25 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
         named = f"{name}.weight".lstrip(".")
         if not (is_plain(weight) or isinstance(weight, ShardedWeight)):
             got, need = f"a {type(weight).__name__}", "a plain tensor"
-            fail("quantized_all_gather", named, got, need, "call it before fully_shard")
+            remedy = "call it before fully_shard, and not after parallelize_module"
+            fail("quantized_all_gather", named, got, need, remedy)
         chosen[named] = layer
     for layer in chosen.values():
-        if not isinstance(layer.weight, ShardedWeight):
-            values = ShardedWeight(layer.weight.detach())
-            layer.weight = torch.nn.Parameter(values, layer.weight.requires_grad)
+        _retype(layer)
+        layer._retype = _retype
     return list(chosen)
+
+
+def _retype(layer: Linear) -> None:
+    """Give the weight its type, at first and after a checkpoint was assigned."""
+    weight: Any = layer._parameters["weight"]
+    if is_dtensor(weight):
+        if not isinstance(weight._local_tensor, ShardedWeight):
+            weight._local_tensor = ShardedWeight(weight._local_tensor)
+    elif not isinstance(weight, ShardedWeight):
+        made = torch.nn.Parameter(ShardedWeight(weight.detach()), weight.requires_grad)
+        made.__dict__.update(weight.__dict__)  # such as what an optimizer is to do with it
+        layer.weight = made
 
 
 def gathered_spec(recipe: Recipe) -> Spec | None:
@@ -97,8 +114,15 @@ def gathered_spec(recipe: Recipe) -> Spec | None:
     return None if s.stochastic or s.hadamard else s
 
 
+def spec_in_use(layer: Linear) -> Spec | None:
+    """Of W, where FSDP2 gathers the layer's codes."""
+    weight: Any = layer._parameters.get("weight")
+    cut = is_dtensor(weight) and isinstance(weight._local_tensor, ShardedWeight)
+    return gathered_spec(layer.recipe) if cut else None
+
+
 _aten = torch.ops.aten
-# What makes FSDP2's parameters of others.
+# Results of these are weights too.
 _STAYS: Final = frozenset((
     _aten._pin_memory.default, _aten._to_copy.default, _aten.as_strided.default,
     _aten.clone.default, _aten.detach.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -141,16 +165,31 @@ class ShardedWeight(WeightOfFsdp):
     ) -> Any:
         plain = pytree.tree_map_only(cls, lambda w: w.local, (args, kwargs or {}))
         made = func(*plain[0], **plain[1])
-        if func in _STAYS:
+        if func in _STAYS and not (func is _aten.view.default and made.dim() == 1):
             return pytree.tree_map_only(torch.Tensor, cls, made)
-        # In place it is what it was; what is computed from it is no weight.
-        return args[0] if func._schema.is_mutable and made is not None else made
+        # In place it is what it was. What is computed from it is no weight, and neither is a flat
+        # view, by which FSDP2 tells whether the memory is another.
+        return args[0] if args and made is plain[0][0] else made
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.local.untyped_storage()
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.local.data = getattr(values, "local", values)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.local!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.local.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # checkpoints stay plain
+        plain = self.local  # checkpoints stay plain
+        if isinstance(self, torch.nn.Parameter):
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def fsdp_pre_all_gather(
         self,
@@ -162,16 +201,15 @@ class ShardedWeight(WeightOfFsdp):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What a rank sends, and what it keeps to itself: FSDP2's extension point, which it calls
         with the weight's module."""
-        assert isinstance(module, Linear)
-        recipe, n = module.recipe, outer_size[0]
-        s = gathered_spec(recipe)
+        s = gathered_spec(module.recipe) if isinstance(module, Linear) else None
         values = self.local.to(mp_policy.param_dtype or self.dtype)
-        ranks = mesh.size()
+        n, ranks = outer_size[0], mesh.size()
         if values.shape[1:] != outer_size[1:]:
             got, need = f"pieces {list(values.shape)} of {list(outer_size)}", "pieces of its rows"
             fail("quantized_all_gather", "weight", got, need, "leave shard_placement_fn out")
-        # FSDP2 takes one tensor where a rank is alone.
-        if s is None or ranks == 1 or n % (ranks * s.block[0]):
+        if values.shape[0] == n:  # a rank alone, of which FSDP2 takes one tensor
+            return (values,), None
+        if s is None or n % (ranks * s.block[0]):
             rows = -(-n // ranks)
             return (torch.nn.functional.pad(values, (0, 0, 0, rows - values.shape[0])),), None
         amax = None
@@ -181,7 +219,7 @@ class ShardedWeight(WeightOfFsdp):
             dist.all_reduce(bits, dist.ReduceOp.MAX, mesh.get_group())
         made = _ops.quantize(values, s.text, -1, amax, None, None, (), "linear", 0)
         sent = (made[0].view(torch.uint8), made[1].view(torch.uint8))
-        return sent, (recipe, s, outer_size, made[2])
+        return sent, (module.recipe, s, outer_size, made[2])
 
     def fsdp_post_all_gather(
         self,
@@ -205,6 +243,8 @@ class ShardedWeight(WeightOfFsdp):
         else:
             assert isinstance(out, GatheredWeight)
             operands = out.quantized.operands
+            if out.quantized.recipe is not recipe:  # other operands than W's may be others
+                out.quantized = dataclasses.replace(out.quantized, recipe=recipe)
         _ops.gather_weight(
             codes.view(s.code_dtype),
             scales.view(s.scale_dtype),
@@ -213,6 +253,8 @@ class ShardedWeight(WeightOfFsdp):
             *shape,
             *operands,
         )
+        for gathered in all_gather_outputs:  # which FSDP2 would keep as long as the operands
+            gathered.untyped_storage().resize_(0)
         return None if out is not None else (made, tuple(operands))
 
 
@@ -260,6 +302,8 @@ class GatheredWeight(WeightOfFsdp):
             x, w, *rest = args
             # Of w's shape and dtype; its values are not read.
             return func(x, w.fprop.new_empty((), dtype=w.dtype).expand(w.shape), *rest)
+        if func is _aten.zeros_like.default:  # FSDP2's gradient of a layer that was not used
+            return args[0].fprop.new_zeros(args[0].shape, dtype=args[0].dtype)
         need = "nothing but its layer: FSDP2 has gathered codes, no values"
         remedy = "read the parameter outside of the forward, where FSDP2 has values"
         return fail("quantized_all_gather", "weight", f"read by {func}", need, remedy)

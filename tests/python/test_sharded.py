@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICES, on_two_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,6 +41,8 @@ class Block(nn.Module):
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:  # the host runs ahead, and prepares the next block's gather
+            torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
         y = checkpoint(self.inner, x, use_reentrant=False) if self.rerun else self.inner(x)
         return torch.nn.functional.pad(self.odd(x + y), (0, 7))
 
@@ -130,27 +133,51 @@ def test_the_bits_are_those_of_gathered_values(recipe: str, device: str, tmp_pat
     on_two_ranks(compare, tmp_path, device, recipe, device=device)
 
 
+def refused(call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
 def use(device: str, folder: str) -> None:
     """What else is done with such a model."""
     x = torch.randn(64, 256).to(device)
     want = sharded(device, "nvfp4", False)(x)
     model = sharded(device, "nvfp4", True)
+    # Taken before the first forward, it is of the parameters' memory, padded pieces or not.
+    early = model.state_dict()
     assert torch.equal(torch.compile(model, backend="aot_eager")(x), want)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(early[name].full_tensor(), value.full_tensor()), name
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(1)
+    want = model(x)
 
     # Made without memory, and filled from a checkpoint, which knows no types of this package.
     state = {"model": model.state_dict()}
     save(state, checkpoint_id=folder)
     written = b"".join(path.read_bytes() for path in Path(folder).iterdir())
-    assert b"ShardedWeight" not in written
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
-    assert b"ShardedWeight" not in buffer.getvalue()
+    assert b"ShardedWeight" not in written + buffer.getvalue()
+    for assign in (False, True):
+        with torch.device("meta"):
+            bare = sharded(device, "nvfp4", True)
+        bare.to_empty(device=device)
+        state = {"model": bare.state_dict()}
+        load(state, checkpoint_id=folder)
+        bare.load_state_dict(state["model"], assign=assign)
+        seen = watch(bare[0], "up")
+        assert torch.equal(bare(x), want)
+        assert seen == [True]
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
     with torch.device("meta"):
         bare = sharded(device, "nvfp4", True)
-    bare.to_empty(device=device)
-    state = {"model": bare.state_dict()}
-    load(state, checkpoint_id=folder)
-    bare.load_state_dict(state["model"])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(bare, full, options=options)
     seen = watch(bare[0], "up")
     assert torch.equal(bare(x), want)
     assert seen == [True]
@@ -158,15 +185,22 @@ def use(device: str, folder: str) -> None:
     # Its values are not there while it runs.
     def read(layer: Any, _: Any) -> None:
         assert "recipe=nvfp4" in repr(layer.weight)
-        with pytest.raises(ValueError, match=r"weight = read by blockscale.linear.*; need nothing"):
-            bs.linear(x, layer.weight, recipe="fp8_blockwise")
-        with pytest.raises(ValueError, match=r"w = a GatheredWeight; need a plain tensor"):
-            bs.quantize_weight(layer.weight, "nvfp4")
+        refused(
+            lambda: bs.linear(x, layer.weight, recipe="fp8_blockwise"),
+            r"weight = read by blockscale.linear.*; need nothing",
+        )
+        refused(lambda: bs.quantize_weight(layer.weight), r"w = a GatheredWeight; need a plain t")
+        assert torch.equal(torch.zeros_like(layer.weight).cpu(), torch.zeros(512, 256))
         torch.sum(layer.weight)
 
     bare[0].get_submodule("up").register_forward_pre_hook(read)
-    with pytest.raises(ValueError, match=r"weight = read by aten.sum.*; need nothing but its "):
-        bare(x)
+    refused(lambda: bare(x), r"weight = read by aten.sum.*; need nothing but its layer")
+
+    # The recipe of W stays, others may change.
+    refused(lambda: bs.convert(model, "mxfp8"), "recipe = mxfp8 for '0.up', whose codes FSDP2 gat")
+    refused(lambda: bs.revert(model), "revert: model = '0.up', whose codes FSDP2 gathers; need")
+    bs.convert(model, bs.recipe("nvfp4").replace(wgrad_x=None, wgrad_dy=None))
+    model(x).sum().backward()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -193,8 +227,33 @@ def test_only_what_can_be_is_gathered_as_codes() -> None:
         got = one(torch.ones(2, 64))
         assert torch.equal(got, y)
         assert type(got) is torch.Tensor
-    state = pickle.dumps(model.state_dict())
-    assert b"ShardedWeight" not in state
+    saved = pickle.dumps(model)
+    assert b"ShardedWeight" not in saved
+    restored = pickle.loads(saved)
+    assert type(restored[0].weight) is nn.Parameter
+    assert restored[0].weight.requires_grad
     assert bs.convert(copied, "mxfp8").skipped == []
     bs.revert(copied)
     assert type(copied[0]) is nn.Linear
+    assert type(copied[0].weight) is nn.Parameter
+
+
+def test_a_weight_is_written_to_as_ever() -> None:
+    layer = bs.nn.Linear(64, 64, recipe="nvfp4", seed=1)
+    layer.weight.no_decay = True  # type: ignore[attr-defined]
+    bs.quantized_all_gather(layer)
+    assert layer.weight.no_decay  # type: ignore[attr-defined]
+    values = torch.randn(64, 64)
+    layer.weight.data = values.clone()
+    assert torch.equal(layer.weight + 0, values)
+    layer.weight.data.mul_(2)
+    torch.nn.init.constant_(layer.weight.data[:2], 3)
+    assert torch.equal(layer.weight[2:] + 0, values[2:] * 2)
+    assert bool((layer.weight[:2] == 3).all())
+    for assign in (False, True):
+        layer.load_state_dict({"weight": values, "bias": torch.zeros(64)}, assign=assign)
+        assert type(layer.weight).__name__ == "ShardedWeight"
+        assert torch.equal(layer.weight + 0, values)
+    layer.to(torch.bfloat16)
+    assert type(layer.weight).__name__ == "ShardedWeight"
+    assert layer(values.bfloat16()).dtype is torch.bfloat16
