@@ -45,11 +45,11 @@ def same_on_all_ranks(value: torch.Tensor) -> bool:
 def train(rank: int, ranks: int, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (ranks,))
     torch.manual_seed(0)  # the same initial weights everywhere
-    blocks = [Block(), Block()]
-    model = nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(*(blocks := [Block(), Block()]), nn.Linear(WIDTH, WIDTH))
     report = bs.convert(model, "nvfp4", skip=["2"], seed=rank)  # before fully_shard
+    gathered = bs.quantized_all_gather(model)  # FSDP2 sends codes of these instead of values
     if rank == 0:
-        print(report)
+        print(report, "gathered as codes: " + ", ".join(gathered), sep="\n")
     for part in (*blocks, model):
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

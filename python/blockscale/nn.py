@@ -123,6 +123,17 @@ class Linear(torch.nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe}"
 
 
+def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Linear]:
+    """Those of a model by name; a model without any is refused."""
+    if not isinstance(model, torch.nn.Module):
+        fail_type(operation, "model", model, "an nn.Module")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
+    if not layers:
+        got = f"{type(model).__name__} without converted layers"
+        fail(operation, "model", got, "a converted model", "call bs.convert first")
+    return layers
+
+
 @contextlib.contextmanager
 def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator[None]:
     """Quantize the weights of converted layers once, for all forwards and backwards within.
@@ -151,12 +162,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
             these weights, before it does anything; and a forward that is not compiled, where its
             layer's weight has changed since (but by `.data`, which PyTorch does not count).
     """
-    if not isinstance(model, torch.nn.Module):
-        fail_type("quantized_weights", "model", model, "an nn.Module")
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
-    if not layers:
-        got = f"{type(model).__name__} without converted layers"
-        fail("quantized_weights", "model", got, "a converted model", "call bs.convert first")
+    layers = converted_layers("quantized_weights", model)
     for name, layer in layers.items():
         if layer._kept is not None:
             need = "no other quantized_weights() around it"

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from blockscale._errors import fail, fail_type
+from blockscale._errors import fail
 from blockscale._fakes import weight_memory
-from blockscale.nn import Linear
+from blockscale.nn import Linear, converted_layers
 from blockscale.recipe import Recipe, Spec
 from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight
@@ -67,12 +67,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
         TypeError, ValueError: nothing in the model is converted, or a weight is a DTensor already.
             Later, in a forward: it is cut by columns.
     """
-    if not isinstance(model, torch.nn.Module):
-        fail_type("quantized_all_gather", "model", model, "an nn.Module")
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
-    if not layers:
-        got = f"{type(model).__name__} without converted layers"
-        fail("quantized_all_gather", "model", got, "a converted model", "call bs.convert first")
+    layers = converted_layers("quantized_all_gather", model)
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
