@@ -23,7 +23,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-RECIPES = ("fp8_blockwise", "mxfp4", "nvfp4", "amdfp4", "mxfp8")
+SQUARE = "mxfp8[block=32x32]"
+RECIPES = {name: bs.recipe(name) for name in ("fp8_blockwise", "mxfp4", "nvfp4", "amdfp4", "mxfp8")}
+RECIPES["mxfp8, W in squares"] = RECIPES["mxfp8"].replace(fprop_w=SQUARE, dgrad_w=SQUARE)
 
 
 class Block(nn.Module):
@@ -58,7 +60,7 @@ def sharded(
 ) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(Block(rerun), nn.LayerNorm(256), Block(rerun))
-    bs.convert(model, recipe)
+    bs.convert(model, RECIPES[recipe])
     if codes:
         names = bs.quantized_all_gather(model)
         layers = ("up", "down", "odd") if recipe != "mxfp8" else ()
