@@ -16,7 +16,7 @@ from blockscale.nn import Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, Steps
-from blockscale.sharded import gathered_spec, spec_in_use
+from blockscale.sharded import check_gathered, spec_in_use
 from blockscale.tensor import FLOATS, FLOATS_TEXT, WeightOfFsdp, is_dtensor, is_plain
 
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
@@ -107,7 +107,9 @@ def convert(
         )
     _check_not_inside_another(model)
     _check_devices(plan)
-    _check_gathered(plan)
+    for step in plan:
+        if isinstance(step.module, Linear) and isinstance(step.what, Recipe):
+            check_gathered(step.name, step.module, step.what)
     left = {step.name: step.module for step in plan if not isinstance(step.what, Recipe)}
     _check_restorable("convert", model, left)
 
@@ -323,17 +325,6 @@ def _check_devices(plan: list[_Step]) -> None:
             got = f"{what} for {step.name or '(root)'!r} on cuda"
             remedy = "use a recipe without FP32 scales, such as mxfp8, or keep the layer on the CPU"
             fail("convert", "recipe", got, what.cuda_needs, remedy)
-
-
-def _check_gathered(plan: list[_Step]) -> None:
-    """Where FSDP2 gathers codes, W keeps its spec: the buffers are of its size."""
-    for step in plan:
-        used = spec_in_use(step.module) if isinstance(step.module, Linear) else None
-        new = gathered_spec(step.what) if isinstance(step.what, Recipe) else None
-        if used is not None and new != used and isinstance(step.what, Recipe):
-            got = f"{step.what} for {step.name or '(root)'!r}, whose codes FSDP2 gathers"
-            remedy = "convert before fully_shard, or without quantized_all_gather"
-            fail("convert", "recipe", got, f"W in {used} as it is", remedy)
 
 
 def _check_restorable(

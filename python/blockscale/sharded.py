@@ -116,6 +116,15 @@ def spec_in_use(layer: Linear) -> Spec | None:
     return gathered_spec(layer.recipe) if cut else None
 
 
+def check_gathered(name: str, layer: Linear, recipe: Recipe) -> None:
+    """Refuse a recipe with another spec of W where FSDP2's buffers are of its size."""
+    used = spec_in_use(layer)
+    if used is not None and gathered_spec(recipe) != used:
+        got = f"{recipe} for {name or '(root)'!r}, whose codes FSDP2 gathers"
+        remedy = "convert before fully_shard, or without quantized_all_gather"
+        fail("convert", "recipe", got, f"W in {used} as it is", remedy)
+
+
 _aten = torch.ops.aten
 # Results of these are weights too.
 _STAYS: Final = frozenset((
