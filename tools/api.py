@@ -28,7 +28,7 @@ GROUPS: dict[str, list[str]] = {
     "Products": ["matmul", "grouped_matmul"],
     "Layers": [
         "linear", "grouped_linear", "quantize_weight", "QuantizedWeight", "quantized_weights",
-        "nn.Linear",
+        "nn.Linear", "nn.GroupedLinear",
     ],
     "Over ranks": ["quantized_all_gather"],
     "Converting and training": [
@@ -54,9 +54,9 @@ def public_names() -> set[str]:
 
 
 def is_layer(value: Any) -> bool:
-    """Whether it is a module that blockscale.nn defines."""
+    """Whether it is a module that blockscale.nn defines, but for what they have in common."""
     layer = inspect.isclass(value) and issubclass(value, torch.nn.Module)
-    return layer and value.__module__ == bs.nn.__name__
+    return layer and value.__module__ == bs.nn.__name__ and value is not bs.nn.Layer
 
 
 # --- signatures -----------------------------------------------------------------------------------

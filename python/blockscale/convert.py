@@ -12,7 +12,7 @@ import torch
 
 from blockscale._errors import any_int, check_int, did_you_mean, fail, fail_type
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
-from blockscale.nn import Linear, drop_root, make_root, root_state
+from blockscale.nn import GroupedLinear, Layer, Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, Steps
@@ -64,9 +64,10 @@ def convert(
 ) -> Report:
     """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place.
 
-    Modules, parameters and state_dict keys stay the same objects and names. Converting again
-    changes what is different and keeps the count of steps, also after `revert`, which undoes it.
-    Call `attach` next.
+    A `blockscale.nn.GroupedLinear` gets the recipe; one that is left alone keeps its own. Modules,
+    parameters and state_dict keys stay the same objects and names. Converting again changes what is
+    different and keeps the count of steps, also after `revert`, which undoes it. Call `attach`
+    next.
 
     Args:
         model: its outermost module: its forward is what counts as a forward (docs/rng.md). Of a
@@ -122,8 +123,10 @@ def convert(
         if isinstance(step.what, Recipe):
             if type(step.module) is torch.nn.Linear:
                 step.module.__class__ = Linear
-            assert isinstance(step.module, Linear)
+            assert isinstance(step.module, Layer)
             step.module.configure(step.what, state, step.name)
+        elif isinstance(step.module, GroupedLinear):
+            step.module.configure(step.module.recipe, state, step.name)
         else:
             _restore(step.module)
     make_root(model, state)
@@ -134,7 +137,8 @@ def convert(
 def revert(model: torch.nn.Module) -> list[str]:
     """Make every converted layer of `model` a plain `nn.Linear` again, in place.
 
-    An attached optimizer goes on counting steps, for a `convert` that may follow.
+    A `GroupedLinear` keeps its recipe, and counts its own forwards. An attached optimizer goes on
+    counting steps, for a `convert` that may follow.
 
     Args:
         model: a module; of one in DistributedDataParallel, what it wraps.
@@ -156,6 +160,9 @@ def revert(model: torch.nn.Module) -> list[str]:
     names = [name for name, module in named.items() if _restore(module)]
     for module in model.modules():
         drop_root(module)
+    for name, module in named.items():
+        if isinstance(module, GroupedLinear):
+            module.count_alone(module._rng_state.seed, name)
     _settle_fast_paths(model)
     return names
 
@@ -221,7 +228,7 @@ def _plan(
     _check_skip(skip, [name for known in names.values() for name in known])
     for name, module in by_first_name(names).items():
         own = any(True for _ in module.parameters(recurse=False))
-        if not own and not isinstance(module, Linear):  # which may hold its weight further down
+        if not own and not isinstance(module, Layer):  # which may hold its weight further down
             continue
         reason = _unfit(module)
         known = names[module]
@@ -241,7 +248,8 @@ def _check_rules(
     patterns: Mapping[str, re.Pattern[str]], names: Mapping[torch.nn.Module, list[str]]
 ) -> None:
     """A rule that applies to nothing is a mistake in its expression."""
-    linears = [n for m, known in names.items() if isinstance(m, torch.nn.Linear) for n in known]
+    kinds = (torch.nn.Linear, Layer)
+    linears = [n for m, known in names.items() if isinstance(m, kinds) for n in known]
     for rule, pattern in patterns.items():
         if not any(pattern.search(name) for name in linears):
             need = "a regular expression that is found in the name of a linear layer"
@@ -267,7 +275,7 @@ def _pattern(rule: str) -> re.Pattern[str]:
 
 def _unfit(module: torch.nn.Module) -> str:
     """Why a module cannot be converted; "" when it can."""
-    if type(module) is not torch.nn.Linear and not isinstance(module, Linear):
+    if type(module) is not torch.nn.Linear and not isinstance(module, Layer):
         kind = type(module).__name__
         if isinstance(module, torch.nn.LazyLinear):
             return f"{kind} has no shape yet: convert after it has seen a batch"
@@ -276,7 +284,7 @@ def _unfit(module: torch.nn.Module) -> str:
         if isinstance(module, torch.nn.Linear):
             return f"{kind} is a subclass of nn.Linear: its forward may be its own"
         return f"{kind} is not nn.Linear"
-    assert isinstance(module, torch.nn.Linear)
+    assert isinstance(module, torch.nn.Linear | Layer)
     if type(module) is torch.nn.Linear and "forward" in vars(module):
         return "its forward was replaced by another library: convert before that"
     weight = module.weight
@@ -305,7 +313,7 @@ def _check_not_inside_another(model: torch.nn.Module) -> None:
     copied part belong to none.)"""
     owned = {id(root_state(module)) for module in model.modules()}
     for name, module in model.named_modules():
-        if not isinstance(module, Linear) or not module._rng_state.has_root():
+        if not isinstance(module, Layer) or not module._rng_state.has_root():
             continue
         if id(module._rng_state) not in owned:
             fail(
@@ -364,7 +372,7 @@ def _restore(module: torch.nn.Module) -> bool:
 
 def _states(model: torch.nn.Module) -> list[RngState]:
     """Those that the converted layers of `model` draw by, each once."""
-    layers = (module for module in model.modules() if isinstance(module, Linear))
+    layers = (module for module in model.modules() if isinstance(module, Layer))
     return list({id(layer._rng_state): layer._rng_state for layer in layers}.values())
 
 

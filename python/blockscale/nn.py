@@ -1,5 +1,5 @@
-"""`Linear`: a drop-in `torch.nn.Linear` whose GEMMs read the operands of a recipe; and its weights,
-quantized for several forwards."""
+"""`Linear`: a drop-in `torch.nn.Linear` whose GEMMs read the operands of a recipe; `GroupedLinear`:
+the same for experts; and their weights, quantized for several forwards."""
 
 from __future__ import annotations
 
@@ -11,16 +11,90 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from blockscale._errors import any_int, fail, fail_type
+from blockscale._errors import any_int, check_int, fail, fail_type
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import RngState, as_tensor, layer_seed
+from blockscale.rng import Key, RngState, as_tensor, layer_seed
 from blockscale.tensor import is_plain
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 
-class Linear(torch.nn.Linear):
+class Layer(torch.nn.Module):
+    """What layers with a recipe have in common: it, the count of forwards, and their seeds."""
+
+    weight: torch.Tensor
+    recipe: Recipe
+    # Plain attributes, neither parameters nor buffers: checkpoints stay plain.
+    _rng_state: RngState
+    _seed: torch.Tensor
+    # Within quantized_weights(): the weight's operands, the weight, and its version then.
+    _kept: tuple[QuantizedWeight, torch.Tensor, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy made within quantized_weights() has another weight, and nobody would take its
+        # operands away.
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of the whole weight, wherever it lies."""
+        raise NotImplementedError
+
+    def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
+        """Set the recipe, the shared offset, and the name that the seeds derive from."""
+        self.recipe = recipe
+        self._rng_state = state
+        state.draws |= recipe.stochastic
+        with torch.inference_mode(False):  # training saves it
+            self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
+        self._move_rng()
+
+    def count_alone(self, seed: int, name: str = "") -> None:
+        """Count its own forwards, as a layer does that is built by hand."""
+        self.configure(self.recipe, RngState(seed), name)
+        make_root(self, self._rng_state)
+
+    def _move_rng(self) -> None:
+        device = self.weight.device
+        if device.type != "meta":
+            with torch.inference_mode(False):
+                self._rng_state.move(device)
+                self._seed = self._seed.to(device)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Layer:
+        # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._move_rng()
+        return self
+
+    def _key(self, weight: torch.Tensor) -> Key | None:
+        """Of this forward's random bits, where the recipe draws some."""
+        if not self.recipe.stochastic:
+            return None
+        if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
+            self._move_rng()
+        offset = self._rng_state.offset
+        if offset.device != self._seed.device:  # of a model that lies on several
+            offset = offset.to(self._seed.device)
+        return self._seed, offset
+
+    def _operands(self, weight: torch.Tensor) -> QuantizedWeight | None:
+        """Of the weight, where they were made ahead."""
+        if self._kept is not None:
+            made, of, version = self._kept
+            compiling = torch.compiler.is_compiling()
+            if not compiling and (weight is not of or _version_of(of) != version):
+                name, need = type(self).__name__, "what it was when quantized_weights() began"
+                fail(name, "weight", "changed", need, "leave it before the optimizer's step")
+            return made
+        if type(weight) is torch.nn.Parameter:
+            return None
+        gathered: QuantizedWeight | None = getattr(weight, "quantized", None)  # by FSDP2
+        return gathered
+
+
+class Linear(Layer, torch.nn.Linear):
     """`torch.nn.Linear` with quantized GEMMs: same parameters, same state_dict.
 
     `blockscale.convert` turns the linear layers of a model into this class and gives them one
@@ -35,14 +109,8 @@ class Linear(torch.nn.Linear):
         TypeError, ValueError: an unknown recipe, one in the place of bias, or no seed.
     """
 
-    recipe: Recipe
-    # Plain attributes, neither parameters nor buffers: checkpoints stay plain.
-    _rng_state: RngState
-    _seed: torch.Tensor
     # After quantized_all_gather(): gives a weight its type again.
     _retype: Callable[[Linear], None] | None = None
-    # Within quantized_weights(): the weight's operands, the weight, and its version then.
-    _kept: tuple[QuantizedWeight, torch.Tensor, int] | None = None
 
     def __init__(
         self,
@@ -59,36 +127,14 @@ class Linear(torch.nn.Linear):
         if isinstance(named, str | Recipe):  # which would count as true
             fail_type("Linear", "bias", bias, "a bool", "pass the recipe as recipe=")
         number = any_int("Linear", "seed", seed)
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.configure(recipe_named(recipe), RngState(number), "")
-        make_root(self, self._rng_state)
+        torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.recipe = recipe_named(recipe)
+        self.count_alone(number)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy made within quantized_weights() has another weight, and nobody would take its
-        # operands away.
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
-
-    def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
-        """Set the recipe, the shared offset, and the name that the seeds derive from."""
-        self.recipe = recipe
-        self._rng_state = state
-        state.draws |= recipe.stochastic
-        with torch.inference_mode(False):  # training saves it
-            self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
-        self._move_rng()
-
-    def _move_rng(self) -> None:
-        device = self.weight.device
-        if device.type != "meta":
-            with torch.inference_mode(False):
-                self._rng_state.move(device)
-                self._seed = self._seed.to(device)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Linear:
-        # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._move_rng()
-        return self
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """[N, K]."""
+        return self.out_features, self.in_features
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -97,37 +143,85 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
-        recipe, weight = self.recipe, self.weight
-        key = None
-        if recipe.stochastic:
-            if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
-                self._move_rng()
-            offset = self._rng_state.offset
-            if offset.device != self._seed.device:  # of a model that lies on several
-                offset = offset.to(self._seed.device)
-            key = (self._seed, offset)
-        made: QuantizedWeight | None = None
-        if self._kept is not None:
-            made, of, version = self._kept
-            compiling = torch.compiler.is_compiling()
-            if not compiling and (weight is not of or _version_of(of) != version):
-                need = "what it was when quantized_weights() began"
-                fail("Linear", "weight", "changed", need, "leave it before the optimizer's step")
-        elif type(weight) is not torch.nn.Parameter:  # FSDP2 may have gathered codes: sharded.py
-            made = getattr(weight, "quantized", None)
-        if made is None:
-            return linear_with_key(input, weight, self.bias, recipe, key)
-        return linear_with_key(input, weight, self.bias, recipe, key, None, None, made)
+        weight = self.weight
+        key, made = self._key(weight), self._operands(weight)
+        return linear_with_key(input, weight, self.bias, self.recipe, key, None, None, made)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
 
 
-def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Linear]:
+class GroupedLinear(Layer):
+    """The linear layers of experts in one, without biases: `grouped_linear` as a module.
+
+    Like `Linear` it counts its own forwards until `blockscale.convert` is called for the model that
+    it is in, which gives it a recipe and the model's count. What `skip` and rules leave alone keeps
+    its recipe, as there is no layer of PyTorch's to go back to.
+
+    Args:
+        groups: experts.
+        in_features, out_features: of each.
+        device, dtype: of the weight [groups, out_features, in_features], whose matrices start as
+            those of `torch.nn.Linear` do.
+        recipe: a Recipe or the name of one.
+        seed: of the random bits (docs/rng.md); another for each layer that is built by hand.
+
+    Raises:
+        TypeError, ValueError: extents that are no ints or negative, an unknown recipe, or no seed.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe = "nvfp4",
+        seed: int = 0,
+    ) -> None:
+        named = {"groups": groups, "in_features": in_features, "out_features": out_features}
+        for name, value in named.items():
+            if check_int("GroupedLinear", name, value) < 0:
+                fail("GroupedLinear", name, value, "0 or more")
+        number = any_int("GroupedLinear", "seed", seed)
+        super().__init__()
+        self.groups, self.in_features, self.out_features = groups, in_features, out_features
+        self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
+        self.reset_parameters()
+        self.recipe = recipe_named(recipe)
+        self.count_alone(number)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """[E, N, K]."""
+        return self.groups, self.out_features, self.in_features
+
+    def reset_parameters(self) -> None:
+        """Uniform within ±1/√in_features."""
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] with rows sorted by group, which end at offsets [groups] ->
+        [T, out_features]; see `blockscale.grouped_linear`."""
+        if not isinstance(offsets, torch.Tensor):
+            fail_type("GroupedLinear", "offsets", offsets, "a tensor of the ends of groups, [E]")
+        weight = self.weight
+        key, made = self._key(weight), self._operands(weight)
+        return linear_with_key(input, weight, None, self.recipe, key, offsets, None, made)
+
+    def extra_repr(self) -> str:
+        extents = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"groups={self.groups}, {extents}, recipe={self.recipe}"
+
+
+def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Layer]:
     """Those of a model by name; a model without any is refused."""
     if not isinstance(model, torch.nn.Module):
         fail_type(operation, "model", model, "an nn.Module")
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
         got = f"{type(model).__name__} without converted layers"
         fail(operation, "model", got, "a converted model", "call bs.convert first")
@@ -171,9 +265,9 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
         if not is_plain(layer.weight):
             got = f"a {type(layer.weight).__name__}"
             fail("quantized_weights", f"{name}.weight".lstrip("."), got, "a plain tensor", remedy)
-        if layer.weight.shape != (layer.out_features, layer.in_features):
+        if layer.weight.shape != layer.weight_shape:
             got = f"{list(layer.weight.shape)}, flattened or gone to another rank"
-            need = f"the whole of it, {[layer.out_features, layer.in_features]}"
+            need = f"the whole of it, {list(layer.weight_shape)}"
             fail("quantized_weights", f"{name}.weight".lstrip("."), got, need, remedy)
     kept: set[int] = set()  # the weights, by identity
 

@@ -74,6 +74,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     chosen: dict[str, Linear] = {}
     for name, layer in layers.items():
+        if not isinstance(layer, Linear):
+            continue
         weight = layer._parameters.get("weight")  # none where a parametrization computes it
         if weight is None or holders[id(weight)] > 1 or gathered_spec(layer.recipe) is None:
             continue

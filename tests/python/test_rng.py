@@ -450,7 +450,8 @@ def test_random_bits_follow_layers_to_their_devices(monkeypatch: pytest.MonkeyPa
     found = []
 
     def record(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        found.append([str(tensor.device) for tensor in rest[-1]])
+        _, _, _, key, *_ = rest
+        found.append([str(tensor.device) for tensor in key])
         return x
 
     monkeypatch.setattr(bs.nn, "linear_with_key", record)

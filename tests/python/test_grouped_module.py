@@ -1,0 +1,197 @@
+"""`GroupedLinear`: `grouped_linear` as a module, alone and in a converted model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import blockscale as bs
+import pytest
+import torch
+import torch.distributed as dist
+from blockscale.rng import layer_seed
+from ranks import on_two_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+EXPERTS, WIDTH, HIDDEN = 3, 48, 64
+ENDS = torch.tensor([5, 5, 18])
+
+
+class Experts(nn.Module):
+    """x plus what each row's expert makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.up = bs.nn.GroupedLinear(EXPERTS, WIDTH, HIDDEN, seed=1)
+        self.down = bs.nn.GroupedLinear(EXPERTS, HIDDEN, WIDTH, seed=2)
+        self.rerun = False
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(x, ENDS)), ENDS)
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.gate(self.norm(x))
+        y = checkpoint(self.inner, x, use_reentrant=False) if self.rerun else self.inner(x)
+        return x + y
+
+
+def model(recipe: str = "nvfp4") -> Experts:
+    torch.manual_seed(0)
+    made = Experts()
+    bs.convert(made, recipe)
+    return made
+
+
+def rows(seed: int = 0) -> torch.Tensor:
+    return torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(module: nn.Module, backward: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    module.zero_grad()
+    y = backward()
+    y.square().sum().backward()  # type: ignore[no-untyped-call]
+    return [y.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("recipe", bs.recipe_names())
+def test_alone_it_is_grouped_linear_and_counts(recipe: str) -> None:
+    torch.manual_seed(0)
+    layer = bs.nn.GroupedLinear(EXPERTS, WIDTH, HIDDEN, recipe=recipe, seed=7)
+    assert layer.weight.shape == (EXPERTS, HIDDEN, WIDTH)
+    assert 0.9 * WIDTH**-0.5 < layer.weight.abs().max() <= WIDTH**-0.5
+    for forward in range(2):
+        got = gradients(layer, lambda: layer(rows(), ENDS))
+        rng = bs.Rng(layer_seed(7, ""), forward)
+        function = functools.partial(bs.grouped_linear, rows(), layer.weight, ENDS, recipe, rng)
+        assert_same(got, gradients(layer, function))
+    drawn = bs.recipe(recipe).stochastic
+    assert bs.rng_state(layer) == {"step": 0, "forward": 2 if drawn else 0, "seed": 7}
+    assert list(layer.state_dict()) == ["weight"]
+
+
+def test_a_converted_model_counts_for_its_experts() -> None:
+    torch.manual_seed(0)
+    made = Experts()
+    report = bs.convert(made, "nvfp4", rules={"down": "mxfp8"}, seed=5)
+    recipes = {name: str(recipe) for name, recipe in report.converted}
+    assert recipes == {"gate": "nvfp4", "up": "nvfp4", "down": "mxfp8"}
+    optimizer = torch.optim.SGD(made.parameters(), 1e-2)
+    bs.attach(made, optimizer)
+    made(rows()).sum().backward()
+    optimizer.step()
+    made(rows()).sum().backward()
+    assert bs.rng_state(made) == {"step": 1, "forward": 1, "seed": 5}
+    assert len({id(layer._rng_state) for layer in (made.up, made.down)}) == 1
+    seeds = [int(layer._seed) & (1 << 64) - 1 for layer in (made.up, made.down)]
+    assert seeds == [layer_seed(5, "up"), layer_seed(5, "down")]
+
+
+def test_what_is_left_alone_keeps_its_recipe() -> None:
+    made = Experts()
+    report = bs.convert(made, "fp8_blockwise", rules={"down": None}, skip=["up"])
+    assert [name for name, _ in report.converted] == ["gate"]
+    assert dict(report.skipped)["up"] == "skip 'up'"
+    assert (str(made.up.recipe), str(made.down.recipe)) == ("nvfp4", "nvfp4")
+    made(rows()).sum().backward()
+    assert bs.rng_state(made)["forward"] == 1  # counted with the others
+    assert bs.revert(made) == ["gate"]
+    assert type(made.gate) is nn.Linear
+    assert str(made.up.recipe) == "nvfp4"
+    assert made.up._seed.item() != made.down._seed.item()
+    made(rows()).sum().backward()
+    assert bs.rng_state(made.up)["forward"] == bs.rng_state(made.down)["forward"] == 1
+    bs.convert(made, "mxfp4")
+    assert bs.rng_state(made)["forward"] == 1  # where it was before it was reverted
+
+
+def test_recomputed_experts_draw_the_same_bits() -> None:
+    plain, again = model(), model()
+    again.rerun = True
+    for _ in range(2):
+        want = gradients(plain, lambda: plain(rows()))
+        assert_same(gradients(again, lambda: again(rows())), want)
+        assert not torch.equal(want[-1], gradients(plain, lambda: plain(rows()))[-1])
+        gradients(again, lambda: again(rows()))
+
+
+def test_their_weights_are_quantized_once() -> None:
+    plain, other = model("mxfp8"), model("mxfp8")
+    with bs.quantized_weights(other):
+        assert_same(
+            gradients(other, lambda: other(rows())), gradients(plain, lambda: plain(rows()))
+        )
+        with torch.no_grad():
+            other.up.weight.mul_(2)
+        with pytest.raises(ValueError, match="GroupedLinear: weight = changed; need what it was"):
+            other(rows())
+
+
+def test_compiled_and_copied() -> None:
+    torch._dynamo.reset()
+    plain, other = model(), copy.deepcopy(model())
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    want = gradients(plain, lambda: plain(rows()))
+    assert_same(gradients(other, lambda: compiled(rows())), want)
+
+
+def test_made_without_memory() -> None:
+    layer = bs.nn.GroupedLinear(2, 32, 16, device="meta")
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer._seed.device == layer.weight.device
+    assert layer(torch.randn(3, 32), torch.tensor([1, 3])).shape == (3, 16)
+    assert "groups=2, in_features=32, out_features=16, recipe=nvfp4" in repr(layer)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="GroupedLinear: groups = -1; need 0 or more"):
+        bs.nn.GroupedLinear(-1, 2, 2)
+    with pytest.raises(TypeError, match="GroupedLinear: in_features = a str; need an int"):
+        bs.nn.GroupedLinear(1, "a", 2)  # type: ignore[arg-type]
+    layer = bs.nn.GroupedLinear(2, 32, 16)
+    with pytest.raises(
+        TypeError, match="GroupedLinear: offsets = an int; need a tensor of the ends"
+    ):
+        layer(torch.randn(3, 32), 3)
+    with pytest.raises(ValueError, match=r"grouped_linear: offsets.shape = \[3\]; need \[2\]"):
+        layer(torch.randn(3, 32), torch.tensor([0, 1, 3]))
+
+
+def trained(shards: bool) -> list[torch.Tensor]:
+    made = model()
+    if shards:
+        fully_shard(made, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(made.parameters(), 1e-2)
+    bs.attach(made, optimizer)
+    for step in range(2):
+        made(rows(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.detach() for p in made.parameters()]
+    return [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
+
+
+def train_and_compare(want: list[torch.Tensor]) -> None:
+    assert dist.get_world_size() == 2
+    assert_same(trained(True), want)
+
+
+def test_two_ranks_with_one_batch_are_one_process(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    want = trained(False)
+    torch.set_num_threads(threads)
+    on_two_ranks(train_and_compare, tmp_path, want)
