@@ -1,7 +1,8 @@
 """Block-scaled FP8 and FP4 quantization and matrix multiplication for training.
 
 - A model: `convert`, `revert`; random bits: `attach` or `advance`, `rng_state`, `set_step`.
-- A layer: `nn.Linear`, `nn.GroupedLinear`, `linear`, `grouped_linear`, `quantize_weight`, `quantized_weights`.
+- A layer: `nn.Linear`, `nn.GroupedLinear`, `linear`, `grouped_linear`, `quantize_weight`,
+  `quantized_weights`.
 - Over ranks: `quantized_all_gather`.
 - Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
   `grouped_matmul`.
