@@ -326,8 +326,11 @@ void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe_tex
   require(recipe.fprop_w && recipe.fprop_w == recipe.dgrad_w, at.op(), "recipe", recipe_text.value,
           "one spec for W in fprop and dgrad");
   const QuantSpec& spec = *recipe.fprop_w;
-  const Extent extent{n, k};
-  const Operand gathered = operand(at, "", codes, scales, outer, spec, {}, -1, n, k, std::nullopt);
+  const bool batched = codes.dim() == 3;
+  const int64_t groups = batched ? codes.size(0) : 0;
+  const Extent extent{n, k, batched ? groups : 1, {}};
+  const Operand gathered = operand(at, "", codes, scales, outer, spec, {}, -1, n, k,
+                                   batched ? std::optional(groups) : std::nullopt);
   const auto write = [&](const char* name, const Tensor& memory, int axis, const Spec& partner) {
     const Plan plan(spec, axis, extent);
     Kept kept(&plan);
@@ -340,7 +343,7 @@ void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe_tex
       return run(at, codes.numel(),
                  [&](const auto& on) { arrange(gathered.view, kept.view[0], on); });
     }
-    const Side wide = weight_of(at, name, memory, partner, spec, axis, extent, 0);
+    const Side wide = weight_of(at, name, memory, partner, spec, axis, extent, groups);
     const Made narrow(at, spec, axis, extent, Wanted::here);
     arrange(gathered.view, narrow.view, at.stream());
     auto* const to = static_cast<uint8_t*>(const_cast<void*>(wide.memory->const_data_ptr()));

@@ -42,7 +42,8 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
                                        std::optional<Tensor> seed, std::optional<Tensor> offset);
 
 // The same operands, of a weight in square blocks, made of its codes along the rows, which have
-// been gathered from several ranks: into the memory that quantize_weight would return for w [n, k].
+// been gathered from several ranks: into the memory that quantize_weight would return for w [n, k],
+// or [E, n, k] of codes with three dimensions.
 void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe, int64_t n, int64_t k,
                       Tensor fprop, Tensor dgrad);
 

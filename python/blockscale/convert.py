@@ -109,7 +109,7 @@ def convert(
     _check_not_inside_another(model)
     _check_devices(plan)
     for step in plan:
-        if isinstance(step.module, Linear) and isinstance(step.what, Recipe):
+        if isinstance(step.module, Layer) and isinstance(step.what, Recipe):
             check_gathered(step.name, step.module, step.what)
     left = {step.name: step.module for step in plan if not isinstance(step.what, Recipe)}
     _check_restorable("convert", model, left)

@@ -30,6 +30,8 @@ class Layer(torch.nn.Module):
     _seed: torch.Tensor
     # Within quantized_weights(): the weight's operands, the weight, and its version then.
     _kept: tuple[QuantizedWeight, torch.Tensor, int] | None = None
+    # After quantized_all_gather(): gives the weight its type again.
+    _retype: Callable[[Layer], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made within quantized_weights() has another weight, and nobody would take its
@@ -67,6 +69,11 @@ class Layer(torch.nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._move_rng()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._retype is not None:  # with assign=True the weight is another tensor
+            self._retype(self)
 
     def _key(self, weight: torch.Tensor) -> Key | None:
         """Of this forward's random bits, where the recipe draws some."""
@@ -109,9 +116,6 @@ class Linear(Layer, torch.nn.Linear):
         TypeError, ValueError: an unknown recipe, one in the place of bias, or no seed.
     """
 
-    # After quantized_all_gather(): gives a weight its type again.
-    _retype: Callable[[Linear], None] | None = None
-
     def __init__(
         self,
         in_features: int,
@@ -135,11 +139,6 @@ class Linear(Layer, torch.nn.Linear):
     def weight_shape(self) -> tuple[int, ...]:
         """[N, K]."""
         return self.out_features, self.in_features
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        if self._retype is not None:  # with assign=True the weight is another tensor
-            self._retype(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""

@@ -8,7 +8,8 @@
 
 Blocks of W are square: a piece of whole blocks has the codes and scales that it has in the whole,
 and the operand of x's gradient is the gathered one transposed. An outer scale comes from the
-largest value of all pieces. So y and the gradients are those of weights that are gathered first and
+largest value of all pieces. A piece of a GroupedLinear's weight is whole matrices, and their outer
+scales are gathered with them. So y and the gradients are those of weights that are gathered first and
 quantized then, to the bit.
 """
 
@@ -23,7 +24,7 @@ import torch.utils._pytree as pytree
 
 from blockscale._errors import fail
 from blockscale._fakes import weight_memory
-from blockscale.nn import Linear, converted_layers
+from blockscale.nn import Layer, converted_layers
 from blockscale.recipe import Recipe, Spec
 from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight
@@ -50,8 +51,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     replaced by others of the same values. Checkpoints stay as they are. Weights whose recipe does
     not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone, and
     so are those that modules of `model` share. A weight whose pieces are not whole blocks (the rows
-    of each rank a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4") is
-    gathered by its values as ever.
+    of each rank a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4"; of
+    experts, as many matrices on every rank) is gathered by its values as ever.
 
     After `fully_shard` a layer keeps its recipe of W: FSDP2 has sized its buffers. Its
     `reshard_after_forward` is True or False here, no number, and it cuts weights by their rows.
@@ -72,10 +73,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     for module in model.modules():
         for parameter in module._parameters.values():
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    chosen: dict[str, Linear] = {}
+    chosen: dict[str, Layer] = {}
     for name, layer in layers.items():
-        if not isinstance(layer, Linear):
-            continue
         weight = layer._parameters.get("weight")  # none where a parametrization computes it
         if weight is None or holders[id(weight)] > 1 or gathered_spec(layer.recipe) is None:
             continue
@@ -91,7 +90,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     return list(chosen)
 
 
-def _retype(layer: Linear) -> None:
+def _retype(layer: Layer) -> None:
     """Give the weight its type, at first and after a checkpoint was assigned."""
     weight: Any = layer._parameters["weight"]
     if is_dtensor(weight):
@@ -111,14 +110,14 @@ def gathered_spec(recipe: Recipe) -> Spec | None:
     return None if s.stochastic or s.hadamard else s
 
 
-def spec_in_use(layer: Linear) -> Spec | None:
+def spec_in_use(layer: Layer) -> Spec | None:
     """Of W, where FSDP2 gathers the layer's codes."""
     weight: Any = layer._parameters.get("weight")
     cut = is_dtensor(weight) and isinstance(weight._local_tensor, ShardedWeight)
     return gathered_spec(layer.recipe) if cut else None
 
 
-def check_gathered(name: str, layer: Linear, recipe: Recipe) -> None:
+def check_gathered(name: str, layer: Layer, recipe: Recipe) -> None:
     """Refuse a recipe with another spec of W where FSDP2's buffers are of its size."""
     used = spec_in_use(layer)
     if used is not None and gathered_spec(recipe) != used:
@@ -207,7 +206,7 @@ class ShardedWeight(WeightOfFsdp):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What a rank sends, and what it keeps to itself: FSDP2's extension point, which it calls
         with the weight's module."""
-        s = gathered_spec(module.recipe) if isinstance(module, Linear) else None
+        s = gathered_spec(module.recipe) if isinstance(module, Layer) else None
         values = self.local.to(mp_policy.param_dtype or self.dtype)
         n, ranks = outer_size[0], mesh.size()
         if values.shape[1:] != outer_size[1:]:
@@ -215,17 +214,20 @@ class ShardedWeight(WeightOfFsdp):
             fail("quantized_all_gather", "weight", got, need, "leave shard_placement_fn out")
         if values.shape[0] == n:  # a rank alone, of which FSDP2 takes one tensor
             return (values,), None
-        if s is None or n % (ranks * s.block[0]):
-            rows = -(-n // ranks)
-            return (torch.nn.functional.pad(values, (0, 0, 0, rows - values.shape[0])),), None
+        experts = values.dim() == 3  # whole matrices, each with an outer scale of its own
+        if s is None or n % (ranks if experts else ranks * s.block[0]):
+            missing = values.new_zeros(-(-n // ranks) - values.shape[0], *values.shape[1:])
+            return (torch.cat([values, missing]),), None
         amax = None
-        if s.outer:
+        if s.outer and not experts:
             amax = _ops.amax(values, s.text, -1, 0)
             bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
             dist.all_reduce(bits, dist.ReduceOp.MAX, mesh.get_group())
-        made = _ops.quantize(values, s.text, -1, amax, None, None, (), "linear", 0)
-        sent = (made[0].view(torch.uint8), made[1].view(torch.uint8))
-        return sent, (module.recipe, s, outer_size, made[2])
+        made = _ops.quantize(values, s.text, -1, amax, None, None, (), "linear", int(experts))
+        sent = [made[0].view(torch.uint8), made[1].view(torch.uint8)]
+        if s.outer and experts:
+            sent.append(made[2])
+        return tuple(sent), (module.recipe, s, outer_size, made[2])
 
     def fsdp_post_all_gather(
         self,
@@ -239,8 +241,10 @@ class ShardedWeight(WeightOfFsdp):
         if metadata is None:
             return None if out is not None else (all_gather_outputs[0], ())
         recipe, s, shape, outer = metadata
-        codes, scales = all_gather_outputs
-        if outer.is_cuda:  # made on the stream that sends, read on the layer's
+        codes, scales, *outers = all_gather_outputs
+        if outers:  # of experts
+            outer = outers[0]
+        elif outer.is_cuda:  # made on the stream that sends, read on the layer's
             outer.record_stream(torch.cuda.current_stream(outer.device))
         if out is None:
             like = codes.new_empty((), dtype=param_dtype).expand(shape)
@@ -256,7 +260,7 @@ class ShardedWeight(WeightOfFsdp):
             scales.view(s.scale_dtype),
             outer,
             recipe.text,
-            *shape,
+            *shape[-2:],
             *operands,
         )
         for gathered in all_gather_outputs:  # which FSDP2 would keep as long as the operands
@@ -311,5 +315,5 @@ class GatheredWeight(WeightOfFsdp):
         if func is _aten.zeros_like.default:  # FSDP2's gradient of a layer that was not used
             return args[0].fprop.new_zeros(args[0].shape, dtype=args[0].dtype)
         need = "nothing but its layer: FSDP2 has gathered codes, no values"
-        remedy = "read the parameter outside of the forward, where FSDP2 has values"
+        remedy = "call reshard() of the FSDP2 module first: cut, it has values"
         return fail("quantized_all_gather", "weight", f"read by {func}", need, remedy)

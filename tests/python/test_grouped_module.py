@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-EXPERTS, WIDTH, HIDDEN = 3, 48, 64
-ENDS = torch.tensor([5, 5, 18])
+EXPERTS, WIDTH, HIDDEN = 4, 48, 64
+ENDS = torch.tensor([5, 5, 12, 18])
 
 
 class Experts(nn.Module):
@@ -170,9 +170,13 @@ def test_bad_arguments() -> None:
         layer(torch.randn(3, 32), torch.tensor([0, 1, 3]))
 
 
-def trained(shards: bool) -> list[torch.Tensor]:
-    made = model()
-    if shards:
+def trained(recipe: str, gather: str = "") -> list[torch.Tensor]:
+    """Weights after two steps, in one process or gathered by FSDP2 as values or as codes."""
+    made = model(recipe)
+    if gather == "codes":
+        # Pieces of the gate, of 24 rows, are whole blocks of no recipe.
+        assert bs.quantized_all_gather(made) == ["gate.weight", "up.weight", "down.weight"]
+    if gather:
         fully_shard(made, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(made.parameters(), 1e-2)
     bs.attach(made, optimizer)
@@ -180,18 +184,27 @@ def trained(shards: bool) -> list[torch.Tensor]:
         made(rows(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if gather:
+        kinds: list[str] = []
+        layer: nn.Module = made.up
+        layer.register_forward_pre_hook(lambda m, _: kinds.append(type(m.weight).__name__))
+        made(rows())
+        made.get_submodule("").reshard()  # type: ignore[operator]
+        assert kinds == ["GatheredWeight" if gather == "codes" else "Parameter"]
     weights = [p.detach() for p in made.parameters()]
     return [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
 
 
-def train_and_compare(want: list[torch.Tensor]) -> None:
+def train_and_compare(want: dict[str, list[torch.Tensor]]) -> None:
     assert dist.get_world_size() == 2
-    assert_same(trained(True), want)
+    for recipe, weights in want.items():
+        for gather in ("values", "codes"):
+            assert_same(trained(recipe, gather), weights)
 
 
 def test_two_ranks_with_one_batch_are_one_process(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    want = trained(False)
+    want = {recipe: trained(recipe) for recipe in ("nvfp4", "fp8_blockwise", "mxfp4", "amdfp4")}
     torch.set_num_threads(threads)
     on_two_ranks(train_and_compare, tmp_path, want)
