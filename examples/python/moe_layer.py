@@ -32,8 +32,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.route(x)
-        order = chosen.flatten().argsort(stable=True)  # rows sorted by expert
-        ends = torch.bincount(chosen.flatten(), minlength=EXPERTS).cumsum(0)
+        by_expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(by_expert, torch.arange(EXPERTS, device=DEVICE), right=True)
         h = self.down(F.gelu(self.up(x[order // TOP], ends)), ends)
         rows = torch.empty_like(h)
         rows[order] = h  # back to the order of tokens

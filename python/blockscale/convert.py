@@ -12,7 +12,7 @@ import torch
 
 from blockscale._errors import any_int, check_int, did_you_mean, fail, fail_type
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
-from blockscale.nn import GroupedLinear, Layer, Linear, drop_root, make_root, root_state
+from blockscale.nn import Layer, Linear, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, Steps
@@ -103,7 +103,7 @@ def convert(
             "convert",
             "model",
             f"{type(model).__name__} with nothing to convert",
-            "at least one nn.Linear that no rule or skip leaves alone",
+            "at least one nn.Linear or GroupedLinear that no rule or skip leaves alone",
             why or "it has no parameters",
         )
     _check_not_inside_another(model)
@@ -125,7 +125,7 @@ def convert(
                 step.module.__class__ = Linear
             assert isinstance(step.module, Layer)
             step.module.configure(step.what, state, step.name)
-        elif isinstance(step.module, GroupedLinear):
+        elif isinstance(step.module, Layer) and not isinstance(step.module, Linear):
             step.module.configure(step.module.recipe, state, step.name)
         else:
             _restore(step.module)
@@ -137,14 +137,14 @@ def convert(
 def revert(model: torch.nn.Module) -> list[str]:
     """Make every converted layer of `model` a plain `nn.Linear` again, in place.
 
-    A `GroupedLinear` keeps its recipe, and counts its own forwards. An attached optimizer goes on
-    counting steps, for a `convert` that may follow.
+    A `GroupedLinear` stays as it is, and the model goes on counting for it. An attached optimizer
+    goes on counting steps, for a `convert` that may follow.
 
     Args:
         model: a module; of one in DistributedDataParallel, what it wraps.
 
     Returns:
-        The qualified names of the layers that were converted.
+        The qualified names of the layers that are plain again.
 
     Raises:
         TypeError, ValueError: not a model, or a converted layer has another class or forward by
@@ -155,14 +155,13 @@ def revert(model: torch.nn.Module) -> list[str]:
     named = by_first_name(names_of(model))
     _check_restorable("revert", model, named)
     state = root_state(model)
-    if state is not None:
-        _REVERTED[model] = state
     names = [name for name, module in named.items() if _restore(module)]
     for module in model.modules():
-        drop_root(module)
-    for name, module in named.items():
-        if isinstance(module, GroupedLinear):
-            module.count_alone(module._rng_state.seed, name)
+        counts = root_state(module) is not None
+        if counts and not any(isinstance(inner, Layer) for inner in module.modules()):
+            drop_root(module)
+    if state is not None and root_state(model) is None:
+        _REVERTED[model] = state
     _settle_fast_paths(model)
     return names
 
@@ -234,12 +233,15 @@ def _plan(
         known = names[module]
         rule = next((r for r, (at, _) in parsed.items() if any(map(at.search, known))), None)
         skipped = next((s for s in skip if any(is_part(s, name) for name in known)), None)
+        stays = ""
+        if isinstance(module, Layer) and not isinstance(module, Linear):  # there is no plain one
+            stays = f", stays in {module.recipe}"
         if reason:
-            yield _Step(name, module, reason)
+            yield _Step(name, module, reason + stays)
         elif skipped is not None:
-            yield _Step(name, module, f"skip {skipped!r}")
+            yield _Step(name, module, f"skip {skipped!r}{stays}")
         elif rule is not None:
-            yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}")
+            yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}{stays}")
         else:
             yield _Step(name, module, default)
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from blockscale._errors import any_int, check_int, fail, fail_type
 from blockscale.functional import linear_with_key
-from blockscale.recipe import Recipe
+from blockscale.recipe import Recipe, recipe_names
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, RngState, as_tensor, layer_seed
 from blockscale.tensor import is_plain
@@ -52,9 +52,9 @@ class Layer(torch.nn.Module):
             self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
         self._move_rng()
 
-    def count_alone(self, seed: int, name: str = "") -> None:
+    def count_alone(self, seed: int) -> None:
         """Count its own forwards, as a layer does that is built by hand."""
-        self.configure(self.recipe, RngState(seed), name)
+        self.configure(self.recipe, RngState(seed), "")
         make_root(self, self._rng_state)
 
     def _move_rng(self) -> None:
@@ -75,10 +75,8 @@ class Layer(torch.nn.Module):
         if self._retype is not None:  # with assign=True the weight is another tensor
             self._retype(self)
 
-    def _key(self, weight: torch.Tensor) -> Key | None:
-        """Of this forward's random bits, where the recipe draws some."""
-        if not self.recipe.stochastic:
-            return None
+    def _key(self, weight: torch.Tensor) -> Key:
+        """Of this forward's random bits, of a recipe that draws some."""
         if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
             self._move_rng()
         offset = self._rng_state.offset
@@ -142,9 +140,12 @@ class Linear(Layer, torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]; see `blockscale.linear`."""
-        weight = self.weight
-        key, made = self._key(weight), self._operands(weight)
-        return linear_with_key(input, weight, self.bias, self.recipe, key, None, None, made)
+        recipe, weight = self.recipe, self.weight
+        key = self._key(weight) if recipe.stochastic else None
+        if self._kept is None and type(weight) is torch.nn.Parameter:
+            return linear_with_key(input, weight, self.bias, recipe, key)
+        made = self._operands(weight)
+        return linear_with_key(input, weight, self.bias, recipe, key, None, None, made)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
@@ -166,7 +167,8 @@ class GroupedLinear(Layer):
         seed: of the random bits (docs/rng.md); another for each layer that is built by hand.
 
     Raises:
-        TypeError, ValueError: extents that are no ints or negative, an unknown recipe, or no seed.
+        TypeError, ValueError: no groups, extents that are no ints or negative, an unknown recipe,
+            one in the place of device, or no seed.
     """
 
     def __init__(
@@ -182,8 +184,10 @@ class GroupedLinear(Layer):
     ) -> None:
         named = {"groups": groups, "in_features": in_features, "out_features": out_features}
         for name, value in named.items():
-            if check_int("GroupedLinear", name, value) < 0:
-                fail("GroupedLinear", name, value, "0 or more")
+            if check_int("GroupedLinear", name, value) < (least := int(name == "groups")):
+                fail("GroupedLinear", name, value, f"{least} or more")
+        if isinstance(device, Recipe) or device in recipe_names():
+            fail_type("GroupedLinear", "device", device, "a device", "pass the recipe as recipe=")
         number = any_int("GroupedLinear", "seed", seed)
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
@@ -207,9 +211,10 @@ class GroupedLinear(Layer):
         [T, out_features]; see `blockscale.grouped_linear`."""
         if not isinstance(offsets, torch.Tensor):
             fail_type("GroupedLinear", "offsets", offsets, "a tensor of the ends of groups, [E]")
-        weight = self.weight
-        key, made = self._key(weight), self._operands(weight)
-        return linear_with_key(input, weight, None, self.recipe, key, offsets, None, made)
+        recipe, weight = self.recipe, self.weight
+        key = self._key(weight) if recipe.stochastic else None
+        made = self._operands(weight)
+        return linear_with_key(input, weight, None, recipe, key, offsets, None, made)
 
     def extra_repr(self) -> str:
         extents = f"in_features={self.in_features}, out_features={self.out_features}"

@@ -9,8 +9,8 @@
 Blocks of W are square: a piece of whole blocks has the codes and scales that it has in the whole,
 and the operand of x's gradient is the gathered one transposed. An outer scale comes from the
 largest value of all pieces. A piece of a GroupedLinear's weight is whole matrices, and their outer
-scales are gathered with them. So y and the gradients are those of weights that are gathered first and
-quantized then, to the bit.
+scales are gathered with them. So y and the gradients are those of weights that are gathered first
+and quantized then, to the bit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     experts, as many matrices on every rank) is gathered by its values as ever.
 
     After `fully_shard` a layer keeps its recipe of W: FSDP2 has sized its buffers. Its
-    `reshard_after_forward` is True or False here, no number, and it cuts weights by their rows.
+    `reshard_after_forward` is True or False here, no number, and it cuts along dimension 0.
     Not for weights that `parallelize_module` has cut.
 
     Args:
@@ -210,12 +210,14 @@ class ShardedWeight(WeightOfFsdp):
         values = self.local.to(mp_policy.param_dtype or self.dtype)
         n, ranks = outer_size[0], mesh.size()
         if values.shape[1:] != outer_size[1:]:
-            got, need = f"pieces {list(values.shape)} of {list(outer_size)}", "pieces of its rows"
+            got = f"pieces {list(values.shape)} of {list(outer_size)}"
+            need = "whole rows, or of experts whole matrices"
             fail("quantized_all_gather", "weight", got, need, "leave shard_placement_fn out")
         if values.shape[0] == n:  # a rank alone, of which FSDP2 takes one tensor
             return (values,), None
         experts = values.dim() == 3  # whole matrices, each with an outer scale of its own
-        if s is None or n % (ranks if experts else ranks * s.block[0]):
+        whole = ranks if experts or s is None else ranks * s.block[0]
+        if s is None or n % whole or outer_size.numel() == 0:
             missing = values.new_zeros(-(-n // ranks) - values.shape[0], *values.shape[1:])
             return (torch.cat([values, missing]),), None
         amax = None

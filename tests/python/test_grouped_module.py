@@ -104,18 +104,37 @@ def test_what_is_left_alone_keeps_its_recipe() -> None:
     made = Experts()
     report = bs.convert(made, "fp8_blockwise", rules={"down": None}, skip=["up"])
     assert [name for name, _ in report.converted] == ["gate"]
-    assert dict(report.skipped)["up"] == "skip 'up'"
-    assert (str(made.up.recipe), str(made.down.recipe)) == ("nvfp4", "nvfp4")
+    assert dict(report.skipped)["up"] == "skip 'up', stays in nvfp4"
+    assert dict(report.skipped)["down"] == "rule 'down', stays in nvfp4"
+    optimizer = torch.optim.SGD(made.parameters(), 1e-2)
+    bs.attach(made, optimizer)
     made(rows()).sum().backward()
     assert bs.rng_state(made)["forward"] == 1  # counted with the others
     assert bs.revert(made) == ["gate"]
     assert type(made.gate) is nn.Linear
     assert str(made.up.recipe) == "nvfp4"
-    assert made.up._seed.item() != made.down._seed.item()
+    optimizer.step()
     made(rows()).sum().backward()
-    assert bs.rng_state(made.up)["forward"] == bs.rng_state(made.down)["forward"] == 1
+    assert bs.rng_state(made) == {"step": 1, "forward": 1, "seed": 0}
     bs.convert(made, "mxfp4")
-    assert bs.rng_state(made)["forward"] == 1  # where it was before it was reverted
+    assert bs.rng_state(made) == {"step": 1, "forward": 1, "seed": 0}
+    assert str(made.up.recipe) == "mxfp4"
+
+
+def test_reverting_a_part_leaves_the_count_of_the_whole() -> None:
+    parts = [Experts(), Experts()]
+    whole = nn.Sequential(*parts)
+    bs.convert(whole, "nvfp4", seed=3)
+    bs.set_step(whole, 5)
+    seeds = [int(part.up._seed) for part in parts]
+    assert bs.revert(whole[0]) == ["gate"]
+    assert bs.revert(whole[1]) == ["gate"]
+    assert bs.rng_state(whole) == {"step": 5, "forward": 0, "seed": 3}
+    assert [int(part.up._seed) for part in parts] == seeds
+    alone = bs.nn.GroupedLinear(2, 32, 32, seed=4)
+    bs.set_step(alone, 6)
+    assert bs.revert(alone) == []
+    assert bs.rng_state(alone) == {"step": 6, "forward": 0, "seed": 4}
 
 
 def test_recomputed_experts_draw_the_same_bits() -> None:
@@ -157,8 +176,12 @@ def test_made_without_memory() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="GroupedLinear: groups = -1; need 0 or more"):
-        bs.nn.GroupedLinear(-1, 2, 2)
+    with pytest.raises(ValueError, match="GroupedLinear: groups = 0; need 1 or more"):
+        bs.nn.GroupedLinear(0, 2, 2)
+    with pytest.raises(
+        TypeError, match="device = a str; need a device; pass the recipe as recipe="
+    ):
+        bs.nn.GroupedLinear(2, 2, 2, "mxfp8")
     with pytest.raises(TypeError, match="GroupedLinear: in_features = a str; need an int"):
         bs.nn.GroupedLinear(1, "a", 2)  # type: ignore[arg-type]
     layer = bs.nn.GroupedLinear(2, 32, 16)
