@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import TypeGuard
 
 import torch
 
@@ -17,7 +18,7 @@ from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState, Steps
 from blockscale.sharded import check_gathered, spec_in_use
-from blockscale.tensor import FLOATS, FLOATS_TEXT, WeightOfFsdp, is_dtensor, is_plain
+from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer
 
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
 # layers: whose attribute allows it, and the value that does not.
@@ -125,7 +126,7 @@ def convert(
                 step.module.__class__ = Linear
             assert isinstance(step.module, Layer)
             step.module.configure(step.what, state, step.name)
-        elif isinstance(step.module, Layer) and not isinstance(step.module, Linear):
+        elif _has_no_plain_form(step.module):
             step.module.configure(step.module.recipe, state, step.name)
         else:
             _restore(step.module)
@@ -233,9 +234,7 @@ def _plan(
         known = names[module]
         rule = next((r for r, (at, _) in parsed.items() if any(map(at.search, known))), None)
         skipped = next((s for s in skip if any(is_part(s, name) for name in known)), None)
-        stays = ""
-        if isinstance(module, Layer) and not isinstance(module, Linear):  # there is no plain one
-            stays = f", stays in {module.recipe}"
+        stays = f", stays in {module.recipe}" if _has_no_plain_form(module) else ""
         if reason:
             yield _Step(name, module, reason + stays)
         elif skipped is not None:
@@ -244,6 +243,11 @@ def _plan(
             yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}{stays}")
         else:
             yield _Step(name, module, default)
+
+
+def _has_no_plain_form(module: torch.nn.Module) -> TypeGuard[Layer]:
+    """A layer of ours that PyTorch has none of to go back to: it keeps a recipe."""
+    return isinstance(module, Layer) and not isinstance(module, Linear)
 
 
 def _check_rules(
@@ -289,8 +293,7 @@ def _unfit(module: torch.nn.Module) -> str:
     assert isinstance(module, torch.nn.Linear | Layer)
     if type(module) is torch.nn.Linear and "forward" in vars(module):
         return "its forward was replaced by another library: convert before that"
-    weight = module.weight
-    if not (is_plain(weight) or is_dtensor(weight) or isinstance(weight, WeightOfFsdp)):
+    if not is_for_layer(module.weight):
         return f"its weight is a tensor of type {type(module.weight).__name__}"
     if module.weight.dtype not in FLOATS:
         return f"its weight is {module.weight.dtype}, not {FLOATS_TEXT}"

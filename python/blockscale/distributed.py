@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from blockscale._errors import fail, fail_type
 from blockscale.functional import LinearFunction, asked, check_shapes, first_order
+from blockscale.ops import largest_of_ranks
 from blockscale.recipe import OPERANDS, Recipe, Spec
 from blockscale.rng import Key
 
@@ -159,10 +160,8 @@ def _amax(
     plain = [_ops.amax(x, s.text, axis, 0) for s, axis in outer if not s.hadamard][:1]
     found = {axis: _ops.amax(x, s.text, axis, 0) if s.hadamard else plain[0] for s, axis in outer}
     any_of_them = next(iter(found.values()))
-    # As integers their bits are in the same order, and NaN is the largest of all.
-    bits = torch.stack([found.get(axis, any_of_them).view(torch.int32) for axis in (-1, -2)])
-    dist.all_reduce(bits, dist.ReduceOp.MAX, place.group)
-    return bits.view(torch.float32)
+    both = torch.stack([found.get(axis, any_of_them) for axis in (-1, -2)])
+    return largest_of_ranks(both, place.group)
 
 
 class _Linear(torch.autograd.Function):

@@ -14,14 +14,7 @@ from blockscale._errors import fail, fail_type, message
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
-from blockscale.tensor import (
-    FLOATS,
-    FLOATS_TEXT,
-    WeightOfFsdp,
-    check_dense,
-    is_dtensor,
-    is_plain,
-)
+from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, is_dtensor, is_for_layer
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -388,7 +381,7 @@ def check_arguments(
         if tensor.dtype not in FLOATS and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
         check_dense(op, name, tensor)
-        if not (is_plain(tensor) or is_dtensor(tensor) or isinstance(tensor, WeightOfFsdp)):
+        if not is_for_layer(tensor):
             fail(op, name, f"a {type(tensor).__name__}", "a plain tensor")
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")

@@ -184,7 +184,8 @@ class GroupedLinear(Layer):
     ) -> None:
         named = {"groups": groups, "in_features": in_features, "out_features": out_features}
         for name, value in named.items():
-            if check_int("GroupedLinear", name, value) < (least := int(name == "groups")):
+            least = 1 if name == "groups" else 0
+            if check_int("GroupedLinear", name, value) < least:
                 fail("GroupedLinear", name, value, f"{least} or more")
         if isinstance(device, Recipe) or device in recipe_names():
             fail_type("GroupedLinear", "device", device, "a device", "pass the recipe as recipe=")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from blockscale._arguments import (
     check_amax,
@@ -187,6 +188,13 @@ def amax(
     offsets = check_offsets(op, offsets)
     result: torch.Tensor = _ops.amax(check_tensor(op, x), s.text, axis, batch_dims, offsets)
     return result
+
+
+def largest_of_ranks(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Each of these magnitudes where it is largest, which is NaN where a rank has that."""
+    bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return bits.view(torch.float32)
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

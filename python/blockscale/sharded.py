@@ -19,12 +19,12 @@ import dataclasses
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 
 from blockscale._errors import fail
 from blockscale._fakes import weight_memory
 from blockscale.nn import Layer, converted_layers
+from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
 from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight
@@ -66,7 +66,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
 
     Raises:
         TypeError, ValueError: nothing in the model is converted, or a weight is a DTensor already.
-            Later, in a forward: it is cut by columns.
+            Later, in a forward: it is cut along another dimension than the first.
     """
     layers = converted_layers("quantized_all_gather", model)
     holders: dict[int, int] = {}
@@ -222,9 +222,7 @@ class ShardedWeight(WeightOfFsdp):
             return (torch.cat([values, missing]),), None
         amax = None
         if s.outer and not experts:
-            amax = _ops.amax(values, s.text, -1, 0)
-            bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
-            dist.all_reduce(bits, dist.ReduceOp.MAX, mesh.get_group())
+            amax = largest_of_ranks(_ops.amax(values, s.text, -1, 0), mesh.get_group())
         made = _ops.quantize(values, s.text, -1, amax, None, None, (), "linear", int(experts))
         sent = [made[0].view(torch.uint8), made[1].view(torch.uint8)]
         if s.outer and experts:
@@ -310,9 +308,10 @@ class GatheredWeight(WeightOfFsdp):
             func is _aten.as_strided.default and torch.Size(args[1]) == args[0].shape
         ):
             return cls(args[0].quantized, args[0].dtype)
-        if func is _ops.linear.default and len(args) == 11 and args[10] is not None:
+        if func is _ops.linear.default and len(args) == len(func._schema.arguments) and args[-1]:
+            # With operands made ahead, the last argument, w's values are not read: any memory of
+            # its shape and dtype will do.
             x, w, *rest = args
-            # Of w's shape and dtype; its values are not read.
             return func(x, w.fprop.new_empty((), dtype=w.dtype).expand(w.shape), *rest)
         if func is _aten.zeros_like.default:  # FSDP2's gradient of a layer that was not used
             return args[0].fprop.new_zeros(args[0].shape, dtype=args[0].dtype)

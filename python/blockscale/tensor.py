@@ -69,6 +69,11 @@ class WeightOfFsdp(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+def is_for_layer(tensor: torch.Tensor) -> bool:
+    """Whether a layer takes it: plain, or cut over ranks in a way that it knows."""
+    return is_plain(tensor) or is_dtensor(tensor) or isinstance(tensor, WeightOfFsdp)
+
+
 def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Refuse what is not one tensor in strided memory, also wrappers of others. Returns it, waited
     for where a collective may still be writing it."""
