@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blockscale.rng import layer_seed
-from ranks import on_two_ranks
+from ranks import DEVICES, on_two_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,7 +35,8 @@ class Experts(nn.Module):
         self.rerun = False
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(torch.relu(self.up(x, ENDS)), ENDS)
+        ends = ENDS.to(x.device)
+        y: torch.Tensor = self.down(torch.relu(self.up(x, ends)), ends)
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,15 +45,15 @@ class Experts(nn.Module):
         return x + y
 
 
-def model(recipe: str = "nvfp4") -> Experts:
+def model(recipe: str = "nvfp4", device: torch.device | str = "cpu") -> Experts:
     torch.manual_seed(0)
     made = Experts()
     bs.convert(made, recipe)
-    return made
+    return made.to(device)
 
 
-def rows(seed: int = 0) -> torch.Tensor:
-    return torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(seed))
+def rows(seed: int = 0, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def gradients(module: nn.Module, backward: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -68,15 +69,17 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("recipe", bs.recipe_names())
-def test_alone_it_is_grouped_linear_and_counts(recipe: str) -> None:
+def test_alone_it_is_grouped_linear_and_counts(recipe: str, device: torch.device) -> None:
     torch.manual_seed(0)
-    layer = bs.nn.GroupedLinear(EXPERTS, WIDTH, HIDDEN, recipe=recipe, seed=7)
+    dtype = torch.bfloat16 if recipe == "bf16" else torch.float32  # PyTorch's grouped GEMM on CUDA
+    layer = bs.nn.GroupedLinear(EXPERTS, WIDTH, HIDDEN, device, dtype, recipe=recipe, seed=7)
     assert layer.weight.shape == (EXPERTS, HIDDEN, WIDTH)
-    assert 0.9 * WIDTH**-0.5 < layer.weight.abs().max() <= WIDTH**-0.5
+    assert 0.9 * WIDTH**-0.5 < layer.weight.abs().max() <= 1.01 * WIDTH**-0.5
+    x, ends = rows(0, device).to(dtype), ENDS.to(device)
     for forward in range(2):
-        got = gradients(layer, lambda: layer(rows(), ENDS))
+        got = gradients(layer, lambda: layer(x, ends))
         rng = bs.Rng(layer_seed(7, ""), forward)
-        function = functools.partial(bs.grouped_linear, rows(), layer.weight, ENDS, recipe, rng)
+        function = functools.partial(bs.grouped_linear, x, layer.weight, ends, recipe, rng)
         assert_same(got, gradients(layer, function))
     drawn = bs.recipe(recipe).stochastic
     assert bs.rng_state(layer) == {"step": 0, "forward": 2 if drawn else 0, "seed": 7}
@@ -137,34 +140,35 @@ def test_reverting_a_part_leaves_the_count_of_the_whole() -> None:
     assert bs.rng_state(alone) == {"step": 6, "forward": 0, "seed": 4}
 
 
-def test_recomputed_experts_draw_the_same_bits() -> None:
-    plain, again = model(), model()
+def test_recomputed_experts_draw_the_same_bits(device: torch.device) -> None:
+    plain, again = model(device=device), model(device=device)
     again.rerun = True
+    x = rows(0, device)
     for _ in range(2):
-        want = gradients(plain, lambda: plain(rows()))
-        assert_same(gradients(again, lambda: again(rows())), want)
-        assert not torch.equal(want[-1], gradients(plain, lambda: plain(rows()))[-1])
-        gradients(again, lambda: again(rows()))
+        want = gradients(plain, lambda: plain(x))
+        assert_same(gradients(again, lambda: again(x)), want)
+        assert not torch.equal(want[-1], gradients(plain, lambda: plain(x))[-1])
+        gradients(again, lambda: again(x))
 
 
-def test_their_weights_are_quantized_once() -> None:
-    plain, other = model("mxfp8"), model("mxfp8")
+def test_their_weights_are_quantized_once(device: torch.device) -> None:
+    plain, other = model("mxfp8", device), model("mxfp8", device)
+    x = rows(0, device)
     with bs.quantized_weights(other):
-        assert_same(
-            gradients(other, lambda: other(rows())), gradients(plain, lambda: plain(rows()))
-        )
+        assert_same(gradients(other, lambda: other(x)), gradients(plain, lambda: plain(x)))
         with torch.no_grad():
             other.up.weight.mul_(2)
         with pytest.raises(ValueError, match="GroupedLinear: weight = changed; need what it was"):
-            other(rows())
+            other(x)
 
 
-def test_compiled_and_copied() -> None:
+def test_compiled_and_copied(device: torch.device) -> None:
     torch._dynamo.reset()
-    plain, other = model(), copy.deepcopy(model())
+    plain, other = model(device=device), copy.deepcopy(model(device=device))
     compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
-    want = gradients(plain, lambda: plain(rows()))
-    assert_same(gradients(other, lambda: compiled(rows())), want)
+    x = rows(0, device)
+    want = gradients(plain, lambda: plain(x))
+    assert_same(gradients(other, lambda: compiled(x)), want)
 
 
 def test_made_without_memory() -> None:
@@ -193,41 +197,43 @@ def test_bad_arguments() -> None:
         layer(torch.randn(3, 32), torch.tensor([0, 1, 3]))
 
 
-def trained(recipe: str, gather: str = "") -> list[torch.Tensor]:
+def trained(recipe: str, device: str, gather: str = "") -> list[torch.Tensor]:
     """Weights after two steps, in one process or gathered by FSDP2 as values or as codes."""
-    made = model(recipe)
+    made = model(recipe, device)
     if gather == "codes":
         # Pieces of the gate, of 24 rows, are whole blocks of no recipe.
         assert bs.quantized_all_gather(made) == ["gate.weight", "up.weight", "down.weight"]
     if gather:
-        fully_shard(made, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(made, mesh=init_device_mesh(device, (2,)))
     optimizer = torch.optim.AdamW(made.parameters(), 1e-2)
     bs.attach(made, optimizer)
     for step in range(2):
-        made(rows(step)).square().mean().backward()
+        made(rows(step, device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     if gather:
         kinds: list[str] = []
         layer: nn.Module = made.up
         layer.register_forward_pre_hook(lambda m, _: kinds.append(type(m.weight).__name__))
-        made(rows())
+        made(rows(0, device))
         made.get_submodule("").reshard()  # type: ignore[operator]
         assert kinds == ["GatheredWeight" if gather == "codes" else "Parameter"]
     weights = [p.detach() for p in made.parameters()]
-    return [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
+    return [(w.full_tensor() if isinstance(w, DTensor) else w).cpu() for w in weights]
 
 
-def train_and_compare(want: dict[str, list[torch.Tensor]]) -> None:
+def train_and_compare(device: str, want: dict[str, list[torch.Tensor]]) -> None:
     assert dist.get_world_size() == 2
     for recipe, weights in want.items():
         for gather in ("values", "codes"):
-            assert_same(trained(recipe, gather), weights)
+            assert_same(trained(recipe, device, gather), weights)
 
 
-def test_two_ranks_with_one_batch_are_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_with_one_batch_are_one_process(device: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    want = {recipe: trained(recipe) for recipe in ("nvfp4", "fp8_blockwise", "mxfp4", "amdfp4")}
+    recipes = ("nvfp4", "fp8_blockwise", "mxfp4", "amdfp4")
+    want = {recipe: trained(recipe, device) for recipe in recipes}
     torch.set_num_threads(threads)
-    on_two_ranks(train_and_compare, tmp_path, want)
+    on_two_ranks(train_and_compare, tmp_path, device, want, device=device)
