@@ -38,6 +38,8 @@ GROUPS: dict[str, list[str]] = {
     "Random bits": ["Rng"],
     "What runs where": ["describe", "explain"],
 }  # fmt: skip
+# What those of `blockscale.nn` have in common.
+COMMON = (bs.nn.Layer, bs.nn.WeightLayer)
 # Public by their name alone: what the package itself calls.
 INTERNAL = {"QuantizedTensor.outer_or_empty", "QuantizedWeight.operands_of"}
 
@@ -56,7 +58,7 @@ def public_names() -> set[str]:
 def is_layer(value: Any) -> bool:
     """Whether it is a module that blockscale.nn defines, but for what they have in common."""
     layer = inspect.isclass(value) and issubclass(value, torch.nn.Module)
-    return layer and value.__module__ == bs.nn.__name__ and value is not bs.nn.Layer
+    return layer and value.__module__ == bs.nn.__name__ and value not in COMMON
 
 
 # --- signatures -----------------------------------------------------------------------------------

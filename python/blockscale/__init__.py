@@ -17,7 +17,8 @@ from blockscale import _fakes as _fakes  # registers the fake kernels
 from blockscale import _flops as _flops  # registers what products count for
 from blockscale import nn
 from blockscale._core import describe, explain, facts
-from blockscale.convert import Report, advance, attach, convert, revert, rng_state, set_step
+from blockscale.convert import Report, convert, revert
+from blockscale.counting import advance, attach, rng_state, set_step
 from blockscale.functional import grouped_linear, linear
 from blockscale.nn import quantized_weights
 from blockscale.ops import (

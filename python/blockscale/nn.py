@@ -4,6 +4,7 @@ the same for experts; and their weights, quantized for several forwards."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,28 +21,61 @@ from blockscale.tensor import is_plain
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 
-class Layer(torch.nn.Module):
-    """What layers with a recipe have in common: it, the count of forwards, and their seeds."""
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Operands of a weight that were made ahead, and how often it had been changed by then."""
 
+    operands: QuantizedWeight
     weight: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, operands: QuantizedWeight) -> Kept:
+        return cls(operands, weight, _version_of(weight))
+
+    def check(self, name: str, weight: torch.Tensor) -> None:
+        """Refuse a weight that is no more what it was."""
+        if weight is not self.weight or _version_of(weight) != self.version:
+            need = "what it was when quantized_weights() began"
+            fail(name, "weight", "changed", need, "leave it before the optimizer's step")
+
+
+def _version_of(weight: torch.Tensor) -> int:
+    """How often it has been changed in place; tensors of inference mode do not count."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class Layer(torch.nn.Module):
+    """What modules with a recipe have in common: it, the count of forwards, and their seeds."""
+
+    # The class that `convert` found, and `revert` gives back; none of what is built by hand alone.
+    plain: type[torch.nn.Module] | None = None
+
     recipe: Recipe
     # Plain attributes, neither parameters nor buffers: checkpoints stay plain.
     _rng_state: RngState
     _seed: torch.Tensor
-    # Within quantized_weights(): the weight's operands, the weight, and its version then.
-    _kept: tuple[QuantizedWeight, torch.Tensor, int] | None = None
-    # After quantized_all_gather(): gives the weight its type again.
-    _retype: Callable[[Layer], None] | None = None
+
+    # Within quantized_weights(): what was made ahead.
+    _kept: Any = None
+
+    def matrices(self) -> list[torch.Tensor]:
+        """The parameters that are multiplied."""
+        raise NotImplementedError
+
+    def keep(self, backward: bool) -> list[torch.Tensor]:
+        """Make the operands of weights ahead, or let the first forward do so; of these weights."""
+        raise NotImplementedError
+
+    def quantizes_ahead(self) -> bool:
+        """Whether the operands of a weight are a function of it alone."""
+        specs = (self.recipe.fprop_w, self.recipe.dgrad_w)
+        return not any(s is not None and s.stochastic for s in specs)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made within quantized_weights() has another weight, and nobody would take its
         # operands away.
         return {name: value for name, value in self.__dict__.items() if name != "_kept"}
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """Of the whole weight, wherever it lies."""
-        raise NotImplementedError
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
@@ -49,8 +83,11 @@ class Layer(torch.nn.Module):
         self._rng_state = state
         state.draws |= recipe.stochastic
         with torch.inference_mode(False):  # training saves it
-            self._seed = as_tensor(layer_seed(state.seed, name), torch.device("cpu"))
+            self._seed = self._seed_of(state.seed, name)
         self._move_rng()
+
+    def _seed_of(self, seed: int, name: str) -> torch.Tensor:
+        return as_tensor(layer_seed(seed, name), torch.device("cpu"))
 
     def count_alone(self, seed: int) -> None:
         """Count its own forwards, as a layer does that is built by hand."""
@@ -58,7 +95,7 @@ class Layer(torch.nn.Module):
         make_root(self, self._rng_state)
 
     def _move_rng(self) -> None:
-        device = self.weight.device
+        device = self.matrices()[0].device
         if device.type != "meta":
             with torch.inference_mode(False):
                 self._rng_state.move(device)
@@ -70,11 +107,6 @@ class Layer(torch.nn.Module):
         self._move_rng()
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        if self._retype is not None:  # with assign=True the weight is another tensor
-            self._retype(self)
-
     def _key(self, weight: torch.Tensor) -> Key:
         """Of this forward's random bits, of a recipe that draws some."""
         if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
@@ -84,22 +116,49 @@ class Layer(torch.nn.Module):
             offset = offset.to(self._seed.device)
         return self._seed, offset
 
+
+class WeightLayer(Layer):
+    """A layer with one weight, whose operands may have been made ahead."""
+
+    weight: torch.Tensor
+    _kept: Kept | None = None
+    # After quantized_all_gather(): gives the weight its type again.
+    _retype: Callable[[WeightLayer], None] | None = None
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of the whole weight, wherever it lies."""
+        raise NotImplementedError
+
+    def matrices(self) -> list[torch.Tensor]:
+        return [self.weight]
+
+    def keep(self, backward: bool) -> list[torch.Tensor]:
+        weight = self.weight
+        computed = weight is not self._parameters.get("weight")
+        if computed or not self.quantizes_ahead():
+            return []
+        self._kept = Kept.of(weight, quantize_weight(weight, self.recipe, None, backward))
+        return [weight]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._retype is not None:  # with assign=True the weight is another tensor
+            self._retype(self)
+
     def _operands(self, weight: torch.Tensor) -> QuantizedWeight | None:
         """Of the weight, where they were made ahead."""
         if self._kept is not None:
-            made, of, version = self._kept
-            compiling = torch.compiler.is_compiling()
-            if not compiling and (weight is not of or _version_of(of) != version):
-                name, need = type(self).__name__, "what it was when quantized_weights() began"
-                fail(name, "weight", "changed", need, "leave it before the optimizer's step")
-            return made
+            if not torch.compiler.is_compiling():
+                self._kept.check(type(self).__name__, weight)
+            return self._kept.operands
         if type(weight) is torch.nn.Parameter:
             return None
         gathered: QuantizedWeight | None = getattr(weight, "quantized", None)  # by FSDP2
         return gathered
 
 
-class Linear(Layer, torch.nn.Linear):
+class Linear(WeightLayer, torch.nn.Linear):
     """`torch.nn.Linear` with quantized GEMMs: same parameters, same state_dict.
 
     `blockscale.convert` turns the linear layers of a model into this class and gives them one
@@ -113,6 +172,8 @@ class Linear(Layer, torch.nn.Linear):
     Raises:
         TypeError, ValueError: an unknown recipe, one in the place of bias, or no seed.
     """
+
+    plain = torch.nn.Linear
 
     def __init__(
         self,
@@ -151,7 +212,7 @@ class Linear(Layer, torch.nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe}"
 
 
-class GroupedLinear(Layer):
+class GroupedLinear(WeightLayer):
     """The linear layers of experts in one, without biases: `grouped_linear` as a module.
 
     Like `Linear` it counts its own forwards until `blockscale.convert` is called for the model that
@@ -222,10 +283,15 @@ class GroupedLinear(Layer):
         return f"groups={self.groups}, {extents}, recipe={self.recipe}"
 
 
-def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Layer]:
-    """Those of a model by name; a model without any is refused."""
+def check_model(operation: str, model: object) -> None:
+    """Refuse what is no model."""
     if not isinstance(model, torch.nn.Module):
         fail_type(operation, "model", model, "an nn.Module")
+
+
+def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Layer]:
+    """Those of a model by name; a model without any is refused."""
+    check_model(operation, model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
         got = f"{type(model).__name__} without converted layers"
@@ -245,7 +311,8 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     Each layer would quantize its weight again in every micro-batch, in every recomputation of
     activation checkpointing, and in every batch of an inference. The results and the gradients are
     the same bits. Layers in high precision, those whose recipe rounds the weight stochastically,
-    and those whose weight is computed (a parametrization) do as ever. Leave it before the
+    and those whose weight is computed (a parametrization) do as ever; experts of other libraries
+    quantize theirs in the first forward within, and as ever in compiled code. Leave it before the
     optimizer's step, which is refused within; a recomputation belongs where its forward ran.
 
     Args:
@@ -266,14 +333,17 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
         if layer._kept is not None:
             need = "no other quantized_weights() around it"
             fail("quantized_weights", name or "model", "within another one", need)
-        remedy = "leave it out: each forward quantizes what it has gathered"
-        if not is_plain(layer.weight):
-            got = f"a {type(layer.weight).__name__}"
-            fail("quantized_weights", f"{name}.weight".lstrip("."), got, "a plain tensor", remedy)
-        if layer.weight.shape != layer.weight_shape:
-            got = f"{list(layer.weight.shape)}, flattened or gone to another rank"
-            need = f"the whole of it, {list(layer.weight_shape)}"
-            fail("quantized_weights", f"{name}.weight".lstrip("."), got, need, remedy)
+        for weight in layer.matrices():
+            got = ""
+            if not is_plain(weight):
+                got, need = f"a {type(weight).__name__}", "a plain tensor"
+            elif isinstance(layer, WeightLayer) and weight.shape != layer.weight_shape:
+                got = f"{list(weight.shape)}, flattened or gone to another rank"
+                need = f"the whole of it, {list(layer.weight_shape)}"
+            if got:
+                remedy = "leave it out: each forward quantizes what it has gathered"
+                named = f"{name}.weight".lstrip(".")
+                fail("quantized_weights", named, got, need, remedy)
     kept: set[int] = set()  # the weights, by identity
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -285,22 +355,12 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     steps = register_optimizer_step_pre_hook(refuse)
     try:
         for layer in layers.values():
-            specs = (layer.recipe.fprop_w, layer.recipe.dgrad_w)
-            computed = layer.weight is not layer._parameters.get("weight")
-            if not computed and not any(s is not None and s.stochastic for s in specs):
-                made = quantize_weight(layer.weight, layer.recipe, None, backward)
-                layer._kept = (made, layer.weight, _version_of(layer.weight))
-                kept.add(id(layer.weight))
+            kept.update(map(id, layer.keep(backward)))
         yield
     finally:
         steps.remove()
         for layer in layers.values():
             layer.__dict__.pop("_kept", None)
-
-
-def _version_of(weight: torch.Tensor) -> int:
-    """How often it has been changed in place; tensors of inference mode do not count."""
-    return 0 if weight.is_inference() else weight._version
 
 
 class Root:

@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 
 from blockscale._errors import fail
 from blockscale._fakes import weight_memory
-from blockscale.nn import Layer, converted_layers
+from blockscale.nn import Layer, WeightLayer, converted_layers
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
 from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
@@ -73,8 +73,10 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     for module in model.modules():
         for parameter in module._parameters.values():
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    chosen: dict[str, Layer] = {}
+    chosen: dict[str, WeightLayer] = {}
     for name, layer in layers.items():
+        if not isinstance(layer, WeightLayer):
+            continue
         weight = layer._parameters.get("weight")  # none where a parametrization computes it
         if weight is None or holders[id(weight)] > 1 or gathered_spec(layer.recipe) is None:
             continue
@@ -90,7 +92,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     return list(chosen)
 
 
-def _retype(layer: Layer) -> None:
+def _retype(layer: WeightLayer) -> None:
     """Give the weight its type, at first and after a checkpoint was assigned."""
     weight: Any = layer._parameters["weight"]
     if is_dtensor(weight):

@@ -80,7 +80,7 @@ def test_reports_every_module() -> None:
         "lm_head": "skip 'lm_head'",
     }
     lines = str(report).splitlines()
-    assert lines[0] == "2 linear layers converted, 5 modules not"
+    assert lines[0] == "2 layers converted, 5 modules not"
     assert lines[1].split() == ["layers.1.q_proj", "nvfp4"]
     assert lines[-1].split(maxsplit=1) == ["lm_head", "left alone: skip 'lm_head'"]
     assert type(m.lm_head) is nn.Linear

@@ -1,0 +1,133 @@
+"""Where a converted model's random bits stand: what counts its optimizer's steps, and resuming."""
+
+from __future__ import annotations
+
+import torch
+
+from blockscale._errors import check_int, fail, fail_type
+from blockscale.nn import Layer, check_model
+from blockscale.rng import RngState, Steps
+
+
+def states_of(model: torch.nn.Module) -> list[RngState]:
+    """Those that the converted layers of `model` draw by, each once."""
+    layers = (module for module in model.modules() if isinstance(module, Layer))
+    return list({id(layer._rng_state): layer._rng_state for layer in layers}.values())
+
+
+def _state(operation: str, model: torch.nn.Module) -> RngState:
+    """The one state of all converted layers of `model`."""
+    check_model(operation, model)
+    states = states_of(model)
+    if len(states) != 1:
+        got = f"{type(model).__name__} with {len(states)} separately counted parts"
+        if not states:
+            got = f"{type(model).__name__}, which is not converted"
+        fail(operation, "model", got, "a converted model", "call bs.convert(model, recipe) first")
+    return states[0]
+
+
+def _counting_state(operation: str, model: torch.nn.Module) -> RngState:
+    """That of a model whose forwards are counted, or of a part of one."""
+    state = _state(operation, model)
+    if not state.has_root():
+        got = f"{type(model).__name__}, a copy or a rest of a part of a converted model"
+        need = "a model whose forward counts"
+        fail(operation, "model", got, need, "call bs.convert(model, recipe): the count goes on")
+    return state
+
+
+def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Count `optimizer`'s steps as the model's: each advances the offset of its random bits.
+
+    Of several optimizers, attach one. Attaching the same one again changes nothing. A step that a
+    gradient scaler skips does not count.
+
+    Args:
+        model: a converted one, or one in DistributedDataParallel.
+        optimizer: whose `step` is called, once for each update; or a wrapper with that one as its
+            attribute `optimizer`, `optim` or `base_optimizer`, with `_` or without. Of optimizers
+            that step within the backward, the one of the parameter whose gradient comes last.
+
+    Raises:
+        TypeError, ValueError: not an optimizer, or one whose steps call no hooks; the model is not
+            converted, or copied from a part of one that is: `convert` it, so that its forwards are
+            counted.
+    """
+    state = _counting_state("attach", model)
+    remedy = "call bs.advance(model) after each step instead"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        fail_type("attach", "optimizer", optimizer, "a torch.optim.Optimizer", remedy)
+    # One that wraps another, as Accelerate's does, may have no hooks; its steps are the other's.
+    while inner := _wrapped(optimizer):
+        optimizer = inner
+    # Whoever does not call Optimizer.__init__ has none, or a step that calls none.
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    if hooks is None or not getattr(type(optimizer).step, "hooked", False):
+        got = f"{type(optimizer).__name__}, whose step calls no hooks"
+        fail("attach", "optimizer", got, "one that has called Optimizer.__init__", remedy)
+    counters = (getattr(hook, "__self__", None) for hook in hooks.values())
+    if not any(isinstance(c, Steps) and c.state is state for c in counters):
+        Steps(state, optimizer)
+
+
+def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    for name in ("optimizer", "optim", "base_optimizer"):
+        inner = getattr(optimizer, name, None) or getattr(optimizer, f"_{name}", None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return inner
+    return None
+
+
+def advance(model: torch.nn.Module) -> None:
+    """An optimizer step has ended: the next forward is forward 0 of the next step.
+
+    For loops whose optimizer cannot be attached; call it once after each step.
+
+    Args:
+        model: a converted one.
+
+    Raises:
+        TypeError, ValueError: not a model, or not converted, or copied from a part of one that is.
+    """
+    _counting_state("advance", model).advance()
+
+
+def rng_state(model: torch.nn.Module) -> dict[str, int]:
+    """Where the random bits of a model stand. Waits for the device.
+
+    Args:
+        model: a converted one.
+
+    Returns:
+        {"step": optimizer steps ended, "forward": forwards with gradients begun since then (0 where
+        the recipe draws no bits; of more than 65535 each 65536 count as a step), "seed": that of
+        `convert`}.
+
+    Raises:
+        TypeError, ValueError: not a model, or not converted.
+    """
+    state = _state("rng_state", model)
+    step, forward = state.position()
+    return {"step": step, "forward": forward, "seed": state.seed}
+
+
+def set_step(model: torch.nn.Module, step: int, forward: int = 0) -> None:
+    """Continue as if `step` optimizer steps had ended, and `forward` forwards had begun since.
+
+    Args:
+        model: a converted one.
+        step: `rng_state(model)["step"]` of the run to continue, 0 or more, below 2^47.
+        forward: and its ["forward"], below 2^16; 0 where a step has just ended.
+
+    Raises:
+        TypeError, ValueError: not ints, out of range, or the model is not converted.
+    """
+    state = _state("set_step", model)
+    numbers = []
+    for name, value, bits in (("step", step, 47), ("forward", forward, 16)):
+        number = check_int("set_step", name, value)
+        if not 0 <= number < 1 << bits:
+            fail("set_step", name, number, f"0 or more, below 2^{bits}")
+        numbers.append(number)
+    state.set_position(*numbers)

@@ -1,0 +1,313 @@
+"""Experts of other libraries, converted: their calls of `grouped_mm` are `grouped_linear`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from blockscale import experts as blockscale_experts
+from blockscale.rng import layer_seed
+from ranks import DEVICES, on_two_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+GROUPS, WIDTH, HIDDEN = 4, 48, 64
+ENDS = torch.tensor([5, 5, 12, 18], dtype=torch.int32)
+
+
+class ManyExperts(nn.Module):
+    """As Transformers and torchtitan write them: `turned`, the matrices are [E, K, N]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+
+    def __init__(self, turned: bool = False) -> None:
+        super().__init__()
+        self.turned = turned
+        for name, n, k in (("up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
+            w = torch.randn(GROUPS, n, k) * k**-0.5
+            made = w.transpose(1, 2).contiguous() if turned else w
+            self.register_parameter(name, nn.Parameter(made.bfloat16()))
+        self.bias = nn.Parameter(torch.zeros(GROUPS, WIDTH, dtype=torch.bfloat16))
+
+    def weights(self) -> list[torch.Tensor]:
+        """[E, N, K]."""
+        return [w.transpose(1, 2) if self.turned else w for w in (self.up, self.down)]
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        up, down = (w.transpose(1, 2) for w in self.weights())
+        h = torch.nn.functional.grouped_mm(x.to(up.dtype), up, offs=ends).relu()
+        return torch._grouped_mm(h, down, offs=ends)
+
+
+class Block(nn.Module):
+    def __init__(self, turned: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.experts = ManyExperts(turned)
+        self.rerun = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, ends, again = self.gate(x), ENDS.to(x.device), self.rerun
+        y: torch.Tensor
+        y = (
+            checkpoint(self.experts, x, ends, use_reentrant=False)
+            if again
+            else self.experts(x, ends)
+        )
+        return x + y
+
+
+def model(recipe: str = "nvfp4", device: torch.device | str = "cpu", turned: bool = False) -> Block:
+    torch.manual_seed(0)
+    made = Block(turned)
+    bs.convert(made, recipe, experts=["experts"], seed=5)
+    return made.to(device)
+
+
+def rows(device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(20, WIDTH, generator=g).bfloat16().to(device)
+
+
+def gradients(module: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    module.zero_grad()
+    y = call()
+    y[:18].float().square().sum().backward()  # type: ignore[no-untyped-call]
+    return [y.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("recipe", bs.recipe_names())
+def test_each_product_is_grouped_linear(recipe: str, turned: bool, device: torch.device) -> None:
+    experts = model(recipe, device, turned).experts
+    x, ends = rows(device), ENDS.to(device)
+
+    def by_hand() -> torch.Tensor:
+        rngs = [bs.Rng(layer_seed(5, f"experts.{i}")) for i in range(2)]
+        up, down = experts.weights()
+        h = bs.grouped_linear(x, up, ends, recipe, rngs[0]).relu()
+        return bs.grouped_linear(h, down, ends, recipe, rngs[1])
+
+    if recipe == "bf16":  # PyTorch's own, whose rows past the last group are undefined
+        plain = ManyExperts(turned).to(device)
+        plain.load_state_dict(experts.state_dict())
+        want = gradients(plain, lambda: plain(x, ends)[:18])
+        assert_same(gradients(experts, lambda: experts(x, ends)[:18]), want)
+    else:
+        want = gradients(experts, by_hand)
+        assert_same(gradients(experts, lambda: experts(x, ends)), want)
+
+
+def test_the_report_and_the_names() -> None:
+    torch.manual_seed(0)
+    made = Block()
+    plain = copy.deepcopy(made)
+    hint = "ManyExperts is not nn.Linear; experts= converts what it multiplies"
+    assert dict(bs.convert(plain, "mxfp8").skipped)["experts"] == hint
+    report = bs.convert(made, "nvfp4", rules={"experts": "mxfp8"}, experts=["experts"])
+    assert {name: str(r) for name, r in report.converted} == {"gate": "nvfp4", "experts": "mxfp8"}
+    assert str(report).startswith("2 layers converted, 0 modules not")
+    assert list(made.state_dict()) == list(plain.state_dict())
+    assert isinstance(made.experts, ManyExperts)
+    assert bs.convert(made, "mxfp4").converted  # and they stay converted
+    assert str(made.experts.recipe) == "mxfp4"
+    assert bs.revert(made) == ["gate", "experts"]
+    assert type(made.experts) is ManyExperts
+    assert vars(made.experts).keys() == vars(ManyExperts()).keys()
+
+
+def test_skipping_them_makes_them_plain_again() -> None:
+    made = model()
+    bs.convert(made, "nvfp4", skip=["experts"])
+    assert type(made.experts) is ManyExperts
+
+
+def test_forwards_count_and_are_recomputed_alike(device: torch.device) -> None:
+    plain, again = model(device=device), model(device=device)
+    again.rerun = True
+    x = rows(device)
+    for _ in range(2):
+        want = gradients(plain, lambda: plain(x))
+        assert_same(gradients(again, lambda: again(x)), want)
+    assert not torch.equal(want[-1], gradients(plain, lambda: plain(x))[-1])
+    assert bs.rng_state(plain)["forward"] == 3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_in_one_graph(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    torch._dynamo.reset()
+    plain = model(device=device).to(dtype)
+    x = rows(device).to(dtype)
+    other = copy.deepcopy(plain)
+    want = gradients(plain.experts, lambda: plain.experts(x, ENDS.to(device)))
+    compiled = torch.compile(other.experts, fullgraph=True, backend=backend)
+    assert_same(gradients(other.experts, lambda: compiled(x, ENDS.to(device))), want)
+
+
+def test_copies_and_files() -> None:
+    made = model()
+    want = gradients(made, lambda: made(rows()))
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for twin in (copy.deepcopy(made), loaded):
+        assert type(twin.experts) is type(made.experts)
+        bs.set_step(twin, 0)
+        assert_same(gradients(twin, functools.partial(twin, rows())), want)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_blockwise", "mxfp8"])
+def test_weights_are_quantized_once(recipe: str, turned: bool, device: torch.device) -> None:
+    plain, other = model(recipe, device, turned), model(recipe, device, turned)
+    made: list[object] = []
+    of = bs.quantize_weight
+
+    def counted(*args: Any) -> object:
+        made.append(of(*args))
+        return made[-1]
+
+    with bs.quantized_weights(other), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockscale_experts, "quantize_weight", counted)
+        for seed in range(2):
+            x = rows(device, seed)
+            want = gradients(plain, functools.partial(plain, x))
+            assert_same(gradients(other, functools.partial(other, x)), want)
+        assert len(made) == 2
+        assert "_kept" not in vars(copy.deepcopy(other).experts)
+        with torch.no_grad():
+            other.experts.down.mul_(2)
+        with pytest.raises(ValueError, match="ManyExperts: weight = changed; need what it was"):
+            other(x)
+        optimizer = torch.optim.SGD([other.experts.up], 1e-2)
+        with pytest.raises(ValueError, match="optimizer = a step of its weights"):
+            optimizer.step()
+    other(x)
+
+
+class Falls(ManyExperts):
+    """Multiplies as Transformers does where PyTorch's own product does not compile."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        product = torch.ops.transformers.grouped_mm_fallback
+        h = product(x, self.up.transpose(1, 2), offs=ends).relu()
+        y: torch.Tensor = product(h, self.down.transpose(1, 2), offs=ends)
+        return y
+
+
+def test_the_product_of_transformers_is_known() -> None:
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        schema = "(Tensor input, Tensor weight, Tensor offs) -> Tensor"
+        torch.library.define("transformers::grouped_mm_fallback", schema)
+    torch._dynamo.reset()
+    plain = model("mxfp8").experts
+    falls = Falls()
+    bs.convert(nn.ModuleDict({"experts": falls}), "mxfp8", experts=["experts"])
+    falls.load_state_dict(plain.state_dict())
+    want = gradients(plain, lambda: plain(rows(), ENDS))
+    for call in (falls, torch.compile(falls, fullgraph=True, backend="aot_eager")):
+        assert_same(gradients(falls, functools.partial(call, rows(), ENDS)), want)
+
+
+class Loops(ManyExperts):
+    """Multiplies one by one."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return x @ self.up[0].t() @ self.down[0].t()
+
+
+class Often(ManyExperts):
+    """Multiplies more often than it has matrices."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x, ends), ends)
+
+
+def test_what_does_not_multiply_by_grouped_mm_is_refused_in_training() -> None:
+    made = Loops()
+    holder = nn.ModuleDict({"experts": made})
+    bs.convert(holder, "mxfp8", experts=["experts"])
+    with pytest.raises(ValueError, match="a forward of Loops without grouped_mm; need one that"):
+        made(rows(), ENDS)
+    with torch.no_grad():
+        assert made(rows(), ENDS).shape == (20, WIDTH)
+
+
+def test_a_class_with_names_of_ours_is_left_alone() -> None:
+    made = Block()
+    made.experts.plain = nn.Identity()
+    reason = "ManyExperts has attributes of ours: plain"
+    assert dict(bs.convert(made, "nvfp4", experts=["experts"]).skipped)["experts"] == reason
+
+
+def test_exported() -> None:
+    made = model("mxfp8").experts
+    want = made(rows(), ENDS)
+    for strict in (False, True):
+        program = torch.export.export(made, (rows(), ENDS), strict=strict)
+        assert torch.equal(program.module()(rows(), ENDS), want)
+
+
+def test_more_products_than_seeds_are_refused() -> None:
+    made = Often()
+    bs.convert(nn.ModuleDict({"experts": made}), "nvfp4", experts=["experts"])
+    with pytest.raises(ValueError, match="more than the 2 products in Often"):
+        made(rows(), ENDS)
+
+
+def test_bad_names() -> None:
+    with pytest.raises(ValueError, match="experts = 'expert'; need the name of a module; did you"):
+        bs.convert(Block(), "nvfp4", experts=["expert"])
+    with pytest.raises(ValueError, match="experts = 'gate'; need a module that holds matrices"):
+        bs.convert(Block(), "nvfp4", experts=["gate"])
+    with pytest.raises(TypeError, match=r"experts = a str; need a list of names; write experts=\["):
+        bs.convert(Block(), "nvfp4", experts="experts")
+
+
+def trained(recipe: str, device: str, ranks: int) -> list[torch.Tensor]:
+    """Weights after two steps, in one process or cut over two."""
+    made = model(recipe, device)
+    if ranks > 1:
+        mesh = init_device_mesh(device, (ranks,))
+        fully_shard(made.experts, mesh=mesh)
+        fully_shard(made, mesh=mesh)
+    optimizer = torch.optim.SGD(made.parameters(), 0.5)
+    bs.attach(made, optimizer)
+    for step in range(2):
+        made(rows(device, step))[:18].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.detach() for p in made.parameters()]
+    return [(w.full_tensor() if isinstance(w, DTensor) else w).cpu() for w in weights]
+
+
+def train_and_compare(device: str, want: dict[str, list[torch.Tensor]]) -> None:
+    for recipe, weights in want.items():
+        assert_same(trained(recipe, device, 2), weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_with_one_batch_are_one_process(device: str, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    want = {recipe: trained(recipe, device, 1) for recipe in ("nvfp4", "fp8_blockwise")}
+    torch.set_num_threads(threads)
+    on_two_ranks(train_and_compare, tmp_path, device, want, device=device)
