@@ -392,6 +392,21 @@ struct Saved {
   std::optional<Tensor> memory;  // of the offset
 };
 
+// W's gradient, [N, K] or one for each group, of dy's and x's operands along the rows. `turned`: in
+// memory it is [K, N], as W is, which is the product the other way round.
+Tensor weight_gradient(const Place& at, const Side& dy, const Side& x, ScalarType compute,
+                       ScalarType dtype, const Ints& sizes, const Groups& groups, int64_t m,
+                       const std::optional<Tensor>& into, bool turned) {
+  // One in square blocks the FP8 GEMM takes on the right alone.
+  const bool either = !x.view || !x.view->spec.square;
+  if (!turned || into || !either)
+    return product(at, dy, x, std::nullopt, compute, dtype, sizes, groups, m, into);
+  Ints other = sizes;
+  std::swap(other.back(), other[other.size() - 2]);
+  return torch::stable::transpose(
+      product(at, x, dy, std::nullopt, compute, dtype, other, groups, m), -2, -1);
+}
+
 // The gradients asked for, but dw where it is added to `into`: dx and dw are those that the forward
 // was told of, `skip_dx` and `skip_dw` those of them that this backward leaves out.
 std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
@@ -400,7 +415,8 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
                              const std::optional<ScalarType>& x_dtype,
                              const std::optional<ScalarType>& w_dtype,
                              const std::optional<ScalarType>& bias_dtype,
-                             const std::optional<Tensor>& into, const Cut& cut = {}) {
+                             const std::optional<Tensor>& into, bool w_turned = false,
+                             const Cut& cut = {}) {
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at(name_of(offsets.has_value()), "dy", dy);
   require(dy.dim() >= 1, at.op(), "dy.dim()", dy.dim(), "1 or more, [..., N]");
@@ -423,8 +439,8 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
     Ints sizes{n, k};
     if (groups) sizes.insert(sizes.begin(), batch);
     check_into(at, into, sizes);
-    const Tensor made = product(at, *dys.column, *from.x, std::nullopt, dtype,
-                                w_dtype.value_or(dtype), sizes, groups, m, into);
+    const Tensor made = weight_gradient(at, *dys.column, *from.x, dtype, w_dtype.value_or(dtype),
+                                        sizes, groups, m, into, w_turned);
     if (!into) gradients.push_back(made);
   }
   if (db) {
@@ -445,9 +461,9 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
-                                       bool skip_dw) {
+                                       bool skip_dw, bool w_turned) {
   return backward(dy, saved, recipe, k, dx, dw, db, skip_dx, skip_dw, offsets, x_dtype, w_dtype,
-                  bias_dtype, {});
+                  bias_dtype, {}, w_turned);
 }
 
 std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
@@ -460,7 +476,7 @@ std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> save
   const Place at("linear", "dy", dy);
   require(origin.size() == 2, at.op(), "origin", origin.size(), "the row and column of dy");
   return backward(dy, saved, recipe, k, dx, dw, db, skip_dx, skip_dw, {}, x_dtype, w_dtype,
-                  bias_dtype, {}, cut_of(at, "amax", amax, origin[0], origin[1]));
+                  bias_dtype, {}, false, cut_of(at, "amax", amax, origin[0], origin[1]));
 }
 
 std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor> saved,

@@ -50,13 +50,14 @@ void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe, in
 // The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: what
 // the forward with these dx and dw has made, then w's dgrad operand if it was made ahead, and,
 // where the recipe does not quantize them, x with dw and w with dx; where bits are drawn the seed.
-// With skip_dx or skip_dw that gradient is left out all the same.
+// With skip_dx or skip_dw that gradient is left out all the same. With w_turned dw lies as [K, N]
+// does, or [E, K, N], where w does.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
-                                       bool skip_dw);
+                                       bool skip_dw, bool w_turned);
 
 // The same of a piece of dy, as for linear_piece_op.
 std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe,

@@ -381,6 +381,7 @@ def _fake_linear_backward(
     bias_dtype: torch.dtype | None = None,
     skip_dx: bool = False,
     skip_dw: bool = False,
+    w_turned: bool = False,
 ) -> list[torch.Tensor]:
     n = dy.shape[-1]
     gradients = []
@@ -388,7 +389,12 @@ def _fake_linear_backward(
         gradients.append(dy.new_empty((*dy.shape[:-1], k), dtype=x_dtype or dy.dtype))
     if dw and not skip_dw:
         batch = () if offsets is None else offsets.shape
-        gradients.append(dy.new_empty((*batch, n, k), dtype=w_dtype or dy.dtype))
+        x_spec = specs_of(recipe)["wgrad_x"]
+        if w_turned and (x_spec is None or x_spec.block[0] == 1):
+            made = dy.new_empty((*batch, k, n), dtype=w_dtype or dy.dtype).transpose(-2, -1)
+        else:
+            made = dy.new_empty((*batch, n, k), dtype=w_dtype or dy.dtype)
+        gradients.append(made)
     if db:
         gradients.append(dy.new_empty((n,), dtype=bias_dtype or dy.dtype))
     return gradients

@@ -14,7 +14,7 @@ import torch
 from blockscale._errors import any_int, did_you_mean, fail, fail_type
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
 from blockscale.counting import states_of
-from blockscale.experts import experts_class, matrices_of, names_taken
+from blockscale.experts import experts_class, is_experts, matrices_of, why_not
 from blockscale.nn import Layer, Linear, WeightLayer, check_model, drop_root, make_root, root_state
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
@@ -87,8 +87,9 @@ def convert(
         skip: layers left alone, whatever the rules say of them: a name, or a part of one between
             dots; "lm_head" also skips "model.lm_head" and everything inside it. Of a module that
             has several names each counts, here and in rules.
-        experts: modules of experts to convert too, named as in `skip`. In a forward with gradients
-            each has to multiply by grouped_mm, which is looked at then; without, what multiplies
+        experts: modules of experts to convert too, named as in `skip`; of each it is the forward
+            that counts, not what others do with its parameters. With gradients a forward has to
+            multiply by grouped_mm at least once, which is looked at then; what it multiplies
             otherwise stays in high precision.
         seed: of the random bits, any int. None keeps that of a model that is converted, or was
             before `revert`, or of parts that are and have the same; of others it is 0.
@@ -277,7 +278,7 @@ def _check_rules(
     linears = [name for layer in layers for name in names[layer]]
     for rule, pattern in patterns.items():
         if not any(pattern.search(name) for name in linears):
-            need = "a regular expression that is found in the name of a linear layer"
+            need = "a regular expression that is found in the name of a layer to convert"
             some = ", ".join(linears[:4]) + (", ..." if len(linears) > 4 else "")
             fail("convert", "rules", repr(rule), need, f"the names are {some}")
 
@@ -302,10 +303,13 @@ def _experts(
     found: set[torch.nn.Module] = set()
     for entry in entries:
         named = (m for m, known in names.items() if any(is_part(entry, name) for name in known))
-        could = [module for module in named if matrices_of(module)]
+        could = [module for module in named if is_experts(module)]
         if not could:
             need = "a module that holds matrices, [E, N, K]"
-            remedy = "experts of nn.Linear are converted without it"
+            remedy = (
+                "a model that is experts itself goes into another module; experts of nn.Linear are"
+            )
+            remedy += " converted without it"
             fail("convert", "experts", repr(entry), need, remedy)
         found.update(could)
     return found
@@ -333,12 +337,12 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
         return f"{kind} is a subclass of nn.Linear: its forward may be its own"
     elif not as_experts:
         hint = "; experts= converts what it multiplies" if "experts" in kind.lower() else ""
-        return f"{kind} is not nn.Linear{hint if matrices_of(module) else ''}"
+        return f"{kind} is not nn.Linear{hint if is_experts(module) else ''}"
     elif _is_sharded(module):
         return f"{kind} is sharded by itself: convert before fully_shard"
+    elif reason := why_not(module):
+        return reason
     else:
-        if taken := names_taken(module):
-            return f"{kind} has attributes of ours: {', '.join(taken)}"
         matrices = [*matrices_of(module)]
     if not isinstance(module, Layer) and "forward" in vars(module):
         return "its forward was replaced by another library: convert before that"
@@ -413,8 +417,8 @@ def _restore(module: torch.nn.Module) -> bool:
     if not isinstance(module, Layer) or module.plain is None:
         return False
     drop_root(module)
-    for name in ("recipe", "_rng_state", "_seed"):
-        del module.__dict__[name]
+    for name in ("recipe", "_rng_state", "_seed", "_kept", "_name"):
+        module.__dict__.pop(name, None)
     if isinstance(module, WeightLayer) and module.__dict__.pop("_retype", None):
         weight = module.weight  # by quantized_all_gather()
         values = getattr(weight, "local", weight)

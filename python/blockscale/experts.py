@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,13 +18,46 @@ from blockscale.nn import Kept, Layer
 from blockscale.rng import as_tensor, layer_seed
 from blockscale.weight import QuantizedWeight, quantize_weight
 
-_REMEDY = "choose the implementation that does, in Transformers set_experts_implementation"
+_MOST_PRODUCTS: Final = 16  # in a forward: seeds are made ahead, as compiled code cannot hash names
 
 
 def matrices_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The module's own parameters that hold a matrix for each expert."""
     own = (p for p in module._parameters.values() if p is not None)
     return [p for p in own if not is_lazy(p) and p.dim() == 3]
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether it could be: a module of PyTorch's own that holds such a parameter is something
+    else, as convolutions and containers of parameters are."""
+    theirs = type(module).__module__.startswith("torch.nn.")
+    return isinstance(module, Experts) or (not theirs and len(matrices_of(module)) > 0)
+
+
+def why_not(module: torch.nn.Module) -> str:
+    """Why `convert` cannot take a module that holds matrices for experts; "" when it can."""
+    kind = type(module)
+    if any(is_experts(inner) for inner in module.modules() if inner is not module):
+        return f"{kind.__name__} has experts inside, which multiply by themselves"
+    if kind.forward is torch.nn.Module.forward:
+        return f"{kind.__name__} has no forward: whoever reads its parameters multiplies"
+    ours = {name for of in (Experts, Layer) for name in (*vars(of), *of.__annotations__)}
+    theirs = {*dir(kind), *vars(module), *module._parameters, *module._buffers, *module._modules}
+    if taken := sorted(ours & theirs - set(dir(torch.nn.Module))):
+        return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
+    try:
+        experts_class(kind)
+    except Exception as error:  # whatever its metaclass or __init_subclass__ wants
+        return f"{kind.__name__} cannot be subclassed: {error}"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ahead:
+    """Within quantized_weights(): what the products so far have read, and which way round."""
+
+    backward: bool
+    of: dict[int, tuple[Kept, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
 
 class Experts(Layer):
@@ -34,9 +68,8 @@ class Experts(Layer):
     named as the module with ".0", ".1", ... after it.
     """
 
-    # Within quantized_weights(): what the products so far have read, by their number.
-    _kept: dict[int, Kept] | None = None
-    _keeps_backward = False
+    _kept: _Ahead | None = None
+    _name: str
 
     def matrices(self) -> list[torch.Tensor]:
         return [*matrices_of(self)]
@@ -45,62 +78,68 @@ class Experts(Layer):
         # Which way round a matrix is multiplied shows in a forward.
         if not self.quantizes_ahead():
             return []
-        self._kept, self._keeps_backward = {}, backward
+        self._kept = _Ahead(backward)
         return self.matrices()
 
-    def _operands(self, index: int, w: torch.Tensor) -> QuantizedWeight | None:
-        """Of w, where it is a matrix of this module and nothing computed from it."""
-        if self._kept is None or self.recipe.high_precision or torch.compiler.is_compiling():
-            return None
-        if index not in self._kept:
-            owner = next((p for p in matrices_of(self) if _is_view(w, p)), None)
-            if owner is None:
-                return None
-            with torch.inference_mode(False):  # training saves it
-                made = quantize_weight(w.detach(), self.recipe, None, self._keeps_backward)
-            self._kept[index] = Kept.of(owner, made)
-        kept = self._kept[index]
-        kept.check(_plain_name(self), kept.weight)
-        return kept.operands if _is_view(w, kept.weight) else None
-
     def _seed_of(self, seed: int, name: str) -> torch.Tensor:
-        count = len(matrices_of(self))
-        cpu = torch.device("cpu")
-        return torch.stack([as_tensor(layer_seed(seed, f"{name}.{i}"), cpu) for i in range(count)])
+        self._name = name
+        seeds = (layer_seed(seed, f"{name}.{i}") for i in range(_MOST_PRODUCTS))
+        return torch.stack([as_tensor(value, torch.device("cpu")) for value in seeds])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "recipe" not in vars(self):
+            self._refuse("an instance that convert has not seen", "call bs.convert")
         products = _Products(self)
         with products:
             result = super().forward(*args, **kwargs)
         # Without gradients a library may multiply otherwise, such as for the few rows of decoding.
-        if products.count == 0 and torch.is_grad_enabled():
-            got = f"a forward of {_plain_name(self)} without grouped_mm"
-            fail("convert", "experts", got, "one that multiplies by it", _REMEDY)
+        if products.count == 0 and torch.is_grad_enabled() and not _has_no_rows(args, kwargs):
+            remedy = (
+                "choose the implementation that does (Transformers: set_experts_implementation)"
+            )
+            self._refuse("a forward without grouped_mm", f"{remedy}, or leave it out of experts=")
         return result
 
     def product(
         self, index: int, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
-        """x [T, K] times w [E, N, K]."""
+        """x [T, K] times w [E, N, K], in x's dtype."""
         key = None
         if self.recipe.stochastic:
+            if index >= _MOST_PRODUCTS:
+                self._refuse("more products in a forward", f"at most {_MOST_PRODUCTS} have seeds")
             seeds, offset = self._key(x)
-            if index >= len(seeds):
-                got = f"more than the {len(seeds)} products in {_plain_name(self)}"
-                fail("convert", "experts", got, "one grouped_mm in a forward for each parameter")
             key = seeds[index], offset
         made = self._operands(index, w)
-        return linear_with_key(x, w, None, self.recipe, key, offsets, None, made)
+        y = linear_with_key(x, w, None, self.recipe, key, offsets, None, made)
+        return y.to(x.dtype)  # grouped_mm knows no autocast
+
+    def _operands(self, index: int, w: torch.Tensor) -> QuantizedWeight | None:
+        """Of w, where it is a matrix of this module and nothing computed from it."""
+        if self._kept is None or torch.compiler.is_compiling():
+            return None
+        if index not in self._kept.of:
+            owner = next((p for p in matrices_of(self) if _is_view(w, p)), None)
+            if owner is None:
+                return None
+            with torch.inference_mode(False):  # training saves it
+                made = quantize_weight(w.detach(), self.recipe, None, self._kept.backward)
+            self._kept.of[index] = Kept.of(owner, made), w.stride()
+        kept, strides = self._kept.of[index]
+        if w.stride() != strides or not _is_view(w, kept.weight):
+            return None
+        kept.check_version(self._name or "experts")
+        return kept.operands
+
+    def _refuse(self, got: str, remedy: str) -> NoReturn:
+        name = vars(self).get("_name") or "experts"
+        fail(self.plain.__name__ if self.plain else "experts", name, got, "grouped_mm", remedy)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe}")))
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # of a class that no module names
         return _empty, (self.plain,), self.__getstate__()
-
-
-def names_taken(module: torch.nn.Module) -> list[str]:
-    """Attributes of another module by which `Experts` would go wrong, or which it would hide."""
-    ours = {name for kind in (Experts, Layer) for name in (*vars(kind), *kind.__annotations__)}
-    ours -= set(dir(torch.nn.Module))
-    return sorted(ours & {*dir(type(module)), *vars(module), *module._parameters, *module._modules})
 
 
 def _is_view(w: torch.Tensor, of: torch.Tensor) -> bool:
@@ -110,8 +149,9 @@ def _is_view(w: torch.Tensor, of: torch.Tensor) -> bool:
     return any(w.shape == t.shape and w.stride() == t.stride() for t in (of, of.transpose(-2, -1)))
 
 
-def _plain_name(module: Experts) -> str:
-    return module.plain.__name__ if module.plain else type(module).__name__
+def _has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = (*args, *kwargs.values())
+    return any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in given)
 
 
 def experts_class(plain: type[torch.nn.Module]) -> type[Experts]:
@@ -137,6 +177,7 @@ class _Products(TorchFunctionMode):
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.experts = experts
+        self.grad = torch.is_grad_enabled()
         self.count = 0
 
     def __torch_function__(
@@ -149,9 +190,13 @@ class _Products(TorchFunctionMode):
         named = kwargs or {}
         if not _is_grouped_mm(func):
             return func(*args, **named)
-        x, w, offsets, out_dtype = _operands(*args, **named)
+        x, w, offsets, out_dtype = _arguments(*args, **named)
         if offsets is None or x.dim() != 2 or w.dim() != 3:
             return func(*args, **named)
+        if self.grad and not torch.is_grad_enabled():
+            # Reentrant checkpointing would recompute it outside of this mode.
+            remedy = "checkpoint the whole module, from outside"
+            self.experts._refuse("a product whose gradient is left to a recomputation", remedy)
         index = self.count
         self.count += 1
         if self.experts.recipe.high_precision:
@@ -163,22 +208,22 @@ class _Products(TorchFunctionMode):
 def _is_grouped_mm(func: Any) -> bool:
     if func is torch._grouped_mm:  # torch.nn.functional.grouped_mm is this
         return True
-    # What Transformers calls where PyTorch's own does not compile.
+    # The second is what Transformers calls where PyTorch's own does not compile.
     return isinstance(func, torch._ops.OpOverloadPacket) and (
-        func._qualified_op_name == "transformers::grouped_mm_fallback"
+        func._qualified_op_name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
     )
 
 
-def _operands(
+def _arguments(
     input: torch.Tensor,
     mat2: torch.Tensor,
     offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype | None]:
-    """What `grouped_mm` is given; nobody gives it a bias, which PyTorch refuses too."""
+    """Of `grouped_mm`; nobody gives it a bias, which PyTorch refuses too."""
     if bias is not None:
-        fail("convert", "experts", "a grouped_mm with a bias", "none", "add it to the result")
+        fail("grouped_mm", "bias", "given", "none", "add it to the result")
     return input, mat2, offs, out_dtype
 
 

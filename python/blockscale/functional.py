@@ -312,18 +312,20 @@ class LinearFunction(torch.autograd.Function):
             None if w.dtype is out else w.dtype,
             None if bias is None or bias.dtype is out else bias.dtype,
         )
-        ctx.call = (text, w.shape[-1], dx, dw, db, dtypes, into)
+        # Of experts in memory [E, K, N]: so that theirs is no copy of the gradient, but it.
+        turned = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
+        ctx.call = (text, w.shape[-1], dx, dw, db, dtypes, into, turned)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
-        text, k, dx, dw, db, dtypes, into = ctx.call
+        text, k, dx, dw, db, dtypes, into, turned = ctx.call
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
         if into is None or skip_w:
-            call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w)
+            call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w, turned)
             made = iter(_ops.linear_backward.default(dy, saved, *call))
             gradients = [next(made) if want else None for want in wanted]
         else:

@@ -33,9 +33,10 @@ class Kept:
     def of(cls, weight: torch.Tensor, operands: QuantizedWeight) -> Kept:
         return cls(operands, weight, _version_of(weight))
 
-    def check(self, name: str, weight: torch.Tensor) -> None:
-        """Refuse a weight that is no more what it was."""
-        if weight is not self.weight or _version_of(weight) != self.version:
+    def check_version(self, name: str, weight: torch.Tensor | None = None) -> None:
+        """Refuse a weight that has changed, or is another one."""
+        another = weight is not None and weight is not self.weight
+        if another or _version_of(self.weight) != self.version:
             need = "what it was when quantized_weights() began"
             fail(name, "weight", "changed", need, "leave it before the optimizer's step")
 
@@ -75,7 +76,9 @@ class Layer(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy made within quantized_weights() has another weight, and nobody would take its
         # operands away.
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[misc]
+        state.pop("_kept", None)
+        return state
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
@@ -95,15 +98,15 @@ class Layer(torch.nn.Module):
         make_root(self, self._rng_state)
 
     def _move_rng(self) -> None:
-        device = self.matrices()[0].device
+        device = next(self.parameters()).device
         if device.type != "meta":
             with torch.inference_mode(False):
                 self._rng_state.move(device)
                 self._seed = self._seed.to(device)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Layer:
+    def _apply(self, fn: Callable[..., Any], *recurse: bool, **named: bool) -> Layer:
         # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, *recurse, **named)  # type: ignore[no-untyped-call]
         self._move_rng()
         return self
 
@@ -150,7 +153,7 @@ class WeightLayer(Layer):
         """Of the weight, where they were made ahead."""
         if self._kept is not None:
             if not torch.compiler.is_compiling():
-                self._kept.check(type(self).__name__, weight)
+                self._kept.check_version(type(self).__name__, weight)
             return self._kept.operands
         if type(weight) is torch.nn.Parameter:
             return None
@@ -312,7 +315,8 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     activation checkpointing, and in every batch of an inference. The results and the gradients are
     the same bits. Layers in high precision, those whose recipe rounds the weight stochastically,
     and those whose weight is computed (a parametrization) do as ever; experts of other libraries
-    quantize theirs in the first forward within, and as ever in compiled code. Leave it before the
+    quantize theirs in the first forward within, if they multiply by the parameter itself and are
+    not compiled. Leave it before the
     optimizer's step, which is refused within; a recomputation belongs where its forward ran.
 
     Args:
@@ -342,7 +346,9 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
                 need = f"the whole of it, {list(layer.weight_shape)}"
             if got:
                 remedy = "leave it out: each forward quantizes what it has gathered"
-                named = f"{name}.weight".lstrip(".")
+                own = layer.named_parameters(recurse=False)
+                parameter = next((n for n, p in own if p is weight), "weight")
+                named = f"{name}.{parameter}".lstrip(".")
                 fail("quantized_weights", named, got, need, remedy)
     kept: set[int] = set()  # the weights, by identity
 

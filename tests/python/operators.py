@@ -156,4 +156,6 @@ def grouped_linear_samples(of: Inputs) -> list[Sample]:
             ("linear_backward", (*call, True, True, False, of.ends)),
             ("linear_backward_into", (*call, True, False, of.ends, of.ones(3, 9, 70))),
         ]
+        turned = (True, True, False, of.ends, None, None, None, False, False, True)
+        samples.append(("linear_backward", (*call, *turned)))
     return samples

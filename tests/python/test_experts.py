@@ -114,6 +114,23 @@ def test_each_product_is_grouped_linear(recipe: str, turned: bool, device: torch
         assert_same(gradients(experts, lambda: experts(x, ends)), want)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp4", "mxfp8", "nvfp4"])
+def test_gradients_lie_as_the_matrices_do(recipe: str, device: torch.device) -> None:
+    made = model(recipe, device, turned=True).experts
+    plain = model(recipe, device).experts
+    y = made(rows(device), ENDS.to(device))
+    want = plain(rows(device), ENDS.to(device))
+    assert torch.equal(y, want)
+    matrices = ((made.up, made.down), (plain.up, plain.down))
+    turned, usual = (
+        torch.autograd.grad(result, of, torch.ones_like(result))
+        for result, of in zip((y, want), matrices, strict=True)
+    )
+    for got, other in zip(turned, usual, strict=True):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got.transpose(1, 2), other, rtol=0.01, atol=0.01)
+
+
 def test_the_report_and_the_names() -> None:
     torch.manual_seed(0)
     made = Block()
@@ -195,7 +212,7 @@ def test_weights_are_quantized_once(recipe: str, turned: bool, device: torch.dev
         assert "_kept" not in vars(copy.deepcopy(other).experts)
         with torch.no_grad():
             other.experts.down.mul_(2)
-        with pytest.raises(ValueError, match="ManyExperts: weight = changed; need what it was"):
+        with pytest.raises(ValueError, match="experts: weight = changed; need what it was"):
             other(x)
         optimizer = torch.optim.SGD([other.experts.up], 1e-2)
         with pytest.raises(ValueError, match="optimizer = a step of its weights"):
@@ -237,25 +254,152 @@ class Loops(ManyExperts):
 class Often(ManyExperts):
     """Multiplies more often than it has matrices."""
 
+    times = 2
+
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return super().forward(super().forward(x, ends), ends)
+        for _ in range(self.times):
+            x = super().forward(x, ends)
+        return x
 
 
 def test_what_does_not_multiply_by_grouped_mm_is_refused_in_training() -> None:
     made = Loops()
     holder = nn.ModuleDict({"experts": made})
     bs.convert(holder, "mxfp8", experts=["experts"])
-    with pytest.raises(ValueError, match="a forward of Loops without grouped_mm; need one that"):
+    with pytest.raises(
+        ValueError, match="Loops: experts = a forward without grouped_mm; need grouped_mm; choose"
+    ):
         made(rows(), ENDS)
     with torch.no_grad():
         assert made(rows(), ENDS).shape == (20, WIDTH)
 
 
-def test_a_class_with_names_of_ours_is_left_alone() -> None:
-    made = Block()
-    made.experts.plain = nn.Identity()
-    reason = "ManyExperts has attributes of ours: plain"
-    assert dict(bs.convert(made, "nvfp4", experts=["experts"]).skipped)["experts"] == reason
+def why(module: nn.Module, recipe: str = "mxfp8") -> dict[str, str]:
+    """Why modules in a model with these experts are left alone."""
+    whole = nn.ModuleDict({"gate": nn.Linear(4, 4), "experts": module})
+    return dict(bs.convert(whole, recipe, experts=["experts"]).skipped)
+
+
+class Outer(ManyExperts):
+    """Experts around experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ManyExperts()
+
+
+class Passive(nn.Module):
+    """Read by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 4, 4))
+
+
+class Choosy(ManyExperts):
+    def __init_subclass__(cls, *, key: int) -> None:
+        super().__init_subclass__()
+
+
+def test_what_is_left_alone_and_why() -> None:
+    named = ManyExperts()
+    named.plain = nn.Identity()
+    assert why(named)["experts"] == "ManyExperts has attributes of ours: plain"
+    named = ManyExperts()
+    named.register_buffer("_seed", torch.zeros(2))
+    assert why(named)["experts"] == "ManyExperts has attributes of ours: _seed"
+    outer = Outer()
+    assert why(outer) == {
+        "experts": "Outer has experts inside, which multiply by themselves",
+    }
+    assert isinstance(outer.inner, bs.nn.Layer)
+    assert why(Passive())["experts"].startswith("Passive has no forward")
+    assert why(Choosy())["experts"].startswith("Choosy cannot be subclassed: ")
+    mixed = ManyExperts()
+    mixed.add_module("conv", nn.Conv1d(2, 2, 3))
+    assert why(mixed) == {"experts.conv": "Conv1d is not nn.Linear"}
+    held = nn.ParameterDict({"up": torch.randn(2, 4, 4)})
+    with pytest.raises(ValueError, match="experts = 'experts'; need a module that holds matrices"):
+        why(held)
+
+
+def test_what_they_leave_behind() -> None:
+    made = model("mxfp8")
+    with bs.quantized_weights(made):
+        made(rows())
+        bs.revert(made)
+    made(rows())
+    assert vars(made.experts).keys() == vars(ManyExperts()).keys()
+    assert bs.convert(made, "mxfp8", experts=["experts"]).skipped == []
+
+
+def test_a_matrix_both_ways_round_within_quantized_weights() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(GROUPS, WIDTH, WIDTH).bfloat16())
+
+        def forward(self, x: torch.Tensor, turned: bool) -> torch.Tensor:
+            w = self.up.transpose(1, 2) if turned else self.up
+            return torch._grouped_mm(x, w, offs=ENDS)
+
+    made = Square()
+    whole = nn.ModuleDict({"experts": made})
+    bs.convert(whole, "mxfp8", experts=["experts"])
+    want = [made(rows(), turned) for turned in (False, True)]
+    with bs.quantized_weights(whole):
+        for turned in (False, True, False):
+            assert torch.equal(made(rows(), turned), want[turned])
+
+
+def test_a_checkpoint_inside_is_refused() -> None:
+    class Inside(ManyExperts):
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(super().forward, x, ends, use_reentrant=True)
+            return y
+
+    made = Inside()
+    bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
+    with pytest.raises(ValueError, match="checkpoint the whole module, from outside"):
+        made(rows().requires_grad_(), ENDS)
+
+
+def test_the_dtype_is_that_of_grouped_mm(device: torch.device) -> None:
+    made = model("mxfp8", device).experts.float()
+    x = rows(device).float()
+    with torch.autocast(device.type, torch.bfloat16):
+        assert made(x, ENDS.to(device)).dtype == torch.float32
+
+
+def test_no_rows_are_no_mistake() -> None:
+    class Returns(ManyExperts):
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, ends) if len(x) else x
+
+    made = Returns()
+    bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
+    assert made(torch.empty(0, WIDTH), torch.zeros(GROUPS, dtype=torch.int32)).shape == (0, WIDTH)
+
+
+def test_parametrized_afterwards_they_can_be_moved() -> None:
+    made = model("nvfp4")
+    for name in ("up", "down", "bias"):
+        nn.utils.parametrize.register_parametrization(made.experts, name, nn.Identity())
+    made.to(torch.bfloat16)
+    assert made(rows()).shape == (20, WIDTH)
+
+
+def test_copies_of_compiled_layers_are_copies() -> None:
+    made = nn.Sequential(nn.Linear(8, 8))
+    bs.convert(made, "mxfp8")
+    made[0].compile(backend="eager")
+    x = torch.randn(2, 8)
+    made(x)
+    twin = copy.deepcopy(made)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert twin(x).abs().sum() == 0
 
 
 def test_exported() -> None:
@@ -266,10 +410,12 @@ def test_exported() -> None:
         assert torch.equal(program.module()(rows(), ENDS), want)
 
 
-def test_more_products_than_seeds_are_refused() -> None:
+def test_one_matrix_may_be_multiplied_several_times() -> None:
     made = Often()
     bs.convert(nn.ModuleDict({"experts": made}), "nvfp4", experts=["experts"])
-    with pytest.raises(ValueError, match="more than the 2 products in Often"):
+    made(rows(), ENDS).float().sum().backward()
+    made.times = 9
+    with pytest.raises(ValueError, match="experts = more products in a forward; .*at most 16 have"):
         made(rows(), ENDS)
 
 

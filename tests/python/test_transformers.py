@@ -91,7 +91,9 @@ def test_compiled(dtype: torch.dtype, device: torch.device) -> None:
     layer = made.model.layers[0].mlp.experts
     assert layer.gate_up_proj.grad.abs().sum() > 0
     layer.config._experts_implementation = "eager"
-    with pytest.raises(ValueError, match="without grouped_mm; need one that multiplies by it"):
+    with pytest.raises(
+        ValueError, match="mlp.experts = a forward without grouped_mm; need grouped_mm"
+    ):
         made(input_ids=ids)
 
 

@@ -326,6 +326,31 @@ void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
   pair.launch(p, grid, native(stream));
 }
 
+// An input that lies by columns, told as the transpose that lies by rows: its operand along the
+// rows is the transpose's down the columns, byte for byte. `made` are the operands in these words.
+// Random bits are drawn by axis, and groups are of rows; such inputs stay what they are.
+Quantization by_rows(Quantization q, Quantized (&made)[2]) {
+  if (q.x.row_stride != 1 || q.x.column_stride == 1) return q;
+  for (const Quantized* out : {q.row, q.column})
+    if (out && (out->groups || out->spec.stochastic())) return q;
+  const auto turned = [&](const Quantized* out, Quantized& to) -> const Quantized* {
+    if (!out) return nullptr;
+    to = *out;
+    to.axis = out->axis == -1 ? -2 : -1;
+    std::swap(to.rows, to.columns);
+    return &to;
+  };
+  const auto from = [](QuantizeOptions o) {
+    std::swap(o.origin_row, o.origin_column);
+    return o;
+  };
+  ConstMatrix x = q.x;
+  std::swap(x.rows, x.columns);
+  std::swap(x.row_stride, x.column_stride);
+  return {x, turned(q.column, made[0]), turned(q.row, made[1]), from(q.column_options),
+          from(q.row_options)};
+}
+
 // The values that were asked for.
 void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
   ConstQuantized q[2];
@@ -347,9 +372,10 @@ void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
 
 void quantize(std::span<const Quantization> inputs, const Stream& stream, const WordCopy& word) {
   Quantization all[2];
+  Quantized turned[2][2];
   size_t count = 0;
   for (const Quantization& q : inputs)
-    if (q.x.batch != 0 && (q.row || q.column)) all[count++] = q;
+    if (q.x.batch != 0 && (q.row || q.column)) all[count] = by_rows(q, turned[count]), ++count;
   find_amaxes({all, count}, stream);
   if (const PairEntry* const pair = pair_of({all, count})) {
     quantize_pair(*pair, {all, count}, word, stream);
@@ -357,7 +383,7 @@ void quantize(std::span<const Quantization> inputs, const Stream& stream, const 
     if (word.to) copy(word, stream);
     for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
     check_launch("quantize");  // in the name of what failed
-    decode_rows({all, count}, stream);
+    decode_rows(inputs, stream);
   }
   check_launch("quantize");
 }
