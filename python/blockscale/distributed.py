@@ -193,7 +193,7 @@ class _Linear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, *saved = ctx.saved_tensors
-        text, k, dx, dw, db, dtypes, _ = ctx.call
+        text, k, dx, dw, db, dtypes, *_ = ctx.call
         recipe, place = ctx.recipe, ctx.place
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         row, column = recipe.dgrad_dy if want_x else None, recipe.wgrad_dy if want_w else None

@@ -76,7 +76,7 @@ class Layer(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy made within quantized_weights() has another weight, and nobody would take its
         # operands away.
-        state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[misc]
+        state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         state.pop("_kept", None)
         return state
 

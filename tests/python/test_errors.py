@@ -456,7 +456,7 @@ def test_convert() -> None:
     value_error(lambda: bs.convert(model, "nvpf4"), "recipe: name = 'nvpf4'")
     value_error(lambda: bs.convert(model, "nvfp4", rules={"0": "nvpf4"}), "recipe: name = 'nvpf4'")
     value_error(lambda: bs.convert(model, "nvfp4", rules={"lm_head": None}), "rules = 'lm_head'",
-                "found in the name of a linear layer", "the names are 0")  # fmt: skip
+                "found in the name of a layer", "the names are 0")  # fmt: skip
     value_error(lambda: bs.convert(model, "nvfp4", rules={"(": None}), "rules = '('", "regular")
     value_error(lambda: bs.convert(model, "nvfp4", skip=["lm_head"]), "skip = 'lm_head'")
     type_error(lambda: bs.convert(model, "nvfp4", skip="0"), "skip = a str", "skip=['0']")
