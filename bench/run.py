@@ -23,7 +23,7 @@ import blockscale as bs
 import torch
 from blockscale.cli.bench import goal, share
 from blockscale.cli.bench_clock import CpuClock
-from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
+from blockscale.cli.model import PRESETS, LanguageModel
 from blockscale.cli.provenance import provenance
 from blockscale.cli.trainer import make_optimizer, update
 from rich.console import Console
@@ -135,7 +135,7 @@ def step_rows(steps: int = 9) -> list[Row]:
     for name in bs.recipe_names():
         model = LanguageModel(preset, length)
         model.initialize(0)
-        bs.convert(model, name, skip=list(KEPT_IN_BF16))
+        bs.convert(model, name, skip=model.kept_in_bf16())
         optimizer = make_optimizer(model, 1e-3)
         bs.attach(model, optimizer)
 

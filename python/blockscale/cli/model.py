@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import blockscale as bs
+
 VOCABULARY = 256  # bytes; 0 marks the end of a file
-KEPT_IN_BF16 = ("lm_head",)  # what convert is told to skip
+BALANCE = 0.01  # what uneven routing counts for in the loss of a training
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Preset:
     lr: float
     eval_every: int
     about: str
+    experts: int = 0  # in the place of each feed-forward; `hidden` is that of one
+    top: int = 2  # of them for each token
 
 
 PRESETS = {
@@ -33,6 +37,9 @@ PRESETS = {
     "small": Preset(512, 6, 8, 1408, 256, 16, 2000, 1e-3, 100, "19.5 M"),
     # GPT-2's smallest, which is 124 M with its vocabulary of 50257.
     "gpt-124m": Preset(768, 12, 12, 2048, 1024, 8, 20000, 6e-4, 500, "85.3 M"),
+    # As many of a token's multiplications as above.
+    "tiny-moe": Preset(256, 3, 4, 320, 128, 8, 200, 1e-3, 25, "6.8 M in experts", 8),
+    "small-moe": Preset(512, 6, 8, 704, 256, 16, 2000, 1e-3, 100, "110.4 M in experts", 16),
 }
 
 
@@ -82,6 +89,36 @@ class SwiGlu(nn.Module):
         return y
 
 
+class Experts(nn.Module):
+    """SwiGLUs of which a router gives each token the best few, weighted."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, top: int) -> None:
+        super().__init__()
+        self.top = top
+        self.router = nn.Linear(dim, experts, bias=False)
+        # Until convert gives them the model's recipe.
+        self.gate_up = bs.nn.GroupedLinear(experts, dim, 2 * hidden, recipe="bf16")
+        self.down = bs.nn.GroupedLinear(experts, hidden, dim, recipe="bf16")
+        self.balance = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        likely = self.router(tokens).float().softmax(-1)
+        weights, chosen = likely.topk(self.top)
+        by_expert, order = chosen.flatten().sort(stable=True)
+        experts = torch.arange(self.gate_up.groups, device=x.device)
+        ends = torch.searchsorted(by_expert, experts, right=True)
+        # Of the Switch Transformer: 1 where all experts get as many tokens.
+        share = torch.diff(ends, prepend=ends.new_zeros(1)) / by_expert.numel()
+        self.balance = len(experts) * (share * likely.mean(0)).sum()
+
+        gate, up = self.gate_up(tokens[order // self.top], ends).chunk(2, dim=-1)
+        rows = self.down(F.silu(gate) * up, ends)[order.argsort()]  # by token again
+        weights = weights / weights.sum(-1, keepdim=True)
+        weighed = rows.view(*chosen.shape, -1) * weights[..., None].to(rows.dtype)
+        return weighed.sum(1).view_as(x)
+
+
 class Block(nn.Module):
     """One pre-norm transformer layer."""
 
@@ -90,7 +127,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(preset.dim, eps=1e-6)
         self.attention = Attention(preset.dim, preset.heads, seq_len)
         self.mlp_norm = nn.RMSNorm(preset.dim, eps=1e-6)
-        self.mlp = SwiGlu(preset.dim, preset.hidden)
+        self.mlp = (
+            Experts(preset.dim, preset.hidden, preset.experts, preset.top)
+            if preset.experts
+            else SwiGlu(preset.dim, preset.hidden)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -99,7 +140,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens [B, T] (int64, below 256) to the mean next-token cross-entropy in nats, FP32 scalar.
+    """Tokens [B, T] (int64, below 256) to the mean next-token cross-entropy in nats, FP32 scalar;
+    in training with what uneven routing of experts costs besides.
 
     `targets` [B, T] are the tokens one to the right. `reduction` is as in `cross_entropy`.
     """
@@ -116,7 +158,19 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.lm_head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        if self.training and reduction == "mean":
+            for mlp in self.experts():
+                loss = loss + BALANCE * mlp.balance
+        return loss
+
+    def experts(self) -> list[Experts]:
+        """Those of its layers."""
+        return [module for module in self.modules() if isinstance(module, Experts)]
+
+    def kept_in_bf16(self) -> list[str]:
+        """What convert is told to skip."""
+        return ["lm_head", "router"] if self.experts() else ["lm_head"]
 
     def initialize(self, seed: int) -> None:
         """Fills every parameter from `seed` alone: normal(0, 0.02), the two projections back into

@@ -11,7 +11,7 @@ from torch import nn
 
 import blockscale as bs
 from blockscale.cli.data import Corpus
-from blockscale.cli.model import KEPT_IN_BF16, PRESETS, LanguageModel
+from blockscale.cli.model import PRESETS, LanguageModel
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.run_folder import Cell, RunFolder
 
@@ -40,7 +40,8 @@ class Trainer:
         self.model = LanguageModel(PRESETS[settings["preset"]], self.seq_len)
         self.model.initialize(cell.seed)
         self.model.to(self.device)
-        self.report = bs.convert(self.model, cell.recipe, skip=list(KEPT_IN_BF16), seed=cell.seed)
+        kept = self.model.kept_in_bf16()
+        self.report = bs.convert(self.model, cell.recipe, skip=kept, seed=cell.seed)
         self.optimizer = make_optimizer(self.model, self.lr)
         bs.attach(self.model, self.optimizer)
         self.step = 0
