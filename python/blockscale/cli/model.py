@@ -99,24 +99,24 @@ class Experts(nn.Module):
         # Until convert gives them the model's recipe.
         self.gate_up = bs.nn.GroupedLinear(experts, dim, 2 * hidden, recipe="bf16")
         self.down = bs.nn.GroupedLinear(experts, hidden, dim, recipe="bf16")
-        self.balance = torch.zeros(())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The result, and how uneven the routing is: 1 where all experts get as many tokens (the
+        Switch Transformer's loss)."""
         tokens = x.flatten(0, -2)
         likely = self.router(tokens).float().softmax(-1)
         weights, chosen = likely.topk(self.top)
         by_expert, order = chosen.flatten().sort(stable=True)
         experts = torch.arange(self.gate_up.groups, device=x.device)
         ends = torch.searchsorted(by_expert, experts, right=True)
-        # Of the Switch Transformer: 1 where all experts get as many tokens.
         share = torch.diff(ends, prepend=ends.new_zeros(1)) / by_expert.numel()
-        self.balance = len(experts) * (share * likely.mean(0)).sum()
+        balance = len(experts) * (share * likely.mean(0)).sum()
 
         gate, up = self.gate_up(tokens[order // self.top], ends).chunk(2, dim=-1)
         rows = self.down(F.silu(gate) * up, ends)[order.argsort()]  # by token again
         weights = weights / weights.sum(-1, keepdim=True)
         weighed = rows.view(*chosen.shape, -1) * weights[..., None].to(rows.dtype)
-        return weighed.sum(1).view_as(x)
+        return weighed.sum(1).view_as(x), balance
 
 
 class Block(nn.Module):
@@ -133,10 +133,12 @@ class Block(nn.Module):
             else SwiGlu(preset.dim, preset.hidden)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The result, and how uneven the routing to experts is, if there are some."""
         x = x + self.attention(self.attention_norm(x))
-        x = x + self.mlp(self.mlp_norm(x))
-        return x
+        made = self.mlp(self.mlp_norm(x))
+        y, balance = made if isinstance(made, tuple) else (made, None)
+        return x + y, balance
 
 
 class LanguageModel(nn.Module):
@@ -155,22 +157,20 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         x = self.embedding(tokens)
+        balances = []
         for layer in self.layers:
-            x = layer(x)
+            x, balance = layer(x)
+            balances += [] if balance is None else [balance]
         logits = self.lm_head(self.norm(x)).float()
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
-        if self.training and reduction == "mean":
-            for mlp in self.experts():
-                loss = loss + BALANCE * mlp.balance
+        if self.training and reduction == "mean" and balances:
+            loss = loss + BALANCE * torch.stack(balances).sum()
         return loss
-
-    def experts(self) -> list[Experts]:
-        """Those of its layers."""
-        return [module for module in self.modules() if isinstance(module, Experts)]
 
     def kept_in_bf16(self) -> list[str]:
         """What convert is told to skip."""
-        return ["lm_head", "router"] if self.experts() else ["lm_head"]
+        has_router = any(isinstance(module, Experts) for module in self.modules())
+        return ["lm_head", "router"] if has_router else ["lm_head"]
 
     def initialize(self, seed: int) -> None:
         """Fills every parameter from `seed` alone: normal(0, 0.02), the two projections back into
