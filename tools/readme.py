@@ -53,6 +53,11 @@ def train_gpu() -> str:
     return train("docs/train_gpu")
 
 
+def train_moe() -> str:
+    """The same of a model with experts."""
+    return train("docs/train_moe")
+
+
 def train_gpt() -> str:
     """The same of a larger model in FP8."""
     return train("docs/train_gpt")
@@ -207,6 +212,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "train": train,
         "train_gpu": train_gpu,
         "train_gpt": train_gpt,
+        "train_moe": train_moe,
         "bench_gpu": bench_gpu,
         "products": products.products,
         "host": host,
