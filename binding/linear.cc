@@ -398,8 +398,8 @@ Tensor weight_gradient(const Place& at, const Side& dy, const Side& x, ScalarTyp
                        ScalarType dtype, const Ints& sizes, const Groups& groups, int64_t m,
                        const std::optional<Tensor>& into, bool turned) {
   // One in square blocks the FP8 GEMM takes on the right alone.
-  const bool either = !x.view || !x.view->spec.square;
-  if (!turned || into || !either)
+  const bool x_goes_left = !x.view || !x.view->spec.square;
+  if (!turned || into || !x_goes_left)
     return product(at, dy, x, std::nullopt, compute, dtype, sizes, groups, m, into);
   Ints other = sizes;
   std::swap(other.back(), other[other.size() - 2]);

@@ -306,10 +306,7 @@ def _experts(
         could = [module for module in named if is_experts(module)]
         if not could:
             need = "a module that holds matrices, [E, N, K]"
-            remedy = (
-                "a model that is experts itself goes into another module; experts of nn.Linear are"
-            )
-            remedy += " converted without it"
+            remedy = "experts of nn.Linear need none; a model that is experts goes into a module"
             fail("convert", "experts", repr(entry), need, remedy)
         found.update(could)
     return found

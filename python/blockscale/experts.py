@@ -45,7 +45,8 @@ def why_not(module: torch.nn.Module) -> str:
     theirs = {*dir(kind), *vars(module), *module._parameters, *module._buffers, *module._modules}
     if taken := sorted(ours & theirs - set(dir(torch.nn.Module))):
         return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
-    try:
+    _let_modes_see_grouped_mm()
+    try:  # now, since nothing may fail once convert has begun to change a model
         experts_class(kind)
     except Exception as error:  # whatever its metaclass or __init_subclass__ wants
         return f"{kind.__name__} cannot be subclassed: {error}"
@@ -65,7 +66,7 @@ class Experts(Layer):
     rows in groups and a matrix for each group, is `grouped_linear`.
 
     The products of a forward are counted from 0, and each has the seed of a layer of its own,
-    named as the module with ".0", ".1", ... after it.
+    named as the module with "#0", "#1", ... after it.
     """
 
     _kept: _Ahead | None = None
@@ -83,7 +84,7 @@ class Experts(Layer):
 
     def _seed_of(self, seed: int, name: str) -> torch.Tensor:
         self._name = name
-        seeds = (layer_seed(seed, f"{name}.{i}") for i in range(_MOST_PRODUCTS))
+        seeds = (layer_seed(seed, f"{name}#{i}") for i in range(_MOST_PRODUCTS))
         return torch.stack([as_tensor(value, torch.device("cpu")) for value in seeds])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,7 @@ class Experts(Layer):
             remedy = (
                 "choose the implementation that does (Transformers: set_experts_implementation)"
             )
-            self._refuse("a forward without grouped_mm", f"{remedy}, or leave it out of experts=")
+            self._refuse("a forward without grouped_mm", f"{remedy}, or name it in skip=")
         return result
 
     def product(
@@ -157,7 +158,6 @@ def _has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def experts_class(plain: type[torch.nn.Module]) -> type[Experts]:
     """The class that `convert` makes of another: one for each."""
     if plain not in _CLASSES:
-        _let_modes_see_grouped_mm()
         attributes = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
         _CLASSES[plain] = type(f"Quantized{plain.__name__}", (Experts, plain), attributes)
     return _CLASSES[plain]
@@ -167,6 +167,7 @@ _CLASSES: dict[type[torch.nn.Module], type[Experts]] = {}
 
 
 def _empty(plain: type[torch.nn.Module]) -> Experts:
+    _let_modes_see_grouped_mm()  # in a process that loads it
     kind = experts_class(plain)
     return kind.__new__(kind)
 
@@ -193,14 +194,14 @@ class _Products(TorchFunctionMode):
         x, w, offsets, out_dtype = _arguments(*args, **named)
         if offsets is None or x.dim() != 2 or w.dim() != 3:
             return func(*args, **named)
-        if self.grad and not torch.is_grad_enabled():
-            # Reentrant checkpointing would recompute it outside of this mode.
-            remedy = "checkpoint the whole module, from outside"
-            self.experts._refuse("a product whose gradient is left to a recomputation", remedy)
         index = self.count
         self.count += 1
         if self.experts.recipe.high_precision:
             return func(*args, **named)
+        if self.grad and not torch.is_grad_enabled():
+            # Reentrant checkpointing would recompute it outside of this mode.
+            remedy = "checkpoint the whole module from outside, or put no_grad around all of it"
+            self.experts._refuse("a product without gradients in a forward with them", remedy)
         y = self.experts.product(index, x, w.transpose(-2, -1), offsets)
         return y if out_dtype is None else y.to(out_dtype)
 
@@ -232,7 +233,7 @@ def _let_modes_see_grouped_mm() -> None:
     the list leaves out what begins with an underscore, overridable or not."""
     listed = get_overridable_functions().setdefault(torch, [])
     if torch._grouped_mm not in listed:
-        listed.append(torch._grouped_mm)
         compiler = sys.modules.get("torch._dynamo.variables.torch")
         if compiler is not None:  # which has made a set of them
             compiler.get_overridable_functions.cache_clear()
+        listed.append(torch._grouped_mm)

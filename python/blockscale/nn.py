@@ -316,7 +316,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     the same bits. Layers in high precision, those whose recipe rounds the weight stochastically,
     and those whose weight is computed (a parametrization) do as ever; experts of other libraries
     quantize theirs in the first forward within, if they multiply by the parameter itself and are
-    not compiled. Leave it before the
+    not compiled, and see whether it has changed from then on. Leave it before the
     optimizer's step, which is refused within; a recomputation belongs where its forward ran.
 
     Args:

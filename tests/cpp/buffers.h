@@ -30,21 +30,15 @@ enum class Strides {
   same_column,
   same_matrix,   // stride 0 over the batch
   aligned_rows,  // every row at a multiple of 16 bytes, with some room between
-  even_rows,     // at a multiple of 4 bytes, for 16-bit types
+  aligned_columns,
+  even_rows,  // at a multiple of 4 bytes, for 16-bit types
 };
-inline constexpr Strides kStrides[] = {Strides::row_major,
-                                       Strides::column_major,
-                                       Strides::padded_rows,
-                                       Strides::padded_columns,
-                                       Strides::negative_rows,
-                                       Strides::negative_columns,
-                                       Strides::every_second_column,
-                                       Strides::every_second_row,
-                                       Strides::same_row,
-                                       Strides::same_column,
-                                       Strides::same_matrix,
-                                       Strides::aligned_rows,
-                                       Strides::even_rows};
+inline constexpr Strides kStrides[] = {
+    Strides::row_major,           Strides::column_major,     Strides::padded_rows,
+    Strides::padded_columns,      Strides::negative_rows,    Strides::negative_columns,
+    Strides::every_second_column, Strides::every_second_row, Strides::same_row,
+    Strides::same_column,         Strides::same_matrix,      Strides::aligned_rows,
+    Strides::aligned_columns,     Strides::even_rows};
 // Those with contiguous columns.
 inline constexpr Strides kRowStrides[] = {
     Strides::row_major,   Strides::padded_rows,      Strides::aligned_rows, Strides::even_rows,
@@ -95,6 +89,10 @@ class Input {
       case Strides::aligned_rows:
         x.row_stride = round_up(columns, 8) + 8, size = rows * x.row_stride;
         lead = gap = 8;
+        break;
+      case Strides::aligned_columns:
+        x.row_stride = 1, x.column_stride = round_up(rows, 8) + 8;
+        size = columns * x.column_stride, lead = gap = 8;
         break;
       case Strides::even_rows:
         x.row_stride = round_up(columns, 2) + 2, size = rows * x.row_stride;

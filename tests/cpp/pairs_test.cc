@@ -14,8 +14,9 @@ namespace blockscale::testing {
 namespace {
 
 Strides random_strides(Random& random) {
-  constexpr Strides kOthers[] = {Strides::padded_rows, Strides::negative_rows};
-  return random.one_in(4) ? random.pick(kOthers) : Strides::aligned_rows;
+  constexpr Strides kOthers[] = {Strides::padded_rows, Strides::negative_rows,
+                                 Strides::aligned_columns, Strides::aligned_columns};
+  return random.one_in(2) ? random.pick(kOthers) : Strides::aligned_rows;
 }
 
 // An input and its operands, made and as they ought to be. Without a column spec along rows alone.

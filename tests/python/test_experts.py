@@ -99,7 +99,7 @@ def test_each_product_is_grouped_linear(recipe: str, turned: bool, device: torch
     x, ends = rows(device), ENDS.to(device)
 
     def by_hand() -> torch.Tensor:
-        rngs = [bs.Rng(layer_seed(5, f"experts.{i}")) for i in range(2)]
+        rngs = [bs.Rng(layer_seed(5, f"experts#{i}")) for i in range(2)]
         up, down = experts.weights()
         h = bs.grouped_linear(x, up, ends, recipe, rngs[0]).relu()
         return bs.grouped_linear(h, down, ends, recipe, rngs[1])
@@ -360,8 +360,10 @@ def test_a_checkpoint_inside_is_refused() -> None:
 
     made = Inside()
     bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
-    with pytest.raises(ValueError, match="checkpoint the whole module, from outside"):
+    with pytest.raises(ValueError, match="checkpoint the whole module from outside, or put"):
         made(rows().requires_grad_(), ENDS)
+    bs.convert(nn.ModuleDict({"experts": made}), "bf16")  # what nothing is taken from
+    made(rows().requires_grad_(), ENDS).float().sum().backward()
 
 
 def test_the_dtype_is_that_of_grouped_mm(device: torch.device) -> None:

@@ -424,3 +424,17 @@ def test_a_tangent_of_the_bias_is_refused() -> None:
     with forward_ad.dual_level(), refused:
         dual = forward_ad.make_dual(bias, torch.ones_like(bias))  # type: ignore[no-untyped-call]
         bs.linear(x, w, dual, "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", bs.recipe_names())
+def test_operands_that_lie_by_columns(recipe: str, device: torch.device) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 256, generator=g).bfloat16().to(device)
+    w = torch.randn(192, 256, generator=g).bfloat16().to(device)
+    results: list[list[torch.Tensor]] = []
+    for turned in (False, True):
+        a, b = ((t.t().contiguous().t() if turned else t).detach().requires_grad_() for t in (x, w))
+        y = bs.linear(a, b, None, recipe, bs.Rng(1))
+        results.append([y.detach(), *torch.autograd.grad(y, (a, b), torch.ones_like(y))])
+    for name, got, want in zip(("y", "dx", "dw"), *results, strict=True):
+        assert torch.equal(got, want), name

@@ -37,9 +37,9 @@ PRESETS = {
     "small": Preset(512, 6, 8, 1408, 256, 16, 2000, 1e-3, 100, "19.5 M"),
     # GPT-2's smallest, which is 124 M with its vocabulary of 50257.
     "gpt-124m": Preset(768, 12, 12, 2048, 1024, 8, 20000, 6e-4, 500, "85.3 M"),
-    # As many of a token's multiplications as above.
-    "tiny-moe": Preset(256, 3, 4, 320, 128, 8, 200, 1e-3, 25, "6.8 M in experts", 8),
-    "small-moe": Preset(512, 6, 8, 704, 256, 16, 2000, 1e-3, 100, "110.4 M in experts", 16),
+    # As many multiplications for a token as in tiny and small.
+    "tiny-moe": Preset(256, 3, 4, 320, 128, 8, 200, 1e-3, 25, "6.8 M with all experts", 8),
+    "small-moe": Preset(512, 6, 8, 704, 256, 16, 2000, 1e-3, 100, "110.4 M with all experts", 16),
 }
 
 

@@ -328,7 +328,8 @@ void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
 
 // An input that lies by columns, told as the transpose that lies by rows: its operand along the
 // rows is the transpose's down the columns, byte for byte. `made` are the operands in these words.
-// Random bits are drawn by axis, and groups are of rows; such inputs stay what they are.
+// Random bits are drawn by axis, and groups are of rows; such inputs stay what they are. No kernel
+// writes values of an operand down the columns: they are left to the caller.
 Quantization by_rows(Quantization q, Quantized (&made)[2]) {
   if (q.x.row_stride != 1 || q.x.column_stride == 1) return q;
   for (const Quantized* out : {q.row, q.column})
@@ -351,7 +352,7 @@ Quantization by_rows(Quantization q, Quantized (&made)[2]) {
           from(q.row_options)};
 }
 
-// The values that were asked for.
+// The values that are asked for.
 void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
   ConstQuantized q[2];
   size_t count = 0;
@@ -371,20 +372,26 @@ void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
 }  // namespace
 
 void quantize(std::span<const Quantization> inputs, const Stream& stream, const WordCopy& word) {
-  Quantization all[2];
+  Quantization given[2], all[2];
   Quantized turned[2][2];
   size_t count = 0;
-  for (const Quantization& q : inputs)
-    if (q.x.batch != 0 && (q.row || q.column)) all[count] = by_rows(q, turned[count]), ++count;
+  for (const Quantization& q : inputs) {
+    if (q.x.batch == 0 || (!q.row && !q.column)) continue;
+    given[count] = q;
+    all[count] = by_rows(q, turned[count]);
+    ++count;
+  }
   find_amaxes({all, count}, stream);
   if (const PairEntry* const pair = pair_of({all, count})) {
     quantize_pair(*pair, {all, count}, word, stream);
+    for (size_t i = 0; i < count; ++i)
+      if (all[i].row_values.data) given[i].row_values = {};  // written
   } else {
     if (word.to) copy(word, stream);
     for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
     check_launch("quantize");  // in the name of what failed
-    decode_rows(inputs, stream);
   }
+  decode_rows({given, count}, stream);
   check_launch("quantize");
 }
 
