@@ -19,6 +19,7 @@ from blockscale.cli.main import SUBCOMMANDS, main
 from commands import refusal
 
 H200 = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json"
+PRESETS = "tiny, small, gpt-124m, tiny-moe, small-moe"
 NONE = "leave the option out for its default"
 WHOLE = f"need a whole number from 1 to 2^63 - 1; {NONE}"
 SEEDS = f"need a whole number from 1 to 1000; {NONE}"
@@ -40,13 +41,13 @@ OPTIONS = [
     (["--lr", "nan"], f"--lr = nan; need a finite number above 0; {NONE}"),
     (["--lr", "inf"], f"--lr = inf; need a finite number above 0; {NONE}"),
     (["--preset", "tinny"],
-     "--preset = tinny; need one of tiny, small, gpt-124m; did you mean tiny?"),
+     f"--preset = tinny; need one of {PRESETS}; did you mean tiny?"),
     (["--preset", ""],
-     "--preset = ; need one of tiny, small, gpt-124m; choose one of these"),
+     f"--preset = ; need one of {PRESETS}; choose one of these"),
     (["--preset", "TINNY"],
-     "--preset = TINNY; need one of tiny, small, gpt-124m; did you mean tiny?"),
+     f"--preset = TINNY; need one of {PRESETS}; did you mean tiny?"),
     (["--preset", "huge"],
-     "--preset = huge; need one of tiny, small, gpt-124m; choose one of these"),
+     f"--preset = huge; need one of {PRESETS}; choose one of these"),
     (["--data", ""], "--data = ''; need an existing file or folder; check the path"),
     (["--recipes", "bf16,nvpf4"],
      "--recipes = nvpf4; need names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4; did "

@@ -165,8 +165,11 @@ SETTINGS: list[tuple[Change, str]] = [
     (lambda settings: {}, "no preset"),
     (without("steps"), "no steps"),
     (without("environment"), "no environment"),
-    (with_(preset="huge"), 'preset "huge", not one of tiny, small, gpt-124m'),
-    (with_(preset=["tiny"]), 'preset ["tiny"], not one of tiny, small, gpt-124m'),
+    (with_(preset="huge"), 'preset "huge", not one of tiny, small, gpt-124m, tiny-moe, small-moe'),
+    (
+        with_(preset=["tiny"]),
+        'preset ["tiny"], not one of tiny, small, gpt-124m, tiny-moe, small-moe',
+    ),
     (with_(data="text"), 'data "text", not a list of paths'),
     (with_(data=[3]), "data [3], not a list of paths"),
     (with_(recipes=["bf17"]), f'recipes ["bf17"], not {NAMES}'),
