@@ -195,8 +195,7 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
       "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False, bool w_turned=False) "
-      "-> "
-      "Tensor[]");
+      "-> Tensor[]");
   m.def(
       "linear_piece_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
       "bool db, ScalarType? x_dtype, ScalarType? w_dtype, ScalarType? bias_dtype, bool skip_dx, "

@@ -128,7 +128,10 @@ def test_gradients_lie_as_the_matrices_do(recipe: str, device: torch.device) -> 
     )
     for got, other in zip(turned, usual, strict=True):
         assert got.is_contiguous()
-        torch.testing.assert_close(got.transpose(1, 2), other, rtol=0.01, atol=0.01)
+        if device.type == "cpu":
+            assert torch.equal(got.transpose(1, 2), other)
+        else:  # scales in the other order: last bits of FP32, at most a step of BF16
+            torch.testing.assert_close(got.transpose(1, 2), other, rtol=2**-7, atol=1e-4)
 
 
 def test_the_report_and_the_names() -> None:
