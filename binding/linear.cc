@@ -204,6 +204,7 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
                             const std::optional<Tensor>& offsets,
                             const std::optional<ScalarType>& dtype,
                             const std::optional<std::vector<Tensor>>& quantized_w,
+                            const std::optional<std::vector<Tensor>>& quantized_x = {},
                             const Cut& x_cut = {}, const Cut& w_cut = {}) {
   const Recipe& recipe = recipe_of(recipe_text);
   const bool grouped = offsets.has_value();
@@ -214,11 +215,19 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
   const Groups groups = groups_of(at, offsets, std::nullopt, rows);
   const int64_t* const seed_at = key_or_none(at, "seed", seed);
   const int64_t* const offset_at = key_or_none(at, "offset", offset);
-  Making xs(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
-            outside_if(dw && recipe.wgrad_x), {Role::x, seed_at, offset_at}, x_cut);
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
-  std::optional<Making> ws;
-  std::optional<Side> right;
+  std::optional<Making> xs, ws;
+  std::optional<Side> left, right;
+  if (!quantized_x) {
+    xs.emplace(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
+               outside_if(dw && recipe.wgrad_x), Key{Role::x, seed_at, offset_at}, x_cut);
+    left = xs->row;
+  } else {
+    require(recipe.fprop_x && !quantized_x->empty(), at.op(), "quantized_x", "none",
+            "what quantize_input returned");
+    left = made_before(at, "quantized_x", quantized_x->front(), *recipe.fprop_x, -1,
+                       {rows, k, 1, groups});
+  }
   if (!quantized_w) {
     ws.emplace(at, w, grouped, Groups{}, recipe.fprop_w, recipe.dgrad_w, Wanted::here,
                outside_if(dx && recipe.dgrad_w), Key{Role::w, seed_at, offset_at}, w_cut);
@@ -232,20 +241,20 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
   }
   const bool draws = recipe.backward_draws(dx, dw);
   std::optional<Kept> kept;
-  if (draws || xs.made_column || (ws && ws->made_column))
-    kept = hand_out(at, &xs.made_column, ws ? &ws->made_column : nullptr, draws);
+  if (draws || (xs && xs->made_column) || (ws && ws->made_column))
+    kept = hand_out(at, xs ? &xs->made_column : nullptr, ws ? &ws->made_column : nullptr, draws);
   // The model's offset moves on in place, perhaps before the backward of this forward runs.
   WordCopy snapshot;
   if (draws) {
     require(offset_at, at.op(), "offset", "none", "the offset of dy's random bits");
     snapshot = {kept->offset, offset_at};
   }
-  const bool both = ws && xs.row->view && right->view;
-  auto values = both ? room_for_values(at, *xs.row->view, *right->view) : std::nullopt;
-  if (values) xs.row_values = values->left, ws->row_values = values->right;
-  make(at, xs, ws ? &*ws : nullptr, snapshot);
+  const bool both = xs && ws && left->view && right->view;
+  auto values = both ? room_for_values(at, *left->view, *right->view) : std::nullopt;
+  if (values) xs->row_values = values->left, ws->row_values = values->right;
+  make(at, xs ? &*xs : nullptr, ws ? &*ws : nullptr, snapshot);
   const Ints sizes = with_last(x, n);
-  std::vector<Tensor> results{product(at, *xs.row, *right, bias, out, out, sizes, groups, rows,
+  std::vector<Tensor> results{product(at, *left, *right, bias, out, out, sizes, groups, rows,
                                       std::nullopt, values ? &*values : nullptr)};
   if (kept) results.push_back(kept->memory);
   return results;
@@ -256,8 +265,10 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
                               bool dw, std::optional<Tensor> seed, std::optional<Tensor> offset,
                               std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
-                              std::optional<std::vector<Tensor>> quantized_w) {
-  return forward(x, w, bias, recipe, dx, dw, seed, offset, offsets, dtype, quantized_w);
+                              std::optional<std::vector<Tensor>> quantized_w,
+                              std::optional<std::vector<Tensor>> quantized_x) {
+  return forward(x, w, bias, recipe, dx, dw, seed, offset, offsets, dtype, quantized_w,
+                 quantized_x);
 }
 
 std::vector<Tensor> linear_piece_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe,
@@ -267,7 +278,7 @@ std::vector<Tensor> linear_piece_op(Tensor x, Tensor w, std::optional<Tensor> bi
                                     std::optional<Tensor> w_amax) {
   const Place at("linear", "x", x);
   require(origins.size() == 4, at.op(), "origins", origins.size(), "rows and columns of x and w");
-  return forward(x, w, bias, recipe, dx, dw, seed, offset, {}, dtype, {},
+  return forward(x, w, bias, recipe, dx, dw, seed, offset, {}, dtype, {}, {},
                  cut_of(at, "x_amax", x_amax, origins[0], origins[1]),
                  cut_of(at, "w_amax", w_amax, origins[2], origins[3]));
 }
@@ -296,7 +307,7 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
   };
   allocate(made.made_row, row_wide);
   allocate(made.made_column, column_wide);
-  make(at, made);
+  make(at, &made);
   const auto widen = [&](const std::optional<Made>& operand, bool wide, Tensor& to) {
     if (operand && wide)
       gpu::widen_b(as_const(operand->view), static_cast<uint8_t*>(to.mutable_data_ptr()),
@@ -306,6 +317,22 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
     widen(made.made_row, row_wide, results.front());
     widen(made.made_column, column_wide, results.back());
   }
+  return results;
+}
+
+std::vector<Tensor> quantize_input_op(Tensor x, Text recipe_text, bool dw,
+                                      std::optional<Tensor> offsets) {
+  const Recipe& recipe = recipe_of(recipe_text);
+  const Place at("quantize_input", "x", x);
+  require(x.dim() >= 1, at.op(), "x.dim()", x.dim(), "1 or more, [..., K]");
+  const Groups groups = groups_of(at, offsets, std::nullopt, rows_of(x));
+  Making made(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x,
+              outside_if(recipe.fprop_x.has_value()), outside_if(dw && recipe.wgrad_x),
+              Key{Role::x, nullptr, nullptr});
+  std::vector<Tensor> results;
+  for (std::optional<Made>* operand : {&made.made_row, &made.made_column})
+    if (*operand) results.push_back(hand_out(at, operand).memory);
+  make(at, &made);
   return results;
 }
 
@@ -356,23 +383,28 @@ void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe_tex
 
 namespace {
 
-// What a backward finds in `saved`: one tensor with what the forward has made, w's operand made
-// ahead, then x, w and the seed themselves, each where it is needed.
+// The gradients that the forward was told of, and which quantized operands it has not made itself.
+struct Needs {
+  bool dx, dw, x_apart = false, w_apart = false;
+};
+
+// What a backward finds in `saved`: one tensor with what the forward has made, then x's operand and
+// w's where they lie apart, then the seed.
 struct Saved {
-  Saved(const Place& at, const std::vector<Tensor>& saved, const Recipe& recipe, bool dx, bool dw,
+  Saved(const Place& at, const std::vector<Tensor>& saved, const Recipe& recipe, const Needs& needs,
         bool draws, const Extent& of_x, const Extent& of_w) {
-    const bool x_made = dw && recipe.wgrad_x, w_made = dx && recipe.dgrad_w;
-    const size_t others = size_t{dw && !x_made} + size_t{dx && !w_made} + size_t{draws};
-    const bool together = x_made || draws;  // the forward has made more than w's operand
-    const bool alone = w_made && (!together || saved.size() == others + 2);
-    require(saved.size() == others + size_t{together} + size_t{alone}, at.op(), "saved",
-            saved.size(),
-            "what the forward made, w's operand, x, w and seed, each where it is needed");
-    std::optional<Plan> x_plan, w_plan;
-    if (x_made) x_plan.emplace(*recipe.wgrad_x, -2, of_x);
-    if (w_made && !alone) w_plan.emplace(*recipe.dgrad_w, -2, of_w);
+    const bool x_apart = needs.dw && (!recipe.wgrad_x || needs.x_apart);
+    const bool w_apart = needs.dx && (!recipe.dgrad_w || needs.w_apart);
+    const bool x_here = needs.dw && !x_apart, w_here = needs.dx && !w_apart;
+    const bool together = x_here || w_here || draws;
+    require(saved.size() == size_t{together} + size_t{x_apart} + size_t{w_apart} + size_t{draws},
+            at.op(), "saved", saved.size(),
+            "what the forward made, x, w and seed, each where it is needed");
     auto next = saved.begin();
     if (together) {
+      std::optional<Plan> x_plan, w_plan;
+      if (x_here) x_plan.emplace(*recipe.wgrad_x, -2, of_x);
+      if (w_here) w_plan.emplace(*recipe.dgrad_w, -2, of_w);
       Kept kept(x_plan ? &*x_plan : nullptr, w_plan ? &*w_plan : nullptr, draws);
       kept.read(at, "saved", *next++);
       if (x_plan) x = Side{kept.memory, -2, as_const(kept.view[0])};
@@ -380,14 +412,19 @@ struct Saved {
       offset = kept.offset;
       memory = kept.memory;
     }
-    if (alone)
+    if (x_apart && recipe.wgrad_x)
+      x = made_before(at, "saved", *next++, *recipe.wgrad_x, -2, of_x);
+    else if (x_apart)
+      x = Side{matrix(*next++), -2, std::nullopt};
+    if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
+      w_values = *next++;
+    else if (w_apart)
       w = weight_of(at, "saved", *next++, recipe.dgrad_dy, recipe.dgrad_w, -2, of_w,
                     of_x.groups.count);
-    if (dw && !x_made) x = Side{matrix(*next++), -2, std::nullopt};
-    if (dx && !w_made) w = Side{*next++, -2, std::nullopt};
     if (draws) seed = key_of(at, "seed", *next++);
   }
   std::optional<Side> x, w;
+  std::optional<Tensor> w_values;  // to be quantized
   const int64_t *seed = nullptr, *offset = nullptr;
   std::optional<Tensor> memory;  // of the offset
 };
@@ -407,10 +444,10 @@ Tensor weight_gradient(const Place& at, const Side& dy, const Side& x, ScalarTyp
       product(at, x, dy, std::nullopt, compute, dtype, other, groups, m), -2, -1);
 }
 
-// The gradients asked for, but dw where it is added to `into`: dx and dw are those that the forward
-// was told of, `skip_dx` and `skip_dw` those of them that this backward leaves out.
+// The gradients asked for, but dw where it is added to `into`: of those in `needs` this backward
+// leaves out `skip_dx` and `skip_dw`.
 std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
-                             const Text& recipe_text, int64_t k, bool dx, bool dw, bool db,
+                             const Text& recipe_text, int64_t k, const Needs& needs, bool db,
                              bool skip_dx, bool skip_dw, const std::optional<Tensor>& offsets,
                              const std::optional<ScalarType>& x_dtype,
                              const std::optional<ScalarType>& w_dtype,
@@ -420,21 +457,25 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   const Recipe& recipe = recipe_of(recipe_text);
   const Place at(name_of(offsets.has_value()), "dy", dy);
   require(dy.dim() >= 1, at.op(), "dy.dim()", dy.dim(), "1 or more, [..., N]");
-  const bool draws = recipe.backward_draws(dx, dw);
+  const bool draws = recipe.backward_draws(needs.dx, needs.dw);
   const int64_t m = rows_of(dy), n = dy.size(dy.dim() - 1);
   const Groups groups = groups_of(at, offsets, std::nullopt, m);
   const int64_t batch = groups ? groups.count : 1;
-  const Saved from(at, saved, recipe, dx, dw, draws, {m, k, 1, groups}, {n, k, batch, {}});
-  dx = dx && !skip_dx, dw = dw && !skip_dw;
+  const Saved from(at, saved, recipe, needs, draws, {m, k, 1, groups}, {n, k, batch, {}});
+  const bool dx = needs.dx && !skip_dx, dw = needs.dw && !skip_dw;
 
   const ScalarType dtype = dy.scalar_type();
   const Making dys(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, here_if(dx),
                    here_if(dw), {Role::dy, from.seed, from.offset}, cut);
-  make(at, dys);
+  std::optional<Making> ws;
+  if (dx && from.w_values)
+    ws.emplace(at, *from.w_values, static_cast<bool>(groups), Groups{}, Spec(), recipe.dgrad_w,
+               Wanted::no, Wanted::here, Key{Role::w, nullptr, nullptr});
+  make(at, &dys, ws ? &*ws : nullptr);
   std::vector<Tensor> gradients;
   if (dx)
-    gradients.push_back(product(at, *dys.row, *from.w, std::nullopt, dtype, x_dtype.value_or(dtype),
-                                with_last(dy, k), groups, m));
+    gradients.push_back(product(at, *dys.row, ws ? *ws->column : *from.w, std::nullopt, dtype,
+                                x_dtype.value_or(dtype), with_last(dy, k), groups, m));
   if (dw) {
     Ints sizes{n, k};
     if (groups) sizes.insert(sizes.begin(), batch);
@@ -461,9 +502,9 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
-                                       bool skip_dw, bool w_turned) {
-  return backward(dy, saved, recipe, k, dx, dw, db, skip_dx, skip_dw, offsets, x_dtype, w_dtype,
-                  bias_dtype, {}, w_turned);
+                                       bool skip_dw, bool w_turned, bool x_apart, bool w_apart) {
+  return backward(dy, saved, recipe, k, {dx, dw, x_apart, w_apart}, db, skip_dx, skip_dw, offsets,
+                  x_dtype, w_dtype, bias_dtype, {}, w_turned);
 }
 
 std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
@@ -475,7 +516,7 @@ std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> save
                                              std::optional<Tensor> amax) {
   const Place at("linear", "dy", dy);
   require(origin.size() == 2, at.op(), "origin", origin.size(), "the row and column of dy");
-  return backward(dy, saved, recipe, k, dx, dw, db, skip_dx, skip_dw, {}, x_dtype, w_dtype,
+  return backward(dy, saved, recipe, k, {dx, dw}, db, skip_dx, skip_dw, {}, x_dtype, w_dtype,
                   bias_dtype, {}, false, cut_of(at, "amax", amax, origin[0], origin[1]));
 }
 
@@ -484,9 +525,9 @@ std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor
                                                    std::optional<Tensor> offsets, Tensor into,
                                                    std::optional<ScalarType> x_dtype,
                                                    std::optional<ScalarType> bias_dtype,
-                                                   bool skip_dx) {
-  const auto made = backward(dy, saved, recipe, k, dx, true, db, skip_dx, false, offsets, x_dtype,
-                             ScalarType::Float, bias_dtype, into);
+                                                   bool skip_dx, bool x_apart, bool w_apart) {
+  const auto made = backward(dy, saved, recipe, k, {dx, true, x_apart, w_apart}, db, skip_dx, false,
+                             offsets, x_dtype, ScalarType::Float, bias_dtype, into);
   // Each an empty tensor of its own: results of an operator may not alias.
   const auto none = [&] { return empty({0}, ScalarType::Float, dy.device()); };
   return {dx && !skip_dx ? made[0] : none(), db ? made.back() : none()};

@@ -20,11 +20,12 @@ namespace blockscale::binding {
 //
 // With offsets x is [T, K] in groups of rows and w [E, N, K] holds a matrix for each; no bias.
 // `quantized_w`: what quantize_weight has made of w, which is not read then, nor is its dgrad
-// operand returned again.
+// operand returned again; `quantized_x` likewise what quantize_input has made of x.
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
                               bool dw, std::optional<Tensor> seed, std::optional<Tensor> offset,
                               std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
-                              std::optional<std::vector<Tensor>> quantized_w);
+                              std::optional<std::vector<Tensor>> quantized_w,
+                              std::optional<std::vector<Tensor>> quantized_x);
 
 // The same of pieces of a layer whose x, w and dy are parts of larger matrices: `origins` has the
 // row and the column where x and w start in those. What the outer scales of the whole x and w are
@@ -41,23 +42,29 @@ std::vector<Tensor> linear_piece_op(Tensor x, Tensor w, std::optional<Tensor> bi
 std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
                                        std::optional<Tensor> seed, std::optional<Tensor> offset);
 
-// The same operands, of a weight in square blocks, made of its codes along the rows, which have
-// been gathered from several ranks: into the memory that quantize_weight would return for w [n, k],
-// or [E, n, k] of codes with three dimensions.
+// The operands of x [..., K], of [fprop, wgrad] those that the recipe quantizes, each a tensor of
+// its own; that of wgrad only with dw. For layers that read the same x.
+std::vector<Tensor> quantize_input_op(Tensor x, Text recipe, bool dw,
+                                      std::optional<Tensor> offsets);
+
+// The operands of quantize_weight, of a weight in square blocks, made of its codes along the rows,
+// which have been gathered from several ranks: into the memory that quantize_weight would return
+// for w [n, k], or [E, n, k] of codes with three dimensions.
 void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe, int64_t n, int64_t k,
                       Tensor fprop, Tensor dgrad);
 
 // The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: what
-// the forward with these dx and dw has made, then w's dgrad operand if it was made ahead, and,
-// where the recipe does not quantize them, x with dw and w with dx; where bits are drawn the seed.
-// With skip_dx or skip_dw that gradient is left out all the same. With w_turned dw lies as [K, N]
-// does, or [E, K, N], where w does.
+// the forward with these dx and dw has made; with dw, x's wgrad operand if it was made ahead
+// (x_apart), or x itself where the recipe does not quantize it; with dx likewise w's dgrad operand
+// (w_apart), or w itself, which is quantized here where the recipe says so; and where bits are
+// drawn the seed. With skip_dx or skip_dw that gradient is left out all the same. With w_turned dw
+// lies as [K, N] does, or [E, K, N], where w does.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
-                                       bool skip_dw, bool w_turned);
+                                       bool skip_dw, bool w_turned, bool x_apart, bool w_apart);
 
 // The same of a piece of dy, as for linear_piece_op.
 std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
@@ -76,6 +83,6 @@ std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor
                                                    std::optional<Tensor> offsets, Tensor into,
                                                    std::optional<ScalarType> x_dtype,
                                                    std::optional<ScalarType> bias_dtype,
-                                                   bool skip_dx);
+                                                   bool skip_dx, bool x_apart, bool w_apart);
 
 }  // namespace blockscale::binding

@@ -103,15 +103,20 @@ bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t group
   return gpu::widens(*a, *weight, groups);
 }
 
+Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
+                 int axis, const Extent& e) {
+  const Plan plan(spec, axis, e);
+  Kept kept(&plan);
+  kept.read(at, name, saved);
+  return {kept.memory, axis, as_const(kept.view[0])};
+}
+
 Side weight_of(const Place& at, const char* name, const Tensor& saved, const Spec& a,
                const Spec& weight, int axis, const Extent& e, int64_t groups) {
   if (!weight) return {saved, axis, std::nullopt};
   const Plan plan(*weight, axis, e);
-  Kept kept(&plan);
-  if (saved.numel() == kept.bytes() || !lies_wide(at, a, weight, groups)) {
-    kept.read(at, name, saved);
-    return {kept.memory, axis, as_const(kept.view[0])};
-  }
+  if (saved.numel() == Kept(&plan).bytes() || !lies_wide(at, a, weight, groups))
+    return made_before(at, name, saved, *weight, axis, e);
   validate_pair(at.op(), *a, *weight);
   const ConstQuantized narrow = as_const(plan.q);
   const Tensor memory = read_bytes(at, name, saved, gpu::wide_bytes(narrow));
@@ -173,15 +178,15 @@ Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* 
   return kept;
 }
 
-void make(const Place& at, const Making& first, const Making* second, const WordCopy& word) {
-  const Quantization none;
+void make(const Place& at, const Making* first, const Making* second, const WordCopy& word) {
+  const auto of = [](const Making* m) { return m ? m->quantization() : Quantization{}; };
   if (at.cuda()) {
-    quantize_two(first.quantization(), second ? second->quantization() : none, at.stream(), word);
+    quantize_two(of(first), of(second), at.stream(), word);
     at.stream().release();
     return;
   }
   if (word.to) *word.to = *word.from;
-  for (const Making* m : {&first, second})
+  for (const Making* m : {first, second})
     if (m) quantize_one(m->quantization(), executor_for(m->in.tensor.numel()));
 }
 

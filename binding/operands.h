@@ -63,7 +63,10 @@ class Kept {
 // many groups (or 0) divide, lies as the GEMM reads it: one in MXFP4 is widened then, once for all
 // calls.
 bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups);
-// What an earlier call has made of it alone: ahead, or a forward, which does not widen.
+// An operand that an earlier call has made alone.
+Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
+                 int axis, const Extent& e);
+// The same of a weight, which may lie wide, or is in high precision.
 Side weight_of(const Place& at, const char* name, const Tensor& saved, const Spec& a,
                const Spec& weight, int axis, const Extent& e, int64_t groups);
 
@@ -126,8 +129,9 @@ struct Making : Operands {
   QuantizeOptions row_options, column_options;
   Matrix row_values{};  // of Quantization
 };
-// Those of one tensor, in one pass where both are quantized, or of two.
-void make(const Place& at, const Making& first, const Making* second = nullptr,
+// Those of one tensor, in one pass where both are quantized, or of two, of which either may be
+// null.
+void make(const Place& at, const Making* first, const Making* second = nullptr,
           const WordCopy& word = {});
 
 // Gives what is for outside its memory: one tensor for both operands, and the offset.

@@ -174,13 +174,13 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "linear(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx=False, bool dw=False, "
       "Tensor? seed=None, Tensor? offset=None, Tensor? offsets=None, ScalarType? dtype=None, "
-      "Tensor[]? quantized_w=None) -> Tensor[]");
+      "Tensor[]? quantized_w=None, Tensor[]? quantized_x=None) -> Tensor[]");
   // The same without defaults, for programs that keep operators and no autograd.Function: its
   // derivative is registered in _exported.py.
   m.def(
-      "linear_exported(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, Tensor? "
-      "seed, "
-      "Tensor? offset, Tensor? offsets, ScalarType? dtype, Tensor[]? quantized_w) -> Tensor[]");
+      "linear_exported(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, "
+      "Tensor? seed, Tensor? offset, Tensor? offsets, ScalarType? dtype, Tensor[]? quantized_w, "
+      "Tensor[]? quantized_x) -> Tensor[]");
   m.def(
       "linear_piece(Tensor x, Tensor w, Tensor? bias, str recipe, bool dx, bool dw, Tensor? seed, "
       "Tensor? offset, ScalarType? dtype, SymInt[] origins, Tensor? x_amax, Tensor? w_amax) -> "
@@ -188,14 +188,15 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "quantize_weight(Tensor w, str recipe, bool dgrad, Tensor? seed=None, Tensor? offset=None) "
       "-> Tensor[]");
+  m.def("quantize_input(Tensor x, str recipe, bool dw, Tensor? offsets=None) -> Tensor[]");
   m.def(
       "gather_weight(Tensor codes, Tensor scales, Tensor outer, str recipe, SymInt n, SymInt k, "
       "Tensor(a!) fprop, Tensor(b!) dgrad) -> ()");
   m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
-      "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False, bool w_turned=False) "
-      "-> Tensor[]");
+      "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False, bool w_turned=False, "
+      "bool x_apart=False, bool w_apart=False) -> Tensor[]");
   m.def(
       "linear_piece_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
       "bool db, ScalarType? x_dtype, ScalarType? w_dtype, ScalarType? bias_dtype, bool skip_dx, "
@@ -203,7 +204,7 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool db, "
       "Tensor? offsets, Tensor(a!) into, ScalarType? x_dtype=None, ScalarType? bias_dtype=None, "
-      "bool skip_dx=False) -> (Tensor dx, Tensor db)");
+      "bool skip_dx=False, bool x_apart=False, bool w_apart=False) -> (Tensor dx, Tensor db)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
@@ -219,6 +220,7 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("linear_piece", TORCH_BOX(&linear_piece_op));
   m.impl("linear_piece_backward", TORCH_BOX(&linear_piece_backward_op));
   m.impl("quantize_weight", TORCH_BOX(&quantize_weight_op));
+  m.impl("quantize_input", TORCH_BOX(&quantize_input_op));
   m.impl("gather_weight", TORCH_BOX(&gather_weight_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
   m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));

@@ -16,7 +16,7 @@ from blockscale.recipe import Recipe
 @functools.cache
 def _recipe_of(text: str) -> Recipe:
     """The recipe with these operands (`Recipe.text`)."""
-    return Recipe("exported", **specs_of(text))
+    return Recipe("exported", **specs_of(text))  # type: ignore[arg-type]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -25,7 +25,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     # What it saves, of a forward that has been.
     call = (lambda *_: output, _recipe_of(rest[0]), tuple(rest), db, None)
     LinearFunction.forward(ctx, x, w, bias, call)
-    ctx.of_quantized_w = None if rest[7] is None else [None] * len(rest[7])
+    ctx.of_lists = [None if one is None else [None] * len(one) for one in rest[7:]]
 
 
 def _backward(ctx: Any, dys: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -38,7 +38,7 @@ def _backward(ctx: Any, dys: list[torch.Tensor]) -> tuple[Any, ...]:
             remedy = f"export it in grad mode, with {name} that requires a gradient"
             fail(ctx.operation, name, got, need, remedy)
     gradients = LinearFunction.backward(ctx, dys[0])[:3]
-    return (*gradients, *[None] * 7, ctx.of_quantized_w)
+    return (*gradients, *[None] * 7, *ctx.of_lists)
 
 
 torch.library.register_autograd("blockscale::linear_exported", _backward, setup_context=_keep)

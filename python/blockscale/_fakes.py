@@ -295,6 +295,7 @@ def _fake_linear(
     offsets: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     quantized_w: list[torch.Tensor] | None = None,
+    quantized_x: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     check_arguments(x, w, bias, recipe, dx, dw, seed, offset, offsets)
     specs = specs_of(recipe)
@@ -303,7 +304,7 @@ def _fake_linear(
     kept = [
         (tensor, s, parts, batch)
         for tensor, s, needed, parts, batch in (
-            (x, specs["wgrad_x"], dw, groups, 0),
+            (x, specs["wgrad_x"], dw and quantized_x is None, groups, 0),
             (w, specs["dgrad_w"], dx and quantized_w is None, 0, w.dim() - 2),
         )
         if needed and s is not None
@@ -327,6 +328,15 @@ def _fake_quantize_weight(
     offset: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     return weight_memory(w, recipe, dgrad)
+
+
+def _fake_quantize_input(
+    x: torch.Tensor, recipe: str, dw: bool, offsets: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    specs = specs_of(recipe)
+    groups = 0 if offsets is None else offsets.shape[0]
+    made = ((specs["fprop_x"], -1), (specs["wgrad_x"] if dw else None, -2))
+    return [_fake_kept(x, [(x, s, groups, 0)], axis, False) for s, axis in made if s is not None]
 
 
 def _fake_gather_weight(
@@ -382,6 +392,8 @@ def _fake_linear_backward(
     skip_dx: bool = False,
     skip_dw: bool = False,
     w_turned: bool = False,
+    x_apart: bool = False,
+    w_apart: bool = False,
 ) -> list[torch.Tensor]:
     n = dy.shape[-1]
     gradients = []
@@ -419,6 +431,8 @@ def _fake_linear_backward_into(
     x_dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
     skip_dx: bool = False,
+    x_apart: bool = False,
+    w_apart: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx = dx and not skip_dx
     call = (dx, False, db, offsets, x_dtype, None, bias_dtype)
@@ -439,6 +453,7 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear_piece": _fake_linear_piece,
     "linear_piece_backward": _fake_linear_piece_backward,
     "quantize_weight": _fake_quantize_weight,
+    "quantize_input": _fake_quantize_input,
     "gather_weight": _fake_gather_weight,
     "linear_backward": _fake_linear_backward,
     "linear_backward_into": _fake_linear_backward_into,

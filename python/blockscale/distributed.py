@@ -186,7 +186,7 @@ class _Linear(torch.autograd.Function):
             bias = bias if adds_bias else None
             return _ops.linear_piece.default(x, w, bias, *call, x_amax, w_amax)
 
-        rest = (recipe.text, dx, dw, seed, offset, None, dtype, None)
+        rest = (recipe.text, dx, dw, seed, offset, None, dtype, None, None)
         return LinearFunction.forward(ctx, x, w, bias, (forward, recipe, rest, db, None))
 
     @staticmethod

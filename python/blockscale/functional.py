@@ -14,6 +14,7 @@ from blockscale._errors import fail, fail_type, message
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
+from blockscale.shared_input import quantized_input
 from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, is_dtensor, is_for_layer
 from blockscale.weight import QuantizedWeight
 
@@ -151,13 +152,19 @@ def linear_with_key(
         if into is not None:
             _check_into(into, w, dw, offsets)
         made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
-        rest = (recipe.text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made)
         if forward_ad._current_level >= 0:
             _refuse_tangents(_name(offsets), x, w, bias)
         y: torch.Tensor
-        watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        compiling = torch.compiler.is_compiling()
+        watched = compiling or torch._C._are_functorch_transforms_active()
+        exporting = watched and is_exporting()
+        made_x = None
+        if dw and not exporting and compiling == watched:
+            made_x = quantized_input(x, recipe, offsets)
+        text = recipe.text if exporting else recipe.forward_text
+        rest = (text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made, made_x)
         forward = _forward if watched else _forward_now
-        if watched and is_exporting():
+        if exporting:
             y = _linear_exported(x, w, bias, rest, into)
         elif not (dx or dw or db):
             y = forward(x, w, bias, *rest)[0]
@@ -295,13 +302,14 @@ class LinearFunction(torch.autograd.Function):
         # The operator returns y and, in one tensor, what it has made; operands in high precision
         # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
         y, *saved = forward(x, w, bias, *rest)
-        text, dx, dw, seed, _, offsets, _, quantized_w = rest
-        if dx and quantized_w is not None and recipe.dgrad_w is not None:
-            saved = [*saved, quantized_w[-1]]
-        if dw and recipe.wgrad_x is None:
-            saved = [*saved, x]
-        if dx and recipe.dgrad_w is None:
-            saved = [*saved, w]
+        text, dx, dw, seed, _, offsets, _, quantized_w, quantized_x = rest
+        x_apart = quantized_x is not None
+        w_apart = quantized_w is not None or text != recipe.text
+        if dw and (x_apart or recipe.wgrad_x is None):
+            saved = [*saved, x if recipe.wgrad_x is None else quantized_x[-1]]
+        if dx and (w_apart or recipe.dgrad_w is None):
+            ahead = quantized_w is not None and recipe.dgrad_w is not None
+            saved = [*saved, quantized_w[-1] if ahead else w]
         if (dx and recipe.draws_dx) or (dw and recipe.draws_dw):
             saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)
@@ -314,23 +322,23 @@ class LinearFunction(torch.autograd.Function):
         )
         # Of experts in memory [E, K, N]: so that theirs is no copy of the gradient, but it.
         turned = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
-        ctx.call = (text, w.shape[-1], dx, dw, db, dtypes, into, turned)
+        ctx.call = (recipe.text, w.shape[-1], dx, dw, db, dtypes, into, turned, x_apart, w_apart)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
-        text, k, dx, dw, db, dtypes, into, turned = ctx.call
+        text, k, dx, dw, db, dtypes, into, turned, *apart = ctx.call
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
         if into is None or skip_w:
-            call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w, turned)
+            call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w, turned, *apart)
             made = iter(_ops.linear_backward.default(dy, saved, *call))
             gradients = [next(made) if want else None for want in wanted]
         else:
             x_dtype, _, bias_dtype = dtypes
-            call = (text, k, dx, want_b, offsets, into, x_dtype, bias_dtype, skip_x)
+            call = (text, k, dx, want_b, offsets, into, x_dtype, bias_dtype, skip_x, *apart)
             grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
             # The compiler sees by itself that the operator changes it.
             if not (torch.compiler.is_compiling() or into.is_inference()):

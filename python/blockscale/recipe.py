@@ -181,7 +181,8 @@ _GEMMS: Final = {
 OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
 # What is found out when a recipe is made.
 _RECIPE_FACTS: Final = (
-    "text", "high_precision", "stochastic", "draws_dx", "draws_dw", "cuda_needs",
+    "text", "forward_text", "high_precision", "stochastic", "quantizes_x", "draws_dx", "draws_dw",
+    "cuda_needs",
 )  # fmt: skip
 
 
@@ -200,9 +201,13 @@ class Recipe:
         dgrad_w: W [N, K] of dx = dy·W, along axis -2 (N).
         wgrad_dy: dy [M, N] of dW = dyᵀ·x, along axis -2 (M).
         wgrad_x: x [M, K] of dW = dyᵀ·x, along axis -2 (M).
+        keep_w: whether a forward keeps dgrad_w for its backward, a byte for each weight in FP8;
+            else the backward quantizes W once more. The results are the same bits.
 
     Attributes:
         text: the operands as the operators take them: their texts in the order of `OPERANDS`.
+        forward_text: those that a forward makes: without dgrad_w, where it is not kept.
+        quantizes_x: x's operands in fprop and wgrad are made of x alone, without random bits.
         high_precision: no operand is quantized.
         stochastic: some operand draws random bits.
         draws_dx: dgrad_dy does, so that a backward to x needs a key.
@@ -210,9 +215,10 @@ class Recipe:
         cuda_needs: what its GEMMs still need on a GPU; empty for a recipe that runs there.
 
     Raises:
-        TypeError: an operand that is neither a Spec nor None, or a name that is no text.
+        TypeError: an operand that is neither a Spec nor None, a name that is no text, or a keep_w
+            that is no bool.
         ValueError: two operands of a GEMM that cannot be multiplied: with different Hadamard
-            transforms, or block lengths.
+            transforms, or block lengths; keep_w=False where dgrad_w draws random bits.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -222,10 +228,13 @@ class Recipe:
     dgrad_w: Spec | None = None
     wgrad_dy: Spec | None = None
     wgrad_x: Spec | None = None
+    keep_w: bool = True
     # Found once: a layer looks at them in every forward.
     text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
+    forward_text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
     high_precision: bool = dataclasses.field(default=True, init=False, repr=False, compare=False)
     stochastic: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+    quantizes_x: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     draws_dx: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     draws_dw: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     cuda_needs: str = dataclasses.field(default="", init=False, repr=False, compare=False)
@@ -237,15 +246,24 @@ class Recipe:
         for operand, value in zip(OPERANDS, operands, strict=True):
             if value is not None and not isinstance(value, Spec):
                 fail_type("recipe", operand, value, "a Spec, or None", "bs.spec(name) makes one")
+        if not isinstance(self.keep_w, bool):
+            fail_type("recipe", "keep_w", self.keep_w, "a bool")
+        if not self.keep_w and self.dgrad_w is not None and self.dgrad_w.stochastic:
+            need = "True: another quantization would have to draw the random bits of the first"
+            fail("recipe", "keep_w", False, need, "give dgrad_w rounding='nearest'")
         text = " ".join("none" if s is None else s.text for s in operands)
-        for name, value in zip(_RECIPE_FACTS, (text, *_facts_of(text)), strict=True):
+        made = text if self.keep_w else _without_dgrad_w(text)
+        for name, value in zip(_RECIPE_FACTS, (text, made, *_facts_of(text)), strict=True):
             object.__setattr__(self, name, value)
 
-    def replace(self, *, name: str | None = None, **operands: Spec | str | None) -> Recipe:
+    def replace(
+        self, *, name: str | None = None, keep_w: bool | None = None, **operands: Spec | str | None
+    ) -> Recipe:
         """A copy with some operands replaced.
 
         Args:
             name: of the copy; None for this one's with the changes in brackets.
+            keep_w: None for this one's.
             operands: fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x: a Spec, its text, or
                 None for high precision.
 
@@ -263,20 +281,31 @@ class Recipe:
                     did_you_mean(key, OPERANDS),
                 )
         specs = {k: None if v is None else spec(v) for k, v in operands.items()}
-        changed = ",".join(f"{k}={'none' if v is None else v.text}" for k, v in specs.items())
+        changes = {k: "none" if v is None else v.text for k, v in specs.items()}
+        keep = self.keep_w if keep_w is None else keep_w
+        if keep_w is not None:
+            changes["keep_w"] = str(keep_w)
+        changed = ",".join(f"{k}={v}" for k, v in changes.items())
         label = f"{self.name}[{changed}]" if changed else self.name
-        return dataclasses.replace(self, name=label if name is None else name, **specs)  # type: ignore[arg-type]
+        named = label if name is None else name
+        return dataclasses.replace(self, name=named, keep_w=keep, **specs)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew: what its GEMMs need on a GPU is another machine's.
-        return Recipe, (self.name, *(getattr(self, operand) for operand in OPERANDS))
+        return Recipe, (self.name, *(getattr(self, operand) for operand in OPERANDS), self.keep_w)
 
 
 # What torch.load may call and make: both are data.
 torch.serialization.add_safe_globals([spec, Recipe])
+
+
+def _without_dgrad_w(text: str) -> str:
+    specs = text.split(" ")
+    specs[OPERANDS.index("dgrad_w")] = "none"
+    return " ".join(specs)
 
 
 def _facts_of(text: str) -> tuple[bool | str, ...]:
@@ -293,7 +322,8 @@ def _facts_of(text: str) -> tuple[bool | str, ...]:
         if None not in pair.values():
             each = (_core.matmul_needs(str(s), "cuda") for s in pair.values())
             needs = needs or next(filter(None, each), "")
-    return not made, bool(draws), "dgrad_dy" in draws, "wgrad_dy" in draws, needs
+    x_alone = operands["fprop_x"] is not None and not draws & {"fprop_x", "wgrad_x"}
+    return not made, bool(draws), x_alone, "dgrad_dy" in draws, "wgrad_dy" in draws, needs
 
 
 _facts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _constant() is

@@ -137,6 +137,10 @@ _STAYS: Final = frozenset((
 ))  # fmt: skip
 
 
+# Where `linear` takes what was made of w ahead.
+_OF_W: Final = [a.name for a in _ops.linear.default._schema.arguments].index("quantized_w")
+
+
 class ShardedWeight(WeightOfFsdp):
     """The piece of a weight that a rank keeps: a tensor like any other, but for how it is gathered.
 
@@ -310,9 +314,9 @@ class GatheredWeight(WeightOfFsdp):
             func is _aten.as_strided.default and torch.Size(args[1]) == args[0].shape
         ):
             return cls(args[0].quantized, args[0].dtype)
-        if func is _ops.linear.default and len(args) == len(func._schema.arguments) and args[-1]:
-            # With operands made ahead, the last argument, w's values are not read: any memory of
-            # its shape and dtype will do.
+        if func is _ops.linear.default and len(args) > _OF_W and args[_OF_W]:
+            # With operands made ahead w's values are not read: any memory of its shape and dtype
+            # will do.
             x, w, *rest = args
             return func(x, w.fprop.new_empty((), dtype=w.dtype).expand(w.shape), *rest)
         if func is _aten.zeros_like.default:  # FSDP2's gradient of a layer that was not used

@@ -49,7 +49,7 @@ class QuantizedWeight:
             ValueError: made by another recipe, of another shape, or without backward.
         """
         name = "quantized_weight"
-        if self.recipe is not recipe and self.recipe != recipe:
+        if self.recipe is not recipe and self.recipe.text != recipe.text:
             fail(operation, name, f"of recipe {self.recipe}", f"recipe {recipe}, as in this call")
         if self.shape != w.shape:
             got = f"of a weight {list(self.shape)}"

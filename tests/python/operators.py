@@ -113,7 +113,12 @@ def linear_samples(of: Inputs) -> list[Sample]:
         samples.append(("quantize_weight", (w, recipe.text, dx)))
         samples.append(("linear", (*forward, made)))
         tensors = [t.clone().requires_grad_(dx and dw) for t in (x, w, bias)]
-        samples += [("linear_exported", (*tensors, *forward[3:], q)) for q in (None, made)]
+        exported = (*tensors, *forward[3:])
+        samples += [("linear_exported", (*exported, q, None)) for q in (None, made)]
+        made_x = OPS.quantize_input(x, recipe.text, dw)
+        samples.append(("quantize_input", (x, recipe.text, dw)))
+        samples += [("linear", (*forward, q, made_x)) for q in (None, made)]
+        samples.append(("linear_exported", (*exported, made, made_x)))
         largest = of.ones(2) * 9 if recipe.name == "nvfp4" else None
         piece = (x, w, bias, recipe.text, dx, dw, *key, BF16, [0, 128, 128, 0], largest, largest)
         samples.append(("linear_piece", piece))
@@ -129,6 +134,13 @@ def linear_samples(of: Inputs) -> list[Sample]:
                 ("linear_backward", (*backward, *skip)) for skip in ((True,), (False, True))
             ]
             samples.append(("linear_backward_into", (*into, True)))
+            text = recipe.replace(keep_w=False).forward_text
+            rest = OPS.linear(*forward[:3], text, *forward[4:], None, made_x)[1:]
+            of_x = x if recipe.wgrad_x is None else made_x[-1]
+            apart = [*rest, of_x, w, *([of.key[0]] if recipe.stochastic else [])]
+            flags = (False, False, False, True, True)
+            samples.append(("linear_backward", (dy, apart, *backward[2:], *flags)))
+            samples.append(("linear_backward_into", (dy, apart, *into[2:], False, True, True)))
     # Without FP8 dtypes, which opcheck cannot compare.
     square = bs.recipe("amdfp4")
     codes = OPS.quantize(w, square.fprop_w.text, -1, *[None] * 3, [], "linear", 0)  # type: ignore[union-attr]
@@ -152,10 +164,14 @@ def grouped_linear_samples(of: Inputs) -> list[Sample]:
         call = (dy, saved, recipe.text, 70)
         samples += [
             ("linear", forward),
-            ("linear_exported", (*forward, None, None)),
+            ("linear_exported", (*forward, None, None, None)),
             ("linear_backward", (*call, True, True, False, of.ends)),
             ("linear_backward_into", (*call, True, False, of.ends, of.ones(3, 9, 70))),
         ]
         turned = (True, True, False, of.ends, None, None, None, False, False, True)
         samples.append(("linear_backward", (*call, *turned)))
+        if not recipe.high_precision:
+            made_x = OPS.quantize_input(x, recipe.text, True, of.ends)
+            samples.append(("quantize_input", (x, recipe.text, True, of.ends)))
+            samples.append(("linear", (*forward, None, None, made_x)))
     return samples

@@ -28,15 +28,17 @@ def trained(device: str, wrapper: str = "") -> Weights:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model = nn.Sequential(block, nn.LayerNorm(32), nn.Linear(32, 7))
-    if wrapper != "fsdp":  # which moves the parameters itself
+    sharded = wrapper.startswith("fsdp")
+    if not sharded:  # which moves the parameters itself
         model.to(device)
     whole: nn.Module = model
     if wrapper == "ddp, converted last":
         whole = DistributedDataParallel(model)
-    bs.convert(whole, "nvfp4", skip=["2"])
+    recipe = bs.recipe("nvfp4").replace(keep_w="again" not in wrapper)
+    bs.convert(whole, recipe, skip=["2"])
     if wrapper == "ddp":
         whole = DistributedDataParallel(model)
-    elif wrapper == "fsdp":
+    elif sharded:
         mesh = init_device_mesh(device, (2,))
         fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -79,7 +81,7 @@ def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp, converted last", "fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp, converted last", "fsdp", "fsdp, W again"])
 def test_two_ranks_with_one_batch_are_one_process(
     wrapper: str, device: str, tmp_path: Path
 ) -> None:

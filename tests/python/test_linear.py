@@ -223,6 +223,22 @@ def test_saves_the_quantized_operands_and_nothing_else() -> None:
     assert size(saved_tensors(first, exact)) == 4 * m * k
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_a_weight_that_the_backward_quantizes_again(name: str, wanted: tuple[bool, bool]) -> None:
+    """The same bits, and nothing of W is saved but W."""
+    full = make()
+    x, w = (t.detach().requires_grad_(on) for t, on in zip(full[:2], wanted, strict=True))
+    case = Case(x, w, full.bias, full.dy)
+    again = bs.recipe(name).replace(keep_w=False)
+    assert_same(run(case, again), run(case, bs.recipe(name)))
+    saved = saved_tensors(case, again)
+    assert [t.data_ptr() for t in saved if t.shape == w.shape] == [w.data_ptr()] * wanted[0]
+    of_x = saved_tensors(Case(x.detach(), full.w, None, full.dy), name)[:1] if wanted[1] else []
+    rest = [t for t in saved if t.numel() > 1 and t.shape != w.shape]
+    assert size(rest) <= size(of_x) + 8  # x's operand, and the offset where that is random bits'
+
+
 MIXES = {
     "fprop high precision": dict(fprop_x=None, fprop_w=None),
     "weight only": dict(fprop_x=None, dgrad_dy=None),

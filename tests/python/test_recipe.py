@@ -158,6 +158,20 @@ def test_a_recipe_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(changed)) == changed
     assert base.replace() == base
     assert base.replace(name="").name == ""
+    lean = base.replace(keep_w=False)
+    assert str(lean) == "nvfp4[keep_w=False]"
+    assert lean != base
+    assert lean.text == base.text
+    assert not lean.replace(fprop_x=None).keep_w
+    assert lean.replace(keep_w=True) == base
+    assert pickle.loads(pickle.dumps(lean)) == lean
+
+
+def test_a_weight_that_draws_is_kept() -> None:
+    with pytest.raises(TypeError, match=r"^recipe: keep_w = an int; need a bool$"):
+        bs.recipe("nvfp4").replace(keep_w=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^recipe: keep_w = False; need True: another quanti"):
+        bs.recipe("nvfp4").replace(dgrad_w="nvfp4[block=16x16,rounding=stochastic]", keep_w=False)
 
 
 def test_what_recipes_draw() -> None:

@@ -76,6 +76,23 @@ def test_same_bits(name: str, grouped: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp4", "nvfp4", "dgrad in high precision"])
+def test_the_backward_quantizes_it_again(name: str, grouped: bool, device: torch.device) -> None:
+    """Where it is not kept; one made ahead is read all the same."""
+    recipe, case = RECIPES[name], make(grouped, device)
+    want, lean = run(case, recipe), recipe.replace(keep_w=False)
+    assert_same(run(case, lean), want)
+    kept = bs.quantize_weight(case.w, recipe)
+    assert_same(run(case, lean, quantized_weight=kept), want)
+    gradients = []
+    for how in (recipe, lean):
+        into = torch.zeros_like(case.w, dtype=torch.float32)
+        y = case.call(case.x, case.w, how, accumulate_into=into)
+        gradients.append([torch.autograd.grad(y, case.x, case.dy)[0], into])
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "nvfp4"])
 def test_the_weight_itself_is_not_read(recipe: str, grouped: bool) -> None:
     case = make(grouped)

@@ -1,0 +1,284 @@
+"""Layers that read the same input quantize it once, and their results stay what they are."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from blockscale import shared_input
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+RECIPES = {
+    **{name: bs.recipe(name) for name in bs.recipe_names() if name != "bf16"},
+    "wgrad in high precision": bs.recipe("fp8_blockwise").replace(wgrad_x=None, wgrad_dy=None),
+}
+STOCHASTIC_X = bs.recipe("nvfp4").replace(wgrad_x="nvfp4[hadamard=16,rounding=stochastic]")
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small inputs are shared too."""
+    monkeypatch.setattr(shared_input, "LARGE", 1)
+    yield
+    shared_input._last.x = shared_input._last.made = None
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts how often inputs are quantized apart."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.blockscale.quantize_input.default
+        return func(*args, **(kwargs or {}))
+
+
+class Heads(nn.Module):
+    """Three projections of one tensor, as attention has."""
+
+    def __init__(self, rerun: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(48)
+        self.q, self.k, self.v = nn.Linear(48, 64), nn.Linear(48, 32, False), nn.Linear(48, 32)
+        self.out = nn.Linear(32, 48)
+        self.rerun = rerun
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        y: torch.Tensor = self.out(k * v + q[..., :32])
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = (
+            checkpoint(self.inner, x, use_reentrant=False) if self.rerun else self.inner(x)
+        )
+        return x + y
+
+
+def model(recipe: str | bs.Recipe, blocks: int = 2, **how: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(*(Heads(**how) for _ in range(blocks)))
+    bs.convert(made, recipe)
+    return made
+
+
+def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def results(made: nn.Module, calls: int = 1) -> list[torch.Tensor]:
+    """Outputs and gradients of that many forwards, whose backwards follow them all."""
+    made.bfloat16().zero_grad()
+    inputs = [x_of(2, 20, 48, seed=i).requires_grad_() for i in range(calls)]
+    outputs = [made(x) for x in inputs]
+    for y in outputs:
+        y.square().mean().backward()
+    return [*outputs, *(t.grad for t in (*inputs, *made.parameters()))]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert len(got) == len(want) > 0
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def alone(call: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What it returns where every layer quantizes for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_input, "LARGE", 1 << 60)
+        with Calls() as counted:
+            made = call()
+    assert counted.count == 0
+    return made
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_same_bits_and_one_quantization(name: str) -> None:
+    want = alone(lambda: results(model(RECIPES[name])))
+    with Calls() as counted:
+        got = results(model(RECIPES[name]))
+    assert_same(got, want)
+    assert counted.count == 4  # per block: the heads' input, and that of `out`
+
+
+def test_an_operand_that_draws_is_each_layers_own() -> None:
+    want = alone(lambda: results(model(STOCHASTIC_X)))
+    with Calls() as counted:
+        assert_same(results(model(STOCHASTIC_X)), want)
+    assert counted.count == 0
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_checkpoints_save_what_they_saved(calls: int) -> None:
+    want = alone(lambda: results(model("nvfp4", rerun=True), calls))
+    assert_same(results(model("nvfp4", rerun=True), calls), want)
+
+
+def test_layers_save_one_operand() -> None:
+    kept: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    made = model(bs.recipe("fp8_blockwise").replace(keep_w=False), blocks=1).bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        made(x_of(128, 48).requires_grad_())
+    operands = [t.data_ptr() for t in kept if t.dtype is torch.uint8]
+    assert len(operands) == 4
+    assert len(set(operands)) == 2  # of the heads' input, and of that of `out`
+
+
+def linears(count: int = 2) -> list[torch.Tensor]:
+    return [x_of(16, 48, seed=9 + i).requires_grad_() for i in range(count)]
+
+
+def products(x: torch.Tensor, *between: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+    """y of one weight after another, something done to x between, and the weights' gradients."""
+    weights = linears(len(between) + 1)
+    ys = [bs.linear(x, weights[0], recipe="mxfp8")]
+    for change, w in zip(between, weights[1:], strict=True):
+        change(x)
+        ys.append(bs.linear(x, w, recipe="mxfp8"))
+    return [*ys, *torch.autograd.grad([y.float().sum() for y in ys], weights)]
+
+
+def made_by_autograd() -> torch.Tensor:
+    return x_of(20, 48).requires_grad_() * 2
+
+
+def test_a_tensor_that_has_changed_is_quantized_again() -> None:
+    def change(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            x.mul_(3)
+
+    want = alone(lambda: products(made_by_autograd(), change))
+    with Calls() as counted:
+        assert_same(products(made_by_autograd(), change), want)
+    assert counted.count == 2
+
+
+def test_a_tensor_that_autograd_has_not_made_is_not_shared() -> None:
+    for x in (x_of(20, 48), x_of(20, 48).requires_grad_()):
+        with Calls() as counted:
+            products(x, lambda x: None)
+        assert counted.count == 0
+
+
+def test_without_a_gradient_of_the_weight_nothing_is_made_apart() -> None:
+    x, w = made_by_autograd(), linears(1)[0]
+    with Calls() as counted:
+        bs.linear(x, w.detach(), recipe="mxfp8").sum().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            bs.linear(x, w, recipe="mxfp8")
+    assert counted.count == 0
+
+
+def test_recipes_that_differ() -> None:
+    x, (w, _) = made_by_autograd(), linears()
+    with Calls() as counted:
+        for recipe in ("mxfp8", "fp8_blockwise", "fp8_blockwise"):
+            y = bs.linear(x, w, recipe=recipe)
+            assert torch.equal(y, bs.linear(x.detach(), w, recipe=recipe))
+    assert counted.count == 2
+
+
+def test_groups_are_shared_where_they_are_the_same() -> None:
+    x, w = made_by_autograd(), x_of(3, 16, 48).requires_grad_()
+    ends = [torch.tensor(e) for e in ([5, 5, 20], [6, 9, 20])]
+
+    def three() -> list[torch.Tensor]:
+        ys = [bs.grouped_linear(x, w, e, "fp8_blockwise") for e in (ends[0], ends[0], ends[1])]
+        return [*ys, *torch.autograd.grad([y.float().sum() for y in ys], [w])]
+
+    want = alone(three)
+    with Calls() as counted:
+        assert_same(three(), want)
+        ends[1][0] += 1
+        y = bs.grouped_linear(x, w, ends[1], "fp8_blockwise")
+    assert torch.equal(y, bs.grouped_linear(x.detach(), w, ends[1], "fp8_blockwise"))
+    assert counted.count == 3
+
+
+def test_operands_go_with_their_tensor() -> None:
+    x = made_by_autograd()
+    bs.linear(x, linears(1)[0], recipe="mxfp8")
+    made = shared_input._last.made
+    assert made is not None
+    assert len(made.operands) == 2
+    thread = threading.Thread(target=gc.collect)  # whoever drops it, as a backward may
+    del x
+    thread.start()
+    thread.join()
+    assert made.operands == []
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "nvfp4"])
+def test_a_compiler_keeps_one_of_the_calls(recipe: str) -> None:
+    from functorch.compile import (  # type: ignore[import-untyped]
+        make_boxed_func,
+        min_cut_rematerialization_partition,
+    )
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def see(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    made = model(recipe, blocks=1)
+    want = results(made)
+    bs.set_step(made, 0)
+    partition = min_cut_rematerialization_partition
+    made.compile(backend=aot_autograd(fw_compiler=see, partition_fn=partition), fullgraph=True)
+    assert_same(results(made), want)
+    called = [str(n.target) for graph in graphs for n in graph.graph.nodes]
+    assert sum("quantize_input" in name for name in called) == 2
+
+
+def test_what_was_made_elsewhere_on_a_gpu_is_made_again(cuda: torch.device) -> None:
+    """On another stream, which nothing orders behind the first one, and in a graph, which would
+    read what was made outside of it."""
+    x = x_of(20, 48).to(cuda).requires_grad_() * 2
+    w = x_of(16, 48, seed=1).to(cuda).requires_grad_()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with Calls() as counted:
+        want = bs.linear(x, w, recipe="mxfp8")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                assert torch.equal(bs.linear(x, w, recipe="mxfp8"), want)
+        torch.cuda.synchronize()
+        assert counted.count == 2
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            y = bs.linear(x, w, recipe="mxfp8")
+        assert counted.count == 2
+    with torch.no_grad():
+        x.mul_(3)
+    graph.replay()
+    assert torch.equal(y, bs.linear(x.detach(), w, recipe="mxfp8"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_same_bits_on_a_gpu(name: str, cuda: torch.device) -> None:
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        made = nn.Sequential(Heads(), Heads()).to(cuda).bfloat16()
+        bs.convert(made, RECIPES[name])
+        x = x_of(2, 20, 48).to(cuda).requires_grad_()
+        y = made(x)
+        return [y, *torch.autograd.grad(y.float().square().mean(), (x, *made.parameters()))]
+
+    assert_same(run(), alone(run))
