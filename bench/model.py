@@ -9,6 +9,7 @@ measured.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +149,8 @@ def main() -> None:
         row |= {"tokens_per_s": round(BATCH * LENGTH / ms * 1e3), "x_bf16": round(of_bf16, 3)}
         rows.append(row | {"gb_held": round(held / 1e9, 3), "gb_most": round(most / 1e9, 3)})
         print(rows[-1], flush=True)
-    write(rows, f"{BLOCKS} blocks", given)
+    peer = importlib.metadata.version("torchao") if "torchao tensorwise" in variants() else "none"
+    write(rows, f"{BLOCKS} blocks; torchao {peer}", given)
 
 
 if __name__ == "__main__":

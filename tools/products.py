@@ -10,6 +10,7 @@ from tables import (
     DENSE,
     GPU,
     GROUPED,
+    MODEL,
     Row,
     between,
     mean,
@@ -271,3 +272,18 @@ def host() -> str:
     header = ["x PyTorch's time", "layer, inference", "forward (goal 2)", "forward and backward"]
     header += ["`linear`, forward (1.5)", "weight ahead"]
     return "\n\n".join([table(header, lines), where(result)])
+
+
+def model() -> str:
+    """A training step of a model in every recipe: time, and memory besides parameters."""
+    result = results(MODEL)
+    by_way = {(row["model"], row["compiled"]): row for row in result["rows"]}
+    lines = []
+    for name, row in ((name, row) for (name, compiled), row in by_way.items() if compiled):
+        eager = by_way.get((name, False))
+        line = [f"`{name}`", f"{row['ms']:.1f}", f"{row['tokens_per_s']:,}"]
+        line += [f"{row['x_bf16']:.2f}", f"{row['gb_held']:.2f}", f"{row['gb_most']:.2f}"]
+        lines.append([*line, "" if eager is None else f"{eager['ms']:.1f} ({eager['x_bf16']:.2f})"])
+    header = ["compiled", "ms", "tokens/s", "x BF16", "GB kept for the backward", "GB at most"]
+    made = table([*header, "eager, ms (x BF16)"], lines)
+    return f"{made}\n\n{where(result, with_copy=False)}"

@@ -215,6 +215,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "train_moe": train_moe,
         "bench_gpu": bench_gpu,
         "products": products.products,
+        "model": products.model,
         "host": host,
         "bench": bench,
     },
