@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TypeGuard
@@ -15,7 +14,16 @@ from blockscale._errors import any_int, did_you_mean, fail, fail_type
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
 from blockscale.counting import states_of
 from blockscale.experts import experts_class, is_experts, matrices_of, why_not
-from blockscale.nn import Layer, Linear, WeightLayer, check_model, drop_root, make_root, root_state
+from blockscale.nn import (
+    Layer,
+    Linear,
+    WeightLayer,
+    check_model,
+    drop_root,
+    is_sharded,
+    make_root,
+    root_state,
+)
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState
@@ -221,12 +229,6 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _is_sharded(module: torch.nn.Module) -> bool:
-    """Whether fully_shard was called for this module, which changes its class."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has called it if nobody imported it
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
 def _plan(
     model: torch.nn.Module,
     default: Recipe,
@@ -328,14 +330,14 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
         matrices = [module.weight]
     elif isinstance(module, torch.nn.LazyLinear):
         return f"{kind} has no shape yet: convert after it has seen a batch"
-    elif isinstance(module, torch.nn.Linear) and _is_sharded(module):
+    elif isinstance(module, torch.nn.Linear) and is_sharded(module):
         return f"{kind} is sharded by itself: convert before fully_shard"
     elif isinstance(module, torch.nn.Linear):
         return f"{kind} is a subclass of nn.Linear: its forward may be its own"
     elif not as_experts:
         hint = "; experts= converts what it multiplies" if "experts" in kind.lower() else ""
         return f"{kind} is not nn.Linear{hint if is_experts(module) else ''}"
-    elif _is_sharded(module):
+    elif is_sharded(module):
         return f"{kind} is sharded by itself: convert before fully_shard"
     elif reason := why_not(module):
         return reason

@@ -93,6 +93,15 @@ def linear_over_mesh(
     return DTensor.from_local(y, mesh, [of_y], run_check=False, shape=shape, stride=stride)
 
 
+def experts_here(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's matrices of w [E, N, K], a DTensor cut into whole ones."""
+    assert isinstance(weight, DTensor)
+    if any(placement != Shard(0) for placement in weight.placements):
+        got, need = weight.placements, "Shard(0): whole matrices on each rank"
+        fail("GroupedLinear", "weight.placements", got, need, "divide experts, not their matrices")
+    return weight.to_local()
+
+
 def _on_mesh(name: str, tensor: torch.Tensor) -> DTensor:
     if not isinstance(tensor, DTensor):
         need = "a DTensor, as the others are"

@@ -193,8 +193,8 @@ def _linear_over_mesh(
     if recipe.cuda_needs and x.is_cuda:
         _refuse_cuda(recipe, None)
     if offsets is not None:
-        need = "plain tensors: experts are not cut over ranks"
-        fail("grouped_linear", "x, w", "DTensors", need, "give each rank experts of its own")
+        need = "plain tensors: the rows and matrices of this rank's experts"
+        fail("grouped_linear", "x, w", "DTensors", need, "pass w.to_local()")
     for name, value in (("accumulate_into", into), ("quantized_weight", quantized)):
         if value is not None:
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")

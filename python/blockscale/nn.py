@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, recipe_names
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, RngState, as_tensor, layer_seed
-from blockscale.tensor import is_plain
+from blockscale.tensor import is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 
@@ -44,6 +45,12 @@ class Kept:
 def _version_of(weight: torch.Tensor) -> int:
     """How often it has been changed in place; tensors of inference mode do not count."""
     return 0 if weight.is_inference() else weight._version
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether fully_shard was called for this module, which changes its class."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has called it if nobody imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 class Layer(torch.nn.Module):
@@ -141,8 +148,13 @@ class WeightLayer(Layer):
         computed = weight is not self._parameters.get("weight")
         if computed or not self.quantizes_ahead():
             return []
-        self._kept = Kept.of(weight, quantize_weight(weight, self.recipe, None, backward))
+        made = quantize_weight(self._here(weight), self.recipe, None, backward)
+        self._kept = Kept.of(weight, made)
         return [weight]
+
+    def _here(self, weight: torch.Tensor) -> torch.Tensor:
+        """What this rank multiplies by."""
+        return weight
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -218,6 +230,9 @@ class Linear(WeightLayer, torch.nn.Linear):
 class GroupedLinear(WeightLayer):
     """The linear layers of experts in one, without biases: `grouped_linear` as a module.
 
+    Its weight may be divided over ranks, a DTensor with Shard(0): each multiplies its own experts,
+    whose rows and ends its forward is given (examples/python/expert_parallel.py).
+
     Like `Linear` it counts its own forwards until `blockscale.convert` is called for the model that
     it is in, which gives it a recipe and the model's count. What `skip` and rules leave alone keeps
     its recipe, as there is no layer of PyTorch's to go back to.
@@ -279,7 +294,15 @@ class GroupedLinear(WeightLayer):
         recipe, weight = self.recipe, self.weight
         key = self._key(weight) if recipe.stochastic else None
         made = self._operands(weight)
+        weight = self._here(weight)
         return linear_with_key(input, weight, None, recipe, key, offsets, None, made)
+
+    def _here(self, weight: torch.Tensor) -> torch.Tensor:
+        if type(weight) is torch.nn.Parameter or not is_dtensor(weight):
+            return weight
+        from blockscale.distributed import experts_here
+
+        return experts_here(weight)
 
     def extra_repr(self) -> str:
         extents = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -328,18 +351,21 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
 
     Raises:
         TypeError, ValueError: nothing in the model is converted; a weight is a DTensor, which is
-            cut or gathered elsewhere; within another one. Within it: a step of an optimizer of
+            cut or gathered elsewhere (but for experts that are divided over ranks and not sharded
+            besides); within another one. Within it: a step of an optimizer of
             these weights, before it does anything; and a forward that is not compiled, where its
             layer's weight has changed since (but by `.data`, which PyTorch does not count).
     """
     layers = converted_layers("quantized_weights", model)
+    sharded = any(map(is_sharded, model.modules()))
     for name, layer in layers.items():
         if layer._kept is not None:
             need = "no other quantized_weights() around it"
             fail("quantized_weights", name or "model", "within another one", need)
         for weight in layer.matrices():
             got = ""
-            if not is_plain(weight):
+            divided = isinstance(layer, GroupedLinear) and is_dtensor(weight) and not sharded
+            if not (divided or is_plain(weight)):
                 got, need = f"a {type(weight).__name__}", "a plain tensor"
             elif isinstance(layer, WeightLayer) and weight.shape != layer.weight_shape:
                 got = f"{list(weight.shape)}, flattened or gone to another rank"

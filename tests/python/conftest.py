@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blockscale as bs
@@ -13,6 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Workers side by side share the processors: with all of them each, they wait for each other. Also
 # for the processes that tests start.
@@ -57,6 +60,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cpu")
     gpu: torch.device = request.getfixturevalue("cuda")
     return gpu
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ ON_RANKS = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # The launcher of each, and the last thing it says.
 EXAMPLES = {
     "convert_model.py": ((), "the resumed run has the same losses, to the bit"),
+    "expert_parallel.py": (("-m", *ON_RANKS), "are those of one process"),
     "fsdp2.py": (("-m", *ON_RANKS), "hold the same weights"),
     "moe_layer.py": ((), "nvfp4"),
     "quantize_and_inspect.py": ((), "fp8_1x128"),
@@ -37,13 +38,14 @@ def test_an_example_runs(name: str) -> None:
     assert said in done.stdout.splitlines()[-1]
 
 
-def test_an_example_without_its_launcher_says_how_it_is_run() -> None:
+@pytest.mark.parametrize("name", [name for name, (launcher, _) in EXAMPLES.items() if launcher])
+def test_an_example_without_its_launcher_says_how_it_is_run(name: str) -> None:
     alone = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
     done = subprocess.run(
-        [sys.executable, FOLDER / "fsdp2.py"],
+        [sys.executable, FOLDER / name],
         env=alone, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    run = "torchrun --standalone --nproc-per-node 2 examples/python/fsdp2.py"
+    run = f"torchrun --standalone --nproc-per-node 2 examples/python/{name}"
     assert (done.returncode, done.stderr) == (1, f"no ranks; run: {run}\n")
 
 

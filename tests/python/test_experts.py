@@ -16,9 +16,9 @@ from blockscale import experts as blockscale_experts
 from blockscale.rng import layer_seed
 from ranks import DEVICES, on_two_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 GROUPS, WIDTH, HIDDEN = 4, 48, 64
@@ -41,8 +41,9 @@ class ManyExperts(nn.Module):
         self.bias = nn.Parameter(torch.zeros(GROUPS, WIDTH, dtype=torch.bfloat16))
 
     def weights(self) -> list[torch.Tensor]:
-        """[E, N, K]."""
-        return [w.transpose(1, 2) if self.turned else w for w in (self.up, self.down)]
+        """[E, N, K], of this rank."""
+        here = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        return [w.transpose(1, 2) if self.turned else w for w in here]
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         up, down = (w.transpose(1, 2) for w in self.weights())
@@ -90,6 +91,27 @@ def gradients(module: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("last", ["converted", "divided"])
+def test_experts_divided_over_ranks(last: str, one_rank: DeviceMesh) -> None:
+    plain, divided = model(), Block()
+    divided.load_state_dict(plain.state_dict())
+
+    def convert() -> None:
+        bs.convert(divided, "nvfp4", experts=["experts"], seed=5)
+
+    if last == "divided":
+        convert()
+    for name in ("up", "down"):
+        local = getattr(divided.experts, name)
+        setattr(divided.experts, name, nn.Parameter(distribute_tensor(local, one_rank, [Shard(0)])))
+    if last == "converted":
+        convert()
+    x = rows()
+    got = gradients(divided, lambda: divided(x))
+    got = [g.to_local() if isinstance(g, DTensor) else g for g in got]
+    assert_same(got, gradients(plain, lambda: plain(x)))
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from blockscale.rng import layer_seed
 from ranks import DEVICES, on_two_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 EXPERTS, WIDTH, HIDDEN = 4, 48, 64
@@ -195,6 +195,31 @@ def test_bad_arguments() -> None:
         layer(torch.randn(3, 32), 3)
     with pytest.raises(ValueError, match=r"grouped_linear: offsets.shape = \[3\]; need \[2\]"):
         layer(torch.randn(3, 32), torch.tensor([0, 1, 3]))
+
+
+def test_experts_divided_over_ranks(one_rank: DeviceMesh) -> None:
+    """Each rank's are a tensor of their own; examples/python/expert_parallel.py has two."""
+    made, x = model(), rows()
+    want = gradients(made, lambda: made(x))
+    bs.set_step(made, 0)
+    for layer in (made.up, made.down):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, one_rank, [Shard(0)]))
+    bs.convert(made, "nvfp4")  # again, of weights that are divided already
+    got = gradients(made, lambda: made(x))
+    assert_same([g.to_local() if isinstance(g, DTensor) else g for g in got], want)
+    bs.set_step(made, 0)
+    with bs.quantized_weights(made):
+        got = gradients(made, lambda: made(x))
+    assert_same([g.to_local() if isinstance(g, DTensor) else g for g in got], want)
+    w = made.up.weight
+    with pytest.raises(ValueError, match=r"grouped_linear: x, w = DTensors; .*w.to_local\(\)"):
+        bs.grouped_linear(x, w, ENDS, "mxfp8")
+    made.up.weight = nn.Parameter(distribute_tensor(w.to_local().detach(), one_rank, [Shard(1)]))  # type: ignore[attr-defined]
+    said = (
+        r"GroupedLinear: weight.placements = \(Shard\(dim=1\),\); need Shard\(0\): whole matrices"
+    )
+    with pytest.raises(ValueError, match=said):
+        made(x)
 
 
 def trained(recipe: str, device: str, gather: str = "") -> list[torch.Tensor]:
