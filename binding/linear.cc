@@ -323,7 +323,7 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
 std::vector<Tensor> quantize_input_op(Tensor x, Text recipe_text, bool dw,
                                       std::optional<Tensor> offsets) {
   const Recipe& recipe = recipe_of(recipe_text);
-  const Place at("quantize_input", "x", x);
+  const Place at(name_of(offsets.has_value()), "x", x);
   require(x.dim() >= 1, at.op(), "x.dim()", x.dim(), "1 or more, [..., K]");
   const Groups groups = groups_of(at, offsets, std::nullopt, rows_of(x));
   Making made(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x,

@@ -30,7 +30,7 @@ GROUPS: dict[str, list[str]] = {
         "linear", "grouped_linear", "quantize_weight", "QuantizedWeight", "quantized_weights",
         "nn.Linear", "nn.GroupedLinear",
     ],
-    "Over ranks": ["quantized_all_gather"],
+    "Over ranks": ["quantized_all_gather", "quantized_all_to_all"],
     "Converting and training": [
         "convert", "Report", "revert", "attach", "advance", "rng_state", "set_step",
     ],

@@ -3,7 +3,7 @@
 - A model: `convert`, `revert`; random bits: `attach` or `advance`, `rng_state`, `set_step`.
 - A layer: `nn.Linear`, `nn.GroupedLinear`, `linear`, `grouped_linear`, `quantize_weight`,
   `quantized_weights`.
-- Over ranks: `quantized_all_gather`.
+- Over ranks: `quantized_all_gather`, `quantized_all_to_all`.
 - Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
   `grouped_matmul`.
 - What decides the bits: `spec`, `recipe`, `Rng`.
@@ -19,6 +19,7 @@ from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, convert, revert
 from blockscale.counting import advance, attach, rng_state, set_step
+from blockscale.exchange import quantized_all_to_all
 from blockscale.functional import grouped_linear, linear
 from blockscale.nn import quantized_weights
 from blockscale.ops import (
@@ -62,6 +63,7 @@ __all__ = [
     "quantize_dual",
     "quantize_weight",
     "quantized_all_gather",
+    "quantized_all_to_all",
     "quantized_weights",
     "recipe",
     "recipe_names",

@@ -272,7 +272,7 @@ def _fake_kept(
     x: torch.Tensor, operands: list[tuple[torch.Tensor, Spec, int, int]], axis: int, offset: bool
 ) -> torch.Tensor:
     """The memory of operands of (a tensor, by a spec, in groups, as a batch), stored as GEMMs read
-    them; in groups along axis -2 only."""
+    them."""
     size = 0
     behind = torch.int64.itemsize if offset else 0
     for tensor, s, groups, batch_dims in operands:

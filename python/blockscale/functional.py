@@ -41,8 +41,10 @@ def linear(
     dtype, or autocast's where it is enabled; gradients have the dtypes of what they belong to.
 
     Saved for backward: x's wgrad operand (when w needs a gradient) and w's dgrad operand (when x
-    does), each quantized, or as it is where the recipe says high precision; and the key of dy's
-    random bits. Nothing else. A recipe without quantized operands is `F.linear`.
+    does), each quantized, or as it is where the recipe says high precision; with its
+    `keep_w=False` w itself; and the key of dy's random bits. Nothing else. A recipe without
+    quantized operands is `F.linear`. Layers that read the same large x, one after another, quantize
+    it once and save one operand (blockscale/shared_input.py).
 
     x, w and bias may be DTensors, w cut over the ranks of a mesh by rows or columns, and the result
     is one then: blockscale/distributed.py says how.

@@ -202,7 +202,9 @@ class Recipe:
         wgrad_dy: dy [M, N] of dW = dyᵀ·x, along axis -2 (M).
         wgrad_x: x [M, K] of dW = dyᵀ·x, along axis -2 (M).
         keep_w: whether a forward keeps dgrad_w for its backward, a byte for each weight in FP8;
-            else the backward quantizes W once more. The results are the same bits.
+            else it keeps W itself, which takes no memory where that is a parameter, and the
+            backward quantizes W once more. The results are the same bits. A W that tensor
+            parallelism has cut is kept in any case, and so it is in programs of torch.export.
 
     Attributes:
         text: the operands as the operators take them: their texts in the order of `OPERANDS`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -25,21 +25,19 @@ LARGE: Final = 1 << 23
 
 @dataclasses.dataclass(eq=False)
 class _Made:
-    """What has been made of a tensor, while that lives."""
+    """The operands of a tensor while that lives, and what they depend on besides."""
 
-    recipe: str
-    version: int
+    state: tuple[Any, ...]
     offsets: torch.Tensor | None
-    offsets_version: int
-    stream: torch.Stream | None
     operands: list[torch.Tensor]
 
     def forget(self, _: object) -> None:
-        self.operands = []
+        self.offsets, self.operands = None, []
 
 
 class _Last(threading.local):
-    """The last one of this thread. Backwards, and what they recompute, have their own threads."""
+    """What this thread has made last. Backwards, and what they recompute, have threads of their
+    own on a GPU."""
 
     x: weakref.ref[torch.Tensor] | None = None
     made: _Made | None = None
@@ -54,44 +52,59 @@ def quantized_input(
     """x's operands for a forward that W's gradient will be asked of: [fprop, wgrad], of those that
     the recipe quantizes. None where the layer is to quantize x itself.
 
-    Which of the two it is does not depend on what has been made before: a checkpoint's forward has
-    to save the same tensors when it runs again.
+    Which of the two it is follows from x's size and the recipe alone, and not from what has been
+    made before: a checkpoint's forward has to save the same tensors when it runs again.
+
+    Operands are handed on from one call of a thread to the next, of one tensor object, as long as
+    PyTorch counts no change of it. A kernel that writes to what autograd has made, between two
+    layers that read it, and tells PyTorch nothing, would go unseen (the gradients of such a program
+    do not know of the change either).
     """
-    if not recipe.quantizes_x or x.numel() < LARGE:
+    if not recipe.quantizes_x:
         return None
-    if torch.compiler.is_compiling():  # which keeps one of several calls that are alike
+    if torch.compiler.is_compiling():
+        return _for_compiler(x, recipe, offsets)
+    if x.numel() < LARGE:
+        return None
+    if not _may_be_handed_on(x):
         alone: list[torch.Tensor] = _quantize_input(x, recipe.text, True, offsets)
         return alone
-    # PyTorch itself relies on counting the changes of what autograd has made; a buffer that is
-    # filled for every step may be changed by somebody who does not count. And what a captured graph
-    # reads has to be made in it.
-    if x.grad_fn is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
-    made = _last.made
-    if (
-        made is None
-        or _last.x is None
-        or _last.x() is not x
-        or not _serves(made, x, recipe, offsets, stream)
-    ):
-        version = 0 if offsets is None else offsets._version
-        operands = _quantize_input(x, recipe.text, True, offsets)
-        made = _Made(recipe.text, x._version, offsets, version, stream, operands)
+    state, made = _state(x, recipe, offsets), _last.made
+    served = made is not None and _last.x is not None and _last.x() is x
+    if made is None or not served or made.state != state or made.offsets is not offsets:
+        made = _Made(state, offsets, _quantize_input(x, recipe.text, True, offsets))
         _last.x, _last.made = weakref.ref(x, made.forget), made
     return [*made.operands]
 
 
-def _serves(
-    made: _Made,
-    x: torch.Tensor,
-    recipe: Recipe,
-    offsets: torch.Tensor | None,
-    stream: torch.Stream | None,
-) -> bool:
-    """Whether it would be made alike: of x, offsets and a stream as they are now."""
-    same_groups = made.offsets is offsets and (
-        offsets is None or made.offsets_version == offsets._version
-    )
-    same_x = made.version == x._version and made.recipe == recipe.text
-    return same_x and same_groups and made.stream == stream
+def _for_compiler(
+    x: torch.Tensor, recipe: Recipe, offsets: torch.Tensor | None
+) -> list[torch.Tensor] | None:
+    """The compiler keeps one of several calls that are alike. An extent that it does not know is
+    not to be bound by a guard: such an x counts as large."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if statically_known_true(x.numel() < LARGE):
+        return None
+    made: list[torch.Tensor] = _quantize_input(x, recipe.text, True, offsets)
+    return made
+
+
+def _state(x: torch.Tensor, recipe: Recipe, offsets: torch.Tensor | None) -> tuple[Any, ...]:
+    """What operands of x depend on besides the offsets."""
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+    ends = 0 if offsets is None else offsets._version
+    place = (x._version, x.data_ptr(), x.shape, x.stride(), x.dtype)
+    return (recipe.text, stream, ends, place)
+
+
+def _may_be_handed_on(x: torch.Tensor) -> bool:
+    """Not where its changes may go uncounted, as those of a buffer that every step fills; not out
+    of a graph that is captured, or into one; and not where a mode, such as selective checkpointing,
+    expects the same operators when it runs again."""
+    if x.grad_fn is None or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    if not x.is_cuda:
+        return True
+    with torch.cuda.device(x.device):
+        return not torch.cuda.is_current_stream_capturing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +12,11 @@ import pytest
 import torch
 from blockscale import shared_input
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 RECIPES = {
     **{name: bs.recipe(name) for name in bs.recipe_names() if name != "bf16"},
@@ -30,16 +33,22 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shared_input._last.x = shared_input._last.made = None
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often inputs are quantized apart."""
+class Calls:
+    """Within it, counts how often inputs are quantized apart."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __enter__(self) -> Calls:
         self.count = 0
+        self.quantize = shared_input._quantize_input
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.blockscale.quantize_input.default
-        return func(*args, **(kwargs or {}))
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return self.quantize(*args)
+
+        shared_input._quantize_input = counted  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shared_input._quantize_input = self.quantize
 
 
 class Heads(nn.Module):
@@ -117,10 +126,62 @@ def test_an_operand_that_draws_is_each_layers_own() -> None:
     assert counted.count == 0
 
 
+def save_all(*_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def save_none(*_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 @pytest.mark.parametrize("calls", [1, 2])
 def test_checkpoints_save_what_they_saved(calls: int) -> None:
     want = alone(lambda: results(model("nvfp4", rerun=True), calls))
     assert_same(results(model("nvfp4", rerun=True), calls), want)
+
+
+@pytest.mark.parametrize("save", [None, save_all, save_none])
+@pytest.mark.parametrize("first", ["outside", "inside"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_input_on_both_sides_of_a_checkpoint(save: Any, first: str, kept: bool) -> None:
+    """What runs again sees another memory than the forward did."""
+    how: dict[str, Any] = {"use_reentrant": False}
+    if save is not None:
+        how["context_fn"] = lambda: create_selective_checkpoint_contexts(save)  # type: ignore[no-untyped-call]
+
+    def run() -> list[torch.Tensor]:
+        x, weights = made_by_autograd(), linears(4)
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            h = bs.linear(x, weights[0], recipe="fp8_blockwise")
+            other = torch.cat([h, h, h], -1)  # of x's shape
+            made = [bs.linear(t, w, recipe="fp8_blockwise") for t, w in (
+                (other, weights[1]), (x, weights[2])
+            )]  # fmt: skip
+            return made[0] + made[1]
+
+        again = functools.partial(checkpoint, inner, **how)
+        outside = functools.partial(bs.linear, w=weights[3], recipe="fp8_blockwise")
+        ys = [outside(x), again(x)] if first == "outside" else [again(x), outside(x)]
+        if not kept:
+            shared_input._last.x = shared_input._last.made = None
+        return [*ys, *torch.autograd.grad([y.float().square().sum() for y in ys], weights)]
+
+    assert_same(run(), alone(run))
+
+
+def test_an_input_that_is_a_leaf_the_first_time_alone() -> None:
+    """FSDP2 gives it a derivative in the forward, and none when the forward runs again."""
+    x, w = x_of(20, 48).requires_grad_(), linears(1)[0]
+    calls = 0
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return bs.linear(x.view_as(x) if calls == 1 else x, w, recipe="mxfp8")
+
+    checkpoint(inner, x, use_reentrant=False).sum().backward()
+    assert calls == 2
 
 
 def test_layers_save_one_operand() -> None:
@@ -167,11 +228,19 @@ def test_a_tensor_that_has_changed_is_quantized_again() -> None:
     assert counted.count == 2
 
 
+def test_a_tensor_whose_memory_is_another_is_quantized_again() -> None:
+    def change(x: torch.Tensor) -> None:
+        x.data = x_of(20, 48, seed=5)  # which PyTorch does not count
+
+    want = alone(lambda: products(made_by_autograd(), change))
+    assert_same(products(made_by_autograd(), change), want)
+
+
 def test_a_tensor_that_autograd_has_not_made_is_not_shared() -> None:
     for x in (x_of(20, 48), x_of(20, 48).requires_grad_()):
         with Calls() as counted:
             products(x, lambda x: None)
-        assert counted.count == 0
+        assert counted.count == 2
 
 
 def test_without_a_gradient_of_the_weight_nothing_is_made_apart() -> None:
@@ -188,7 +257,8 @@ def test_recipes_that_differ() -> None:
     with Calls() as counted:
         for recipe in ("mxfp8", "fp8_blockwise", "fp8_blockwise"):
             y = bs.linear(x, w, recipe=recipe)
-            assert torch.equal(y, bs.linear(x.detach(), w, recipe=recipe))
+            with torch.no_grad():
+                assert torch.equal(y, bs.linear(x, w, recipe=recipe))
     assert counted.count == 2
 
 
@@ -210,16 +280,35 @@ def test_groups_are_shared_where_they_are_the_same() -> None:
 
 
 def test_operands_go_with_their_tensor() -> None:
-    x = made_by_autograd()
-    bs.linear(x, linears(1)[0], recipe="mxfp8")
+    held = [made_by_autograd()]
+    bs.linear(held[0], linears(1)[0], recipe="mxfp8")
     made = shared_input._last.made
     assert made is not None
     assert len(made.operands) == 2
-    thread = threading.Thread(target=gc.collect)  # whoever drops it, as a backward may
-    del x
+    thread = threading.Thread(target=held.clear)  # whoever drops it last, as a backward may
     thread.start()
     thread.join()
     assert made.operands == []
+
+
+def test_no_guard_on_extents_that_a_compiler_does_not_know() -> None:
+    torch._dynamo.reset()
+    w = linears(1)[0]
+
+    def some(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return bs.linear(x[mask.nonzero().squeeze(-1)] * 2, w, recipe="mxfp8")
+
+    x, mask = x_of(20, 48), torch.arange(20) % 3 == 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        patch.setattr(shared_input, "LARGE", 48 * 10)
+        made = torch.compile(some, fullgraph=True, backend="aot_eager")
+        assert torch.equal(made(x, mask), some(x, mask))
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=20)
+        whole = torch.compile(lambda x: bs.linear(x * 2, w, recipe="mxfp8"), backend="aot_eager")
+        assert torch.equal(whole(x), bs.linear(x * 2, w, recipe="mxfp8"))
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "nvfp4"])
@@ -264,7 +353,7 @@ def test_what_was_made_elsewhere_on_a_gpu_is_made_again(cuda: torch.device) -> N
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             y = bs.linear(x, w, recipe="mxfp8")
-        assert counted.count == 2
+        assert counted.count == 3
     with torch.no_grad():
         x.mul_(3)
     graph.replay()
