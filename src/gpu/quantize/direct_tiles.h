@@ -158,11 +158,19 @@ struct LoadedColumns {
   BLOCKSCALE_DEVICE void both(Columns* to) const { to[0] = in[0], to[1] = in[1]; }
 };
 
+struct Nobody {
+  template <class... Args>
+  BLOCKSCALE_DEVICE void operator()(const Args&...) const {}
+};
+
 // The columns of a tile, into the stage; load(part) is what gives them, as LoadedColumns, and then
-// out_at() where they belong. kEnds: runs of rows behind the end are left out.
-template <Pass kPass, class Tile, bool kEnds = false, class OutAt, class Memory, class Load>
+// out_at() where they belong. kEnds: runs of rows behind the end are left out. Codes of a byte of
+// squares that are a tile are told besides: made(part, codes of its four columns).
+template <Pass kPass, class Tile, bool kEnds = false, class OutAt, class Memory, class Load,
+          class Made = Nobody>
 BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Memory& memory,
-                                       Stage<kPass>& stage, const Load& load) {
+                                       Stage<kPass>& stage, const Load& load,
+                                       const Made& made = {}) {
   using Part = ColumnPart<kPass>;
   constexpr int kBlock = kPass.block(), kWide = Part::kWide;
   const Part part;
@@ -250,6 +258,7 @@ BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Me
         blocks[i] = b;
       }
     }
+    Codes all[4];
     auto column = [&](auto i) {
       constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
       const int line = part.first + kColumn, run = kIndex / kWide;
@@ -260,11 +269,36 @@ BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Me
       const Codes codes = encode_run<kPass>(s, v, two.template signs<kIndex % 2>(s), inv,
                                             random[run], m.line + at.column + line);
       stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
+      all[kIndex] = codes;
     };
     column(Constant<0>{});
     column(Constant<1>{});
     column(Constant<2>{});
     column(Constant<3>{});
+    if constexpr (kBlock == kTile && kPass.square && !kPass.fp4()) made(part, all);
+  }
+}
+
+// The rows of a tile in one square whose codes are those of its columns: four of each of 16 rows.
+template <Pass kPass, class Output, class Part>
+BLOCKSCALE_DEVICE void rows_of_codes(const Output& out, const TileAt& at, const Part& part,
+                                     const Codes* columns) {
+  const Side& s = out.side;
+  const int line = at.row + part.run * kRun;
+  const MatrixAt m = out.template matrix<kPass>(at, no_outer());
+  uint8_t* to = m.codes + static_cast<int64_t>(line) * s.line_bytes + at.column + part.first;
+  keep(to);
+#pragma unroll
+  for (int i = 0; i < kRun / 4; ++i) {
+    const auto word = [&](int c) { return columns[c].word[i]; };
+    const uint32_t rows[] = {
+        permute_bytes(word(0), word(1), 0x5140), permute_bytes(word(0), word(1), 0x7362),
+        permute_bytes(word(2), word(3), 0x5140), permute_bytes(word(2), word(3), 0x7362)};
+#pragma unroll
+    for (int r = 0; r < 4; ++r, to += s.line_bytes)
+      if (line + 4 * i + r < s.lines)
+        *reinterpret_cast<uint32_t*>(to) =
+            permute_bytes(rows[r / 2], rows[2 + r / 2], r % 2 ? 0x7632 : 0x5410);
   }
 }
 
@@ -282,6 +316,11 @@ inline dim3 tiles_grid(int down, const QuantizeParams& p, int sideways) {
 }
 inline bool fits_grid(const QuantizeParams& p) {
   return p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16;
+}
+// Whether a tile is one square of both directions, with the same codes.
+BLOCKSCALE_HD constexpr bool has_twins(const Pass& row, const Pass& column) {
+  return row == column && row.square && row.block() == kTile && row.encoder != Encoder::byte &&
+         !row.any();
 }
 // Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
 // for FP8 in both directions, which waits for memory more than it computes. Rows at odd addresses
@@ -301,7 +340,8 @@ template <class Row, class Column, class In>
 struct TileMemory {
   struct None {};
   static constexpr bool kColumns = Column::kPass.present();
-  static constexpr bool kKeeps = kColumns && Row::kPass.present();
+  static constexpr bool kTwins = has_twins(Row::kPass, Column::kPass);
+  static constexpr bool kKeeps = kColumns && Row::kPass.present() && !kTwins;
   struct Results {
     std::conditional_t<kKeeps, typename In::Kept, None> kept;
     std::conditional_t<kColumns, Stage<Column::kPass>, None> stage;
@@ -360,7 +400,12 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
     // that out costs more, and all threads have to share blocks of a whole tile.
     constexpr bool kEnds = kGrouped && !kRow.present() && kColumn.block() < kTile &&
                            !(kColumn.hadamard && kColumn.encoder == Encoder::fp4_stochastic);
-    columns_of_tile<kColumn, typename In::Tile, kEnds>(column_at, at, direct, results.stage, load);
+    const auto row_at = [&] { return OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows); };
+    const auto made = [&](const auto& part, const Codes* codes) {
+      if constexpr (Memory::kTwins) rows_of_codes<kRow>(row_at(), at, part, codes);
+    };
+    columns_of_tile<kColumn, typename In::Tile, kEnds>(column_at, at, direct, results.stage, load,
+                                                       made);
     __syncthreads();
     // Anew: where a group lies would have been kept in registers that are missing above.
     const auto column = column_at();
@@ -371,8 +416,13 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
       const auto reader_at = [&](int line, int run, int) {
         return typename In::KeptReader(results.kept, line, run);
       };
-      rows_of_tile<kRow>(OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows), at, direct,
-                         reader_at, [] {});
+      rows_of_tile<kRow>(row_at(), at, direct, reader_at, [] {});
+    }
+    if constexpr (Memory::kTwins) {
+      const auto row = row_at();
+      if (threadIdx.x == 0 && at.row < row.side.lines)
+        store_scale<kRow>(row.side, row.template matrix<kRow>(at, no_outer()), at.row,
+                          at.column / kTile, results.stage.template scale<uint32_t>(0, 1, 0));
     }
   }
 }

@@ -46,7 +46,8 @@ Launcher<QuantizeParams> launcher_for(const QuantizeParams& p, const Pass& row, 
   const int64_t size = p.x.dtype == DType::f32 ? 4 : 2;
   const bool fits = fits_grid(p) && runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
                     size * kTile * p.x.row_stride < int64_t{1} << 32;
-  const Entry* e = fits && p.x.column_stride == 1 ? find(row, column) : nullptr;
+  const bool differ = has_twins(row, column) && p.row.out.spec != p.column.out.spec;
+  const Entry* e = fits && p.x.column_stride == 1 && !differ ? find(row, column) : nullptr;
   if (!e) return nullptr;
   if (p.x.dtype != DType::bf16) return grouped ? e->floats.grouped : e->floats.matrix;
   if (grouped) return p.aligned ? e->grouped : nullptr;
@@ -295,6 +296,7 @@ const PairEntry* pair_of(std::span<const Quantization> inputs) {
     if (values.data && !(writes_values(row[i]) && row_out->layout == StorageLayout{}))
       return nullptr;
     if (column_out) column[i] = pass_of(column_out->spec);
+    if (has_twins(row[i], column[i]) && row_out->spec != column_out->spec) return nullptr;
     tiles += ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   }
   if (tiles > kTilesEach * multiprocessors(current_device())) return nullptr;
