@@ -96,9 +96,17 @@ def linear_over_mesh(
 def experts_here(weight: torch.Tensor) -> torch.Tensor:
     """This rank's matrices of w [E, N, K], a DTensor cut into whole ones."""
     assert isinstance(weight, DTensor)
+    remedy = "distribute_tensor(weight, mesh, [Shard(0)]) over the dimension of experts"
     if any(placement != Shard(0) for placement in weight.placements):
-        got, need = weight.placements, "Shard(0): whole matrices on each rank"
-        fail("GroupedLinear", "weight.placements", got, need, "divide experts, not their matrices")
+        need = "Shard(0): other whole matrices on each rank"
+        fail("GroupedLinear", "weight.placements", weight.placements, need, remedy)
+    # Alike on all ranks: if one failed alone, the others would wait for its rows.
+    least = weight.shape[0]
+    for ranks in weight.device_mesh.shape:
+        least -= -(-least // ranks) * (ranks - 1)
+    if least <= 0:
+        got = f"{weight.shape[0]} experts over {tuple(weight.device_mesh.shape)} ranks"
+        fail("GroupedLinear", "weight", got, "an expert or more on each", "use fewer ranks")
     return weight.to_local()
 
 

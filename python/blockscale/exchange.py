@@ -4,7 +4,7 @@ sent of their tokens."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,10 @@ from blockscale._arguments import check_spec
 from blockscale._errors import fail, fail_type, integer
 from blockscale.functional import first_order
 from blockscale.recipe import Spec
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_plain
+from blockscale.tensor import check_plain
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _OP = "quantized_all_to_all"
 _ops = torch.ops.blockscale
@@ -24,26 +27,27 @@ def quantized_all_to_all(
     spec: str | Spec,
     output_splits: Sequence[int],
     input_splits: Sequence[int],
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     backward_spec: str | Spec | None = None,
 ) -> torch.Tensor:
     """`all_to_all_single` of rows that travel as codes and scales, differentiable.
 
     Each row is quantized by itself where it starts and decoded where it arrives, so the result is
     `dequantize(quantize(x, spec))`, rows exchanged. Over the wire an element takes 1.03 bytes in
-    "mxfp8" and 0.53 in "mxfp4", where BF16 takes two. Values of these specs stay what they are
-    when they are quantized again: a layer whose recipe has the same spec for fprop_x multiplies
-    the codes that it would have without the exchange. (Its operand for the weight's gradient is
-    made of decoded values instead, and differs. Values of FP8 with FP32 scales are rounded to x's
-    dtype first.)
+    "mxfp8" and 0.53 in "mxfp4", where BF16 takes two.
+
+    Where scales are powers of two (mxfp8, mxfp6, mxfp4), what arrives keeps its values when it is
+    quantized again: a layer whose recipe has the same spec for fprop_x gives the y that it would
+    give without the exchange. (Its operand for the weight's gradient is made of decoded values, and
+    differs. So do values under FP32 scales, by a rounding.)
 
     Args:
-        x: [T, K] float32, bfloat16 or float16; rows sorted by the rank that they go to.
+        x: [T, K] float32 or bfloat16; rows sorted by the rank that they go to.
         spec: in blocks along a row, rounded to nearest, without an outer scale or a transform:
             "mxfp8", "mxfp6", "mxfp4", "fp8_1x128", or a change of one.
         output_splits: rows that come from each rank of the group.
         input_splits: rows that go to each; T in all.
-        group: of the ranks; None for all.
+        group: of the ranks, or a mesh of one dimension; None for all.
         backward_spec: what gradients travel back in; None for their own dtype.
 
     Returns:
@@ -54,19 +58,23 @@ def quantized_all_to_all(
     """
     if not isinstance(x, torch.Tensor):
         fail_type(_OP, "x", x, "a tensor")
-    if x.dtype not in FLOATS:
-        fail(_OP, "x.dtype", x.dtype, FLOATS_TEXT)
-    x = check_plain(_OP, "x", x)
+    if x.dtype not in (torch.float32, torch.bfloat16):  # in float16 large rows would become Inf
+        fail(_OP, "x.dtype", x.dtype, "torch.float32 or torch.bfloat16", "convert x with .to()")
+    check_plain(_OP, "x", x)
     if x.dim() != 2:
         fail(_OP, "x.shape", list(x.shape), "rank 2, [T, K]")
     there = _spec_of_rows("spec", spec)
     back = None if backward_spec is None else _spec_of_rows("backward_spec", backward_spec)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        group = group.get_group()
     ranks = dist.get_world_size(group)
+    if ranks < 1:
+        fail(_OP, "group", "one without this rank", "a group that it is in")
     out = _splits("output_splits", output_splits, ranks)
     into = _splits("input_splits", input_splits, ranks)
-    if sum(into) != x.shape[0]:
-        fail(_OP, "input_splits", f"{into}, {sum(into)} in all", f"{x.shape[0]}, the rows of x")
-    y: torch.Tensor = _Exchange.apply(x, (there, back, out, into, group))  # type: ignore[no-untyped-call]
+
+    _check(sum(into) == x.shape[0], "input_splits", into, f"{x.shape[0]} in all, the rows of x")
+    y: torch.Tensor = _Exchange.apply(x, (there, back, out, into, group or dist.group.WORLD))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -83,10 +91,21 @@ def _splits(name: str, given: Sequence[int], ranks: int) -> list[int]:
     if not isinstance(given, list | tuple):
         fail_type(_OP, name, given, "a list of ints, one for each rank", "tensors have .tolist()")
     rows = [integer(value) for value in given]
-    whole = [value for value in rows if value is not None and value >= 0]
+    whole = [value for value in rows if value is not None]
     if len(whole) != ranks or len(rows) != ranks:
         fail(_OP, name, list(given), f"{ranks} numbers of rows, one for each rank")
+
+    for value in whole:
+        _check(value >= 0, name, whole, f"{ranks} numbers of rows, one for each rank")
     return whole
+
+
+def _check(holds: bool, name: str, got: object, need: str) -> None:
+    """Refuse numbers, which a compiler may not know."""
+    if torch.compiler.is_compiling():
+        torch._check(holds)  # type: ignore[no-untyped-call]
+    elif not holds:
+        fail(_OP, name, got, need)
 
 
 class _Exchange(torch.autograd.Function):
@@ -96,7 +115,7 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        call: tuple[Spec, Spec | None, list[int], list[int], dist.ProcessGroup | None],
+        call: tuple[Spec, Spec | None, list[int], list[int], dist.ProcessGroup],
     ) -> torch.Tensor:
         ctx.operation, ctx.call = _OP, call
         there, _, out, into, group = call
@@ -110,18 +129,18 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(
-    x: torch.Tensor,
-    s: Spec | None,
-    out: list[int],
-    into: list[int],
-    group: dist.ProcessGroup | None,
+    x: torch.Tensor, s: Spec | None, out: list[int], into: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
+    # What selective checkpointing knows as a collective; c10d's own it does not.
+    from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+
     def sent(rows: torch.Tensor) -> torch.Tensor:
-        come = rows.new_empty(sum(out), *rows.shape[1:])
-        dist.all_to_all_single(come, rows.contiguous(), out, into, group=group)
+        come: torch.Tensor = wait_tensor(all_to_all_single(rows.contiguous(), out, into, group))  # type: ignore[no-untyped-call]
         return come
 
-    if s is None:
+    if not torch.compiler.is_compiling():
+        x = check_plain(_OP, "x", x)  # waited for, where a collective may still be writing it
+    if s is None or x.shape[1] == 0:
         return sent(x)
     codes, scales, outer = _ops.quantize(x, s.text, -1, None, None, None, (), "linear", 0)
     codes, scales = (sent(t.view(torch.uint8)).view(t.dtype) for t in (codes, scales))

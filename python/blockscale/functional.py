@@ -195,8 +195,9 @@ def _linear_over_mesh(
     if recipe.cuda_needs and x.is_cuda:
         _refuse_cuda(recipe, None)
     if offsets is not None:
-        need = "plain tensors: the rows and matrices of this rank's experts"
-        fail("grouped_linear", "x, w", "DTensors", need, "pass w.to_local()")
+        name = "x" if is_dtensor(x) else "w"
+        need = "a plain tensor: the rows and matrices of this rank's experts"
+        fail("grouped_linear", name, "a DTensor", need, f"pass {name}.to_local()")
     for name, value in (("accumulate_into", into), ("quantized_weight", quantized)):
         if value is not None:
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")
@@ -262,7 +263,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, dy: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             need = "False: second derivatives are not implemented"
-            remedy = "use PyTorch's own layer there (skip= of convert)"
+            is_layer = ctx.operation.endswith("linear")
+            remedy = "use PyTorch's own layer there (skip= of convert)" if is_layer else ""
             fail(ctx.operation, "create_graph", True, need, remedy)
         return backward(ctx, dy)
 

@@ -36,15 +36,21 @@ class Kept:
 
     def check_version(self, name: str, weight: torch.Tensor | None = None) -> None:
         """Refuse a weight that has changed, or is another one."""
-        another = weight is not None and weight is not self.weight
-        if another or _version_of(self.weight) != self.version:
-            need = "what it was when quantized_weights() began"
+        need = "what it was when quantized_weights() began"
+        if weight is not None and weight is not self.weight:
+            remedy = "give quantized_weights the whole model, not a part that FSDP2 gathers"
+            fail(name, "weight", "changed: another tensor", need, remedy)
+        if _version_of(self.weight) != self.version:
             fail(name, "weight", "changed", need, "leave it before the optimizer's step")
 
 
 def _version_of(weight: torch.Tensor) -> int:
     """How often it has been changed in place; tensors of inference mode do not count."""
-    return 0 if weight.is_inference() else weight._version
+    if weight.is_inference():
+        return 0
+    if is_dtensor(weight):  # also by what knows its part alone, such as a checkpoint that is loaded
+        return weight._version + weight._local_tensor._version  # type: ignore[attr-defined,no-any-return]
+    return weight._version
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
@@ -231,7 +237,8 @@ class GroupedLinear(WeightLayer):
     """The linear layers of experts in one, without biases: `grouped_linear` as a module.
 
     Its weight may be divided over ranks, a DTensor with Shard(0): each multiplies its own experts,
-    whose rows and ends its forward is given (examples/python/expert_parallel.py).
+    at least one, whose rows and ends its forward is given (examples/python/expert_parallel.py).
+    `groups` is the number of all.
 
     Like `Linear` it counts its own forwards until `blockscale.convert` is called for the model that
     it is in, which gives it a recipe and the model's count. What `skip` and rules leave alone keeps
@@ -287,8 +294,8 @@ class GroupedLinear(WeightLayer):
         torch.nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] with rows sorted by group, which end at offsets [groups] ->
-        [T, out_features]; see `blockscale.grouped_linear`."""
+        """[T, in_features] with rows sorted by group, which end at offsets [groups], or those of
+        them that are this rank's -> [T, out_features]; see `blockscale.grouped_linear`."""
         if not isinstance(offsets, torch.Tensor):
             fail_type("GroupedLinear", "offsets", offsets, "a tensor of the ends of groups, [E]")
         recipe, weight = self.recipe, self.weight
@@ -354,17 +361,19 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
             cut or gathered elsewhere (but for experts that are divided over ranks and not sharded
             besides); within another one. Within it: a step of an optimizer of
             these weights, before it does anything; and a forward that is not compiled, where its
-            layer's weight has changed since (but by `.data`, which PyTorch does not count).
+            layer's weight has changed since (but by `.data`, or by a foreach function where it is a
+            DTensor, which PyTorch does not count).
     """
     layers = converted_layers("quantized_weights", model)
-    sharded = any(map(is_sharded, model.modules()))
+    sharded = {id(m) for outer in model.modules() if is_sharded(outer) for m in outer.modules()}
     for name, layer in layers.items():
         if layer._kept is not None:
             need = "no other quantized_weights() around it"
             fail("quantized_weights", name or "model", "within another one", need)
         for weight in layer.matrices():
             got = ""
-            divided = isinstance(layer, GroupedLinear) and is_dtensor(weight) and not sharded
+            divided = isinstance(layer, GroupedLinear) and is_dtensor(weight)
+            divided = divided and id(layer) not in sharded
             if not (divided or is_plain(weight)):
                 got, need = f"a {type(weight).__name__}", "a plain tensor"
             elif isinstance(layer, WeightLayer) and weight.shape != layer.weight_shape:

@@ -99,10 +99,12 @@ def _state(x: torch.Tensor, recipe: Recipe, offsets: torch.Tensor | None) -> tup
 
 
 def _may_be_handed_on(x: torch.Tensor) -> bool:
-    """Not where its changes may go uncounted, as those of a buffer that every step fills; not out
-    of a graph that is captured, or into one; and not where a mode, such as selective checkpointing,
-    expects the same operators when it runs again."""
-    if x.grad_fn is None or torch._C._len_torch_dispatch_stack() > 0:
+    """Not of a type that may have its memory elsewhere; not where its changes may go uncounted, as
+    those of a buffer that every step fills; not out of a graph that is captured, or into one; and
+    not where a mode, such as selective checkpointing, expects the same operators when it runs
+    again."""
+    plain = type(x) is torch.Tensor
+    if not plain or x.grad_fn is None or torch._C._len_torch_dispatch_stack() > 0:
         return False
     if not x.is_cuda:
         return True

@@ -10,17 +10,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import DEVICES, on_two_ranks
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_gather_tensor_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-SPECS = ["mxfp8", "mxfp6", "mxfp4", "fp8_1x128", "mxfp8[scale_rule=rceil]"]
+POWERS = ["mxfp8", "mxfp6", "mxfp4", *(f"mxfp8[scale_rule={r}]" for r in ("floor", "ceil", "even"))]
+SPECS = [*POWERS, "fp8_1x128"]
 WIDTH = 200  # no block divides it
 SENT = [[3, 17], [0, 11]]  # rows from rank to rank
 
 
 def rows(rank: int, count: int, device: str, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     g = torch.Generator().manual_seed(10 * seed + rank)
-    spread = torch.randn(count, WIDTH, generator=g) * torch.rand(count, 1, generator=g).exp2()
-    return spread.to(dtype).to(device)
+    exponents = torch.randint(-60, 60, (count, WIDTH // 8), generator=g).repeat_interleave(8, -1)
+    made = torch.ldexp(torch.randn(count, WIDTH, generator=g), exponents)
+    if count > 3:
+        made[0] = 0
+        made[1, 3], made[2, 7] = torch.nan, torch.inf
+    return made.to(dtype).to(device)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """With NaN where there is NaN."""
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(7e3), b.nan_to_num(7e3))
 
 
 def through(x: torch.Tensor, spec: str | None) -> torch.Tensor:
@@ -41,16 +55,31 @@ def exchange_and_compare(device: str) -> None:
             x = xs[rank].requires_grad_()
             y = bs.quantized_all_to_all(x, spec, back[rank], SENT[rank], backward_spec=way_back)
             assert y.dtype is dtype
-            assert torch.equal(y, parts([through(v.detach(), spec) for v in xs], SENT, rank))
+            assert equal(y, parts([through(v.detach(), spec) for v in xs], SENT, rank))
+            if spec in POWERS:
+                assert equal(through(y.detach(), spec), y)
             (dx,) = torch.autograd.grad(y, x, dys[rank])
-            assert torch.equal(dx, parts([through(dy, way_back) for dy in dys], back, rank))
-    # A layer of that spec quantizes what has come to the codes that were sent.
+            assert equal(dx, parts([through(dy, way_back) for dy in dys], back, rank))
+    # So a layer of that spec gives what it gives without the exchange.
     for spec in ("mxfp8", "mxfp4"):
         xs = [rows(r, sum(SENT[r]), device, torch.bfloat16) for r in range(2)]
         w = rows(0, 64, device, torch.bfloat16, seed=2)
         y = bs.quantized_all_to_all(xs[rank], spec, back[rank], SENT[rank])
         got = bs.linear(y, w, recipe=spec)
-        assert torch.equal(got, bs.linear(parts(xs, SENT, rank), w, recipe=spec))
+        assert equal(got, bs.linear(parts(xs, SENT, rank), w, recipe=spec))
+    # Rows that a collective may still be writing keep their gradient.
+    mesh = init_device_mesh(device, (2,))
+    leaf = rows(0, 8, device, torch.bfloat16).requires_grad_()
+    x = all_gather_tensor_autograd(leaf, 0, mesh)
+    assert isinstance(x, AsyncCollectiveTensor)
+    y = bs.quantized_all_to_all(x, "mxfp8", [8, 8], [8, 8], mesh)
+    y.nan_to_num().sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    # No rows, from anybody or of no width.
+    none = torch.zeros(0, WIDTH, device=device)
+    assert bs.quantized_all_to_all(none, "mxfp8", [0, 0], [0, 0]).shape == (0, WIDTH)
+    narrow = torch.zeros(4, 0, device=device)
+    assert bs.quantized_all_to_all(narrow, "fp8_1x128", [2, 2], [2, 2]).shape == (4, 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -60,12 +89,18 @@ def test_rows_of_two_ranks(device: str, tmp_path: Path) -> None:
 
 def test_in_compiled_code(one_rank: DeviceMesh) -> None:
     torch._dynamo.reset()
-    x = rows(0, 20, "cpu", torch.bfloat16).requires_grad_()
+    x, counts = torch.randn(20, WIDTH).bfloat16().requires_grad_(), torch.tensor([20])
 
     def call(x: torch.Tensor) -> torch.Tensor:
         return bs.quantized_all_to_all(2 * x, "mxfp8", [20], [20], one_rank.get_group())
 
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return bs.quantized_all_to_all(2 * x, "mxfp8", counts.tolist(), counts.tolist())
+
     want = call(x)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        got = torch.compile(counted, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(got, want)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     got = compiled(x)
     assert torch.equal(got, want)
@@ -82,8 +117,8 @@ def test_in_compiled_code(one_rank: DeviceMesh) -> None:
         ({"backward_spec": "mxfp8[rounding=stochastic]"}, r"backward_spec = mxfp8\[.*; need "),
         ({"spec": 8}, r"spec = an int; need a Spec"),
         ({"x": torch.zeros(4)}, r"x.shape = \[4\]; need rank 2, \[T, K\]"),
-        ({"x": torch.zeros(4, 4, dtype=torch.int32)}, r"x.dtype = torch.int32; need "),
-        ({"input_splits": [3]}, r"input_splits = \[3\], 3 in all; need 4, the rows of x"),
+        ({"x": torch.zeros(4, 4, dtype=torch.float16)}, r"x.dtype = torch.float16; need torch.fl"),
+        ({"input_splits": [3]}, r"input_splits = \[3\]; need 4 in all, the rows of x"),
         ({"input_splits": [2, 2]}, r"input_splits = \[2, 2\]; need 1 numbers of rows"),
         ({"output_splits": [-1]}, r"output_splits = \[-1\]; need 1 numbers of rows"),
         ({"output_splits": torch.tensor([4])}, r"output_splits = a Tensor; need a list of ints"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -212,14 +213,56 @@ def test_experts_divided_over_ranks(one_rank: DeviceMesh) -> None:
         got = gradients(made, lambda: made(x))
     assert_same([g.to_local() if isinstance(g, DTensor) else g for g in got], want)
     w = made.up.weight
-    with pytest.raises(ValueError, match=r"grouped_linear: x, w = DTensors; .*w.to_local\(\)"):
+    with pytest.raises(ValueError, match=r"grouped_linear: w = a DTensor; .*w.to_local\(\)"):
         bs.grouped_linear(x, w, ENDS, "mxfp8")
     made.up.weight = nn.Parameter(distribute_tensor(w.to_local().detach(), one_rank, [Shard(1)]))  # type: ignore[attr-defined]
-    said = (
-        r"GroupedLinear: weight.placements = \(Shard\(dim=1\),\); need Shard\(0\): whole matrices"
-    )
+    said = r"GroupedLinear: weight.placements = \(Shard\(dim=1\),\); need Shard\(0\): other whole"
     with pytest.raises(ValueError, match=said):
         made(x)
+
+
+def divided_and_compare(device: str, want: dict[str, list[torch.Tensor]]) -> None:
+    """All rows go to both ranks, which have two experts each; FSDP2 on top, of one rank."""
+    both = init_device_mesh(device, (1, 2), mesh_dim_names=("data", "expert"))
+    rank = dist.get_rank()
+    rows_here = slice(0, 5) if rank == 0 else slice(5, 18)
+    for recipe, one_process in want.items():
+        for how in ("alone", "ahead", "fsdp"):
+            made = model(recipe, device)
+            for layer in (made.up, made.down):
+                divided = distribute_tensor(layer.weight.detach(), both["expert"], [Shard(0)])
+                layer.weight = nn.Parameter(divided)
+            if how == "fsdp":
+                for layer in (made.up, made.down):
+                    fully_shard(layer, mesh=both["data"], shard_placement_fn=lambda _: Shard(1))
+            x = rows(0, device)[rows_here]
+            ends = ENDS.to(device)[2 * rank : 2 * rank + 2] - rows_here.start
+            with bs.quantized_weights(made) if how == "ahead" else contextlib.nullcontext():
+                y = made.down(torch.relu(made.up(x, ends)), ends)
+                y.square().sum().backward()
+            got = [y, *(p.grad for p in (made.up.weight, made.down.weight))]
+            whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in got]
+            assert_same([g.detach().cpu() for g in whole[1:]], one_process[1:])
+            assert torch.equal(y.detach().cpu(), one_process[0][rows_here])
+    made = model("mxfp8", device)
+    weight = distribute_tensor(torch.randn(1, HIDDEN, WIDTH, device=device), both["expert"])
+    weight = weight.redistribute(both["expert"], [Shard(0)])
+    made.up.weight = nn.Parameter(weight)
+    with pytest.raises(ValueError, match=r"weight = 1 experts over \(2,\) ranks; need an expert"):
+        made.up(rows(0, device), ENDS.to(device))  # on both
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_of_two_ranks_are_those_of_one_process(device: str, tmp_path: Path) -> None:
+    want = {}
+    for recipe in ("mxfp8", "fp8_blockwise"):
+        made = model(recipe, device)
+        made.forward = functools.partial(made.inner)  # type: ignore[method-assign]
+        y = made(rows(0, device)[:18])
+        y.square().sum().backward()
+        grads = [made.up.weight.grad, made.down.weight.grad]
+        want[recipe] = [y.detach().cpu(), *(g.cpu() for g in grads if g is not None)]
+    on_two_ranks(divided_and_compare, tmp_path, device, want, device=device)
 
 
 def trained(recipe: str, device: str, gather: str = "") -> list[torch.Tensor]:
