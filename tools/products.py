@@ -279,9 +279,10 @@ def model() -> str:
     result = results(MODEL)
     by_way = {(row["model"], row["compiled"]): row for row in result["rows"]}
     lines = []
+    said = dict(LAYERS)
     for name, row in ((name, row) for (name, compiled), row in by_way.items() if compiled):
         eager = by_way.get((name, False))
-        line = [f"`{name}`", f"{row['ms']:.1f}", f"{row['tokens_per_s']:,}"]
+        line = [said.get(name, f"`{name}`"), f"{row['ms']:.1f}", f"{row['tokens_per_s']:,}"]
         line += [f"{row['x_bf16']:.2f}", f"{row['gb_held']:.2f}", f"{row['gb_most']:.2f}"]
         lines.append([*line, "" if eager is None else f"{eager['ms']:.1f} ({eager['x_bf16']:.2f})"])
     header = ["compiled", "ms", "tokens/s", "x BF16", "GB kept for the backward", "GB at most"]
