@@ -235,9 +235,7 @@ TEST_P(GroupedTest, EveryCompiledKernelIsTheReference) {
       reference::quantize(c.x.view(), want.view, c.options());
       if (rows_of && columns_of) {
         Random random(seed() + i);
-        // Squares of a whole tile are compiled for one spec both ways.
-        const bool twins = c.spec.square && c.spec.block == 128 && columns_of->front().square;
-        const QuantSpec other = twins ? c.spec : random.pick(*columns_of);
+        const QuantSpec other = beside(random, c.spec, *columns_of);
         const RandomOptions column(random, other, -2, static_cast<int64_t>(c.ends.size()));
         const StorageLayout layout = random.pick(layouts_for(other));
         Output got_column = c.output(other, layout, -2), want_column = c.output(other, layout, -2);

@@ -94,7 +94,9 @@ void expect_reference(Runner& runner, Random random, Strides strides, const Spec
   const uint64_t variant = random.below(8);
   const Input x(dtype, batch, rows, columns, strides, random_values(random));
   const QuantSpec row_spec = random.pick(rows_of ? *rows_of : *columns_of),
-                  column_spec = random.pick(columns_of ? *columns_of : *rows_of);
+                  column_spec = columns_of && rows_of
+                                    ? beside(random, row_spec, *columns_of)
+                                    : random.pick(columns_of ? *columns_of : *rows_of);
   const RandomOptions row(random, row_spec, -1, batch), column(random, column_spec, -2, batch);
   const StorageLayout row_layout = random.pick(layouts_for(row_spec)),
                       column_layout = random.pick(layouts_for(column_spec));

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "blockscale/spec.h"
+#include "testing.h"
 
 namespace blockscale::testing {
 
@@ -142,6 +143,13 @@ inline bool is_compiled_pair(const QuantSpec& row, const QuantSpec& column) {
   const bool h_row = row.hadamard.dim != 0, h_column = column.hadamard.dim != 0;
   if (column.stochastic()) return row.stochastic() && !h_row && h_column;
   return !h_row && (h_column || !row.stochastic());
+}
+// A spec for the columns beside these rows, of `columns`. Squares of a whole tile have one kernel
+// for both directions, of one spec.
+inline QuantSpec beside(Random& random, const QuantSpec& row,
+                        const std::vector<QuantSpec>& columns) {
+  const bool twins = row.square && row.block == 128 && same_kernel(row, columns.front());
+  return twins ? row : random.pick(columns);
 }
 // Whether there is one for FP32 and FP16.
 inline bool is_compiled_of_floats(const QuantSpec* row, const QuantSpec* column) {
