@@ -72,7 +72,6 @@ def quantized_all_to_all(
         fail(_OP, "group", "one without this rank", "a group that it is in")
     out = _splits("output_splits", output_splits, ranks)
     into = _splits("input_splits", input_splits, ranks)
-
     _check(sum(into) == x.shape[0], "input_splits", into, f"{x.shape[0]} in all, the rows of x")
     y: torch.Tensor = _Exchange.apply(x, (there, back, out, into, group or dist.group.WORLD))  # type: ignore[no-untyped-call]
     return y
@@ -94,7 +93,6 @@ def _splits(name: str, given: Sequence[int], ranks: int) -> list[int]:
     whole = [value for value in rows if value is not None]
     if len(whole) != ranks or len(rows) != ranks:
         fail(_OP, name, list(given), f"{ranks} numbers of rows, one for each rank")
-
     for value in whole:
         _check(value >= 0, name, whole, f"{ranks} numbers of rows, one for each rank")
     return whole

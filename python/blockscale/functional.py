@@ -161,7 +161,7 @@ def linear_with_key(
         watched = compiling or torch._C._are_functorch_transforms_active()
         exporting = watched and is_exporting()
         made_x = None
-        if dw and not exporting and compiling == watched:
+        if dw and not exporting and (compiling or not watched):
             made_x = quantized_input(x, recipe, offsets)
         text = recipe.text if exporting else recipe.forward_text
         rest = (text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made, made_x)

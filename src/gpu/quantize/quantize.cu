@@ -46,6 +46,7 @@ Launcher<QuantizeParams> launcher_for(const QuantizeParams& p, const Pass& row, 
   const int64_t size = p.x.dtype == DType::f32 ? 4 : 2;
   const bool fits = fits_grid(p) && runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
                     size * kTile * p.x.row_stride < int64_t{1} << 32;
+  // Twins are encoded once, by one spec.
   const bool differ = has_twins(row, column) && p.row.out.spec != p.column.out.spec;
   const Entry* e = fits && p.x.column_stride == 1 && !differ ? find(row, column) : nullptr;
   if (!e) return nullptr;
