@@ -274,15 +274,15 @@ def host() -> str:
     return "\n\n".join([table(header, lines), where(result)])
 
 
-def model() -> str:
+def model(name: str = MODEL) -> str:
     """A training step of a model in every recipe: time, and memory besides parameters."""
-    result = results(MODEL)
+    result = results(name)
     by_way = {(row["model"], row["compiled"]): row for row in result["rows"]}
     lines = []
     said = dict(LAYERS)
-    for name, row in ((name, row) for (name, compiled), row in by_way.items() if compiled):
-        eager = by_way.get((name, False))
-        line = [said.get(name, f"`{name}`"), f"{row['ms']:.1f}", f"{row['tokens_per_s']:,}"]
+    for variant, row in ((key[0], row) for key, row in by_way.items() if key[1]):
+        eager = by_way.get((variant, False))
+        line = [said.get(variant, f"`{variant}`"), f"{row['ms']:.1f}", f"{row['tokens_per_s']:,}"]
         line += [f"{row['x_bf16']:.2f}", f"{row['gb_held']:.2f}", f"{row['gb_most']:.2f}"]
         lines.append([*line, "" if eager is None else f"{eager['ms']:.1f} ({eager['x_bf16']:.2f})"])
     header = ["compiled", "ms", "tokens/s", "x BF16", "GB kept for the backward", "GB at most"]

@@ -232,6 +232,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "groups_h100": partial(products.groups, "h100_grouped"),
         "layers_h100": partial(products.layers, "h100_gemm"),
         "experts_h100": partial(products.experts, "h100_grouped"),
+        "model_h100": partial(products.model, "h100_model"),
     },
 }
 
