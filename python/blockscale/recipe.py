@@ -395,24 +395,75 @@ _RECIPES: Final = _named_recipes()
 
 
 def recipe(name: str | Recipe) -> Recipe:
-    """A named recipe (`recipe_names`); a Recipe is returned as it is.
+    """A named recipe (`recipe_names`), or one with changes; a Recipe is returned as it is.
+
+    Args:
+        name: "nvfp4", "fp8_blockwise", ..., or in text what `Recipe.replace` would be given, as
+            `str(recipe)` has it: "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]",
+            "nvfp4[wgrad_dy=none,wgrad_x=none]", "mxfp8[fprop_w=mxfp8[block=32x32]]".
 
     Raises:
         TypeError: neither text nor a Recipe.
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: unknown name, and the message lists the known ones; changes that cannot be read,
+            or that `Recipe.replace` refuses.
     """
     if isinstance(name, Recipe):
         return name
     if not isinstance(name, str):
         fail_type("recipe", "name", name, "a name such as 'nvfp4', or a Recipe (not a Spec)")
-    if name not in _RECIPES:
-        known = recipe_names()
-        remedy = did_you_mean(name, known)
-        if name in spec_names():
-            both = f"fprop_x={name!r}, fprop_w={name!r}"
-            remedy = f"{name!r} is a spec, for one operand: bs.recipe(...).replace({both}, ...)"
-        fail("recipe", "name", repr(name), f"one of {', '.join(known)}", remedy)
-    return _RECIPES[name]
+    if name in _RECIPES:
+        return _RECIPES[name]
+    if name.endswith("]"):
+        parse = _changed_constant if torch.compiler.is_compiling() else _changed_recipe
+        changed: Recipe = parse(name)
+        return changed
+    known = recipe_names()
+    remedy = did_you_mean(name, known)
+    if name in spec_names():
+        both = f"fprop_x={name!r}, fprop_w={name!r}"
+        remedy = f"{name!r} is a spec, for one operand: bs.recipe(...).replace({both}, ...)"
+    fail("recipe", "name", repr(name), f"one of {', '.join(known)}", remedy)
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """What stands between the commas that are in no brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+@functools.cache
+def _changed_recipe(text: str) -> Recipe:
+    """That of NAME[operand=spec,...]."""
+    need = "NAME[operand=spec,...], such as 'fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]'"
+    opens = [i for i, letter in enumerate(text) if letter == "["]
+    # The bracket that the last one closes.
+    start = next((i for i in reversed(opens) if text.count("[", i) == text.count("]", i)), -1)
+    changes: dict[str, Any] = {}
+    for part in split_outside_brackets(text[start + 1 : -1]):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if start < 1 or not (key and equals and value) or key in {*changes, "name"}:
+            fail("recipe", "name", repr(text), need)
+        if key == "keep_w":
+            if value not in ("True", "False"):
+                fail("recipe", "keep_w", value, "True or False")
+            changes[key] = value == "True"
+        else:
+            changes[key] = None if value == "none" else value
+    return recipe(text[:start].strip()).replace(**changes)
+
+
+def _changed_constant(text: str) -> Recipe:
+    """For torch.compile, as `_constant` is."""
+    return _changed_recipe(text)
+
+
+_changed_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recipe_names() -> tuple[str, ...]:

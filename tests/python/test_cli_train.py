@@ -172,6 +172,21 @@ def test_resuming_a_finished_run_reports_again(whole: tuple[Path, str]) -> None:
     assert metrics(folder) == before
 
 
+def test_recipes_with_changes(tmp_path: Path) -> None:
+    """Their brackets and commas are no others': in the list, in rich's markup, in files' names."""
+    out, text = tmp_path / "run", "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]"
+    words = ["--out", str(out), "--seq-len", "8", "--batch-size", "1", "--steps", "2"]
+    first = train(*words, "--recipes", f"bf16,{text}")
+    assert f"| {text} |" in (out / "report.md").read_text()
+    table = first[first.index("┏") :]
+    column = "".join(line.split("│")[1].strip() for line in table.splitlines() if "│" in line)
+    assert column == f"bf16{text}"
+    assert {row["recipe"] for row in metrics(out)} == {"bf16", text}
+    before = metrics(out)
+    train(*words[:2], "--resume", "--recipes", f"bf16, {text}")
+    assert metrics(out) == before
+
+
 def test_learns_more_than_byte_frequencies(tmp_path: Path) -> None:
     """The default text and model, a seventh of the default steps, a quarter of their size."""
     out = tmp_path / "learns"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -165,6 +166,69 @@ def test_a_recipe_is_a_value() -> None:
     assert not lean.replace(fprop_x=None).keep_w
     assert lean.replace(keep_w=True) == base
     assert pickle.loads(pickle.dumps(lean)) == lean
+
+
+TEXTS = {
+    "fp8_blockwise[wgrad_x=fp8_128x128]": ("fp8_blockwise", {"wgrad_x": "fp8_128x128"}),
+    "mxfp8[keep_w=False]": ("mxfp8", {"keep_w": False}),
+    "nvfp4[wgrad_dy=none,wgrad_x=none,keep_w=False]": (
+        "nvfp4",
+        {"wgrad_dy": None, "wgrad_x": None, "keep_w": False},
+    ),
+    "bf16[fprop_x=mxfp8,fprop_w=mxfp8[block=32x32]]": (
+        "bf16",
+        {"fprop_x": "mxfp8", "fprop_w": "mxfp8[block=32x32]"},
+    ),
+    "nvfp4[fprop_x=nvfp4[scale_rounding=up,outer=false],fprop_w=nvfp4]": (
+        "nvfp4",
+        {"fprop_x": bs.spec("nvfp4", outer=False, scale_rounding="up"), "fprop_w": "nvfp4"},
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_recipe_is_text(text: str) -> None:
+    name, changes = TEXTS[text]
+    made = bs.recipe(name).replace(**changes)  # type: ignore[arg-type]
+    assert str(made) == text
+    assert bs.recipe(text) == made
+    assert str(bs.recipe(text)) == text
+    if text.count("[") == 1:  # the text of a spec has no spaces
+        assert bs.recipe(text.replace(",", " , ").replace("=", " = ")) == made
+    twice = bs.recipe(f"{text}[keep_w=True]")
+    assert (twice, str(twice)) == (made.replace(keep_w=True), f"{text}[keep_w=True]")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((f"nvfp4[{inside}]", "need NAME[operand=spec,...]") for inside in (
+            "", "x", "wgrad_x=", "=none", "keep_w=True,", "keep_w=True,keep_w=True", "name=mine",
+        )),
+        *((text, "need NAME[operand=spec,...]") for text in ("]", "nvfp4]", "[keep_w=True]")),
+        ("nvfp4[keep_w=no]", "recipe: keep_w = no; need True or False"),
+        ("nvpf4[keep_w=True]", "recipe: name = 'nvpf4'; need one of bf16"),
+        ("nvfp4[[keep_w=True]", "recipe: name = 'nvfp4['; need one of bf16"),
+        ("nvfp4[wgrad=none]", "recipe: operand = 'wgrad'; need one of fprop_x"),
+        ("nvfp4[wgrad_x=none]", "need the same Hadamard transform"),
+        ("nvfp4[wgrad_x=nvpf4]", "spec: name = 'nvpf4'; need one of fp8_1x128"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_no_recipe(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        bs.recipe(text)
+
+
+def test_compiled_code_takes_the_text_of_a_recipe() -> None:
+    text = "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]"
+    made = bs.recipe(text)  # known to the compiler by another way, too
+    x, w = torch.randn(8, 64, requires_grad=True), torch.randn(32, 64)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return bs.linear(x, w, recipe=text) + bs.linear(x, w, recipe=made)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), both(x))
 
 
 def test_a_weight_that_draws_is_kept() -> None:

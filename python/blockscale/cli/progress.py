@@ -22,7 +22,7 @@ class LiveProgress:
         self.before = done
         self.begin = self.last = time.monotonic()
         self.bars = Progress(
-            TextColumn("{task.description:<22}"),
+            TextColumn("{task.description:<22}", markup=False),  # recipes may hold brackets
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[status]}"),

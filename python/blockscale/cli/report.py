@@ -101,7 +101,8 @@ def print_table(folder: RunFolder, console: Console) -> None:
     """The comparison, on the console."""
     table = Table(title=f"{folder.settings['preset']}, {folder.settings['steps']} steps")
     for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "recipe" else "right")
+        justify: Any = "left" if heading == "recipe" else "right"
+        table.add_column(heading, justify=justify, overflow="fold")
     for result in results(folder):
         table.add_row(*result.cells())
     console.print(table)

@@ -41,14 +41,20 @@ def are_names(value: Any) -> bool:
 def are_recipes(value: Any) -> bool:
     if not are_names(value):
         return False
-    return 0 < len(value) == len(set(value)) and set(value) <= set(bs.recipe_names())
+    try:
+        return 0 < len(value) == len({str(bs.recipe(name)) for name in value})
+    except ValueError:
+        return False
 
 
 # What each setting is, in words and as a test; in the order in which the options are documented.
 CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "preset": (f"one of {', '.join(PRESETS)}", lambda v: isinstance(v, str) and v in PRESETS),
     "data": ("a list of paths", are_names),
-    "recipes": (f"different names among {', '.join(bs.recipe_names())}", are_recipes),
+    "recipes": (
+        f"different names among {', '.join(bs.recipe_names())}, with changes in brackets or not",
+        are_recipes,
+    ),
     "steps": whole("steps"),
     "seeds": whole("seeds"),
     "seed": whole("seed"),

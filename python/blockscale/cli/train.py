@@ -37,6 +37,7 @@ from blockscale.cli.report import print_table, write_report
 from blockscale.cli.run_folder import RunFolder
 from blockscale.cli.saved import SETTINGS, WHOLE, read_settings
 from blockscale.cli.trainer import Trainer, use_reproducible_kernels
+from blockscale.recipe import split_outside_brackets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = "text files or folders, read into memory (default: the Python standard library)"
     add("--data", nargs="+", metavar="PATH", help=source)
     names = ",".join(bs.recipe_names())
-    add("--recipes", metavar="A,B,...", help=f"default, where the device can: {names}")
+    changed = "with changes too, as 'fp8_blockwise[wgrad_x=fp8_128x128]'"
+    add("--recipes", metavar="A,B,...", help=f"default, where the device can: {names}; {changed}")
     add_whole("steps", f"optimizer steps of each training{preset}")
     add_whole("seeds", "train each recipe from N seeds; give the gap with its spread (default 1)")
     add_whole("seed", "the first seed (default 0)")
@@ -196,16 +198,20 @@ def choose_settings(args: argparse.Namespace, saved: dict[str, Any]) -> dict[str
 
 
 def parse_recipes(text: str) -> list[str]:
-    """The names in `a,b,c`, each known and given once."""
+    """The recipes in `a,b[x=y,...],c`, each known and given once."""
     known = bs.recipe_names()
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
+    names = split_outside_brackets(text)
+    for place, name in enumerate(names):
+        if name not in known and not name.endswith("]"):
             got = name or f"{text!r} (an empty name)"
             raise CliError(
                 f"--recipes = {got}; need names among {', '.join(known)}; {nearest(name, known)}"
             )
-        if names.count(name) > 1:
+        try:
+            names[place] = str(bs.recipe(name))
+        except ValueError as refusal:
+            raise CliError(f"--recipes = {name}: {refusal}") from None
+        if names[place] in names[:place]:
             raise CliError(f"--recipes = {name} twice; need each recipe once; drop one of them")
     return names
 
