@@ -199,8 +199,10 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
     right.set(xlabel="step", ylabel="validation loss above BF16 (nats per byte)")
     right.set_xlim(left.get_xlim())
     right.set_title("Gap to BF16" + (", mean ± deviation" if settings["seeds"] > 1 else ""))
-    if right.get_legend_handles_labels()[0]:
-        right.legend(frameon=False)
+    if names := right.get_legend_handles_labels()[1]:
+        low, high = right.get_ylim()
+        right.set_ylim(low, high + 0.07 * (len(names) + 0.5) * (high - low))  # room for the legend
+        right.legend(frameon=False, loc="upper left")
     else:
         note = "needs bf16 and one more recipe in --recipes"
         right.text(0.5, 0.6, note, transform=right.transAxes, ha="center", color="0.35")
