@@ -21,9 +21,11 @@ def _state(operation: str, model: torch.nn.Module) -> RngState:
     states = states_of(model)
     if len(states) != 1:
         got = f"{type(model).__name__} with {len(states)} separately counted parts"
+        need, remedy = "a model that counts as one", "call bs.convert(model, recipe) once more"
         if not states:
             got = f"{type(model).__name__}, which is not converted"
-        fail(operation, "model", got, "a converted model", "call bs.convert(model, recipe) first")
+            need, remedy = "a converted model", "call bs.convert(model, recipe) first"
+        fail(operation, "model", got, need, remedy)
     return states[0]
 
 

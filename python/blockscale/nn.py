@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -111,8 +112,14 @@ class Layer(torch.nn.Module):
         make_root(self, self._rng_state)
 
     def _move_rng(self) -> None:
-        device = next(self.parameters()).device
-        if device.type != "meta":
+        if getattr(self, "_is_replica", False):
+            need = "a module whose random bits are counted in one place"
+            got = "a replica that nn.DataParallel made"
+            fail(type(self).__name__, "module", got, need, "use DistributedDataParallel")
+        # Weights may have become buffers, which is a way to freeze them.
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        device = next((tensor.device for tensor in tensors), None)
+        if device is not None and device.type != "meta":
             with torch.inference_mode(False):
                 self._rng_state.move(device)
                 self._seed = self._seed.to(device)

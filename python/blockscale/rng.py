@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import weakref
 from typing import Any, Final
 
@@ -136,6 +137,7 @@ class RngState:
         self.draws = False  # whether any layer does: forwards count only then
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         self.stepped = False  # whether an optimizer counts its steps here
+        self.regions = Regions()
         # The device is named: under `with torch.device("meta")` the default is no real memory. And
         # what is made in inference mode could not change in training.
         with torch.inference_mode(False):
@@ -190,18 +192,26 @@ class RngState:
         """
         if is_exporting():  # a program has no state that it could count in
             return
-        if self.draws and _is_outside_backward():
-            self.offset.copy_(self.upcoming)
-            if torch.is_grad_enabled():
-                self.upcoming.add_(1)
+        if not self.draws:
+            return
+        if not _is_outside_backward():
+            # Through .data, as below.
+            self.regions.recall(self.offset.data)
+            return
+        self.offset.copy_(self.upcoming)
+        if torch.is_grad_enabled():
+            self.upcoming.add_(1)
+            if not torch.compiler.is_compiling():
+                self.regions.note(self.offset)
 
     def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: make recomputation in its backward see this forward's offset.
 
         Activation checkpointing reruns layers in the backward pass, when later forwards may have
         begun. The gradient of a model's output is computed before any of the model's own nodes
-        run, so a hook on it is where the offset is put back. Compiled code needs no such help: it
-        recomputes from what its own forward read.
+        run, so a hook on it is where the offset is put back. (A region that has the root within
+        runs it again before: `Regions`.) Compiled code needs no such help: it recomputes from what
+        its own forward read.
         """
         if self.draws and not torch.compiler.is_compiling():
             self._restore_in_backward(output)
@@ -224,6 +234,56 @@ class RngState:
 
         for tensor in tensors:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
+
+
+class Regions:
+    """The offsets of forwards that began within regions of activation checkpointing, such as one of
+    a model and its loss: where a region is recomputed, its model's forward begins again, and is to
+    draw what it drew."""
+
+    def __init__(self) -> None:
+        # By the frames that PyTorch keeps of regions; the tensors in the order of the forwards.
+        self.offsets: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # The backward that recomputed one last, and how many of its forwards have begun again.
+        self.replayed: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Regions, ()  # of a copy of the model, which has run nothing
+
+    def note(self, offset: torch.Tensor) -> None:
+        """A forward begins with this offset."""
+        frame = _checkpointed()
+        if frame is not None:
+            self.offsets.setdefault(frame, []).append(offset.clone())
+
+    def recall(self, offset: torch.Tensor) -> None:
+        """A forward begins again, within a backward: put its offset back, if it is known."""
+        frame = _checkpointed()
+        known = [] if frame is None else self.offsets.get(frame, [])
+        if not known:
+            return
+        backward = torch._C._current_graph_task_id()
+        last, count = self.replayed.get(frame, (backward, 0))
+        place = count if last == backward else 0
+        self.replayed[frame] = (backward, place + 1)
+        if place < len(known):
+            offset.copy_(known[place])
+
+
+def _checkpointed() -> Any:
+    """The frame of the innermost region of torch.utils.checkpoint, not reentrant, that runs or is
+    recomputed here, or None. PyTorch does not tell: it is read off the hooks that keep the region
+    from saving, and not found behind other such hooks."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=True))
+    cell = cells.get("frame") or cells.get("target_frame_ref")
+    frame = None if cell is None else cell.cell_contents
+    frame = frame() if isinstance(frame, weakref.ref) else frame
+    return frame if type(frame).__name__ == "_CheckpointFrame" else None
 
 
 class Steps:

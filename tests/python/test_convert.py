@@ -181,9 +181,29 @@ def test_a_single_linear_is_a_model() -> None:
     assert type(layer) is nn.Linear
 
 
+def test_a_replica_of_data_parallel_that_draws_is_refused() -> None:
+    layer = nn.Linear(32, 32)
+    bs.convert(layer, "nvfp4")
+    replica = layer._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    # As on the second of two GPUs.
+    replica.weight, replica.bias = (torch.empty(*n, device="meta") for n in ((32, 32), (32,)))
+    with pytest.raises(ValueError, match=r"replica that nn\.DataParallel made; .* use Distributed"):
+        replica(torch.empty(4, 32, device="meta"))
+
+
+def test_weights_that_are_buffers_move() -> None:
+    layer = nn.Linear(32, 32, bias=False)
+    bs.convert(layer, "nvfp4")
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight)
+    layer.to(torch.bfloat16)
+    assert layer(torch.randn(4, 32).bfloat16()).dtype == torch.bfloat16
+
+
 def test_layers_built_by_hand_join_the_model_around_them() -> None:
     by_hand = nn.Sequential(bs.nn.Linear(32, 32), bs.nn.Linear(32, 32))
-    with pytest.raises(ValueError, match="2 separately counted parts; need a converted model"):
+    with pytest.raises(ValueError, match=r"2 separately counted parts; need .* once more$"):
         bs.rng_state(by_hand)
     bs.convert(by_hand, "nvfp4")
     converted = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))

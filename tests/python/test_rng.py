@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -568,6 +570,46 @@ def test_a_checkpointed_root_counts_once() -> None:
         checkpoint(rerun, batch(i), use_reentrant=False).square().mean().backward()
     assert bs.rng_state(rerun) == bs.rng_state(plain)
     assert equal(gradients(rerun), gradients(plain))
+
+
+def regions(kind: str) -> tuple[nn.Sequential, Callable[[torch.Tensor], torch.Tensor]]:
+    """A model, and what a region of checkpointing has around it."""
+    recipe = bs.recipe("nvfp4[fprop_x=nvfp4[rounding=stochastic]]")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    if kind == "layers by hand":
+        layers = (bs.nn.Linear(32, 32, recipe=recipe, seed=i) for i in range(2))
+        model = nn.Sequential(*layers)
+        return model, lambda x: model(x).relu().square().mean()
+    if kind == "regions within":
+        model[0].forward = functools.partial(checkpoint, model[0].forward, use_reentrant=False)
+    bs.convert(model, recipe)
+    if kind == "two forwards":
+        return model, lambda x: (model(x) * model(x + 1)).mean()
+    return model, lambda x: model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "kind", ["model and loss", "two forwards", "layers by hand", "regions within"]
+)
+def test_a_region_around_the_root_draws_again_what_it_drew(kind: str) -> None:
+    """Nodes behind the root have the region recomputed before the gradient of its output is there,
+    when other forwards have begun; one is an evaluation."""
+
+    def train(wrapped: bool) -> list[torch.Tensor]:
+        model, loss = regions(kind)
+        x = [batch(i)[:, :32] for i in range(3)]
+        run = functools.partial(checkpoint, loss, use_reentrant=False) if wrapped else loss
+        first, second = run(x[0]), run(x[1])
+        with torch.no_grad():
+            model(x[2])
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        (run(x[1]) + run(x[0])).backward()
+        return gradients(model)
+
+    assert equal(train(True), train(False))
 
 
 def test_bits_do_not_depend_on_wrappers() -> None:

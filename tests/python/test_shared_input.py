@@ -336,6 +336,37 @@ def test_a_compiler_keeps_one_of_the_calls(recipe: str) -> None:
     assert sum("quantize_input" in name for name in called) == 2
 
 
+def test_a_budget_of_memory_has_operands_made_again() -> None:
+    """PyTorch's partitioner, asked to keep less, makes operands of x again, and no product."""
+    from torch._functorch import config
+
+    def step(budget: float) -> tuple[list[torch.Tensor], int]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512, False), nn.SiLU(), nn.Linear(512, 256, False))
+        bs.convert(model, "fp8_blockwise[keep_w=False]")
+        held = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal held
+            parameter = any(tensor.data_ptr() == p.data_ptr() for p in model.parameters())
+            held += 0 if parameter else tensor.nbytes
+            return tensor
+
+        compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+        x = torch.randn(128, 256, requires_grad=True)
+        with config.patch(activation_memory_budget=budget, is_non_builtin_to_include=True):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                y = compiled(x)
+            y.square().sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())], held  # type: ignore[list-item]
+
+    (all_kept, most), (again, least) = step(1), step(0.9)
+    assert all(torch.equal(a, b) for a, b in zip(all_kept, again, strict=True))
+    products = 128 * 512 * 4  # the first one's, which SiLU's gradient reads
+    assert products <= least < most - 128 * 512
+
+
 def test_what_was_made_elsewhere_on_a_gpu_is_made_again(cuda: torch.device) -> None:
     """On another stream, which nothing orders behind the first one, and in a graph, which would
     read what was made outside of it."""
