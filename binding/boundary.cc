@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 namespace blockscale::binding {
 namespace {
@@ -200,7 +201,8 @@ Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
   if (batch)
     fail(op, "batch_dims", 1, "0: offsets cut the rows of one matrix", "pass either of the two");
   const Groups groups{offsets->const_data_ptr(), type == ScalarType::Long, offsets->numel()};
-  static const bool checks = std::getenv("BLOCKSCALE_CHECK_OFFSETS") != nullptr;
+  static const char* const asked = std::getenv("BLOCKSCALE_CHECK_OFFSETS");
+  static const bool checks = asked && *asked && std::strcmp(asked, "0") != 0;
   if (!at.cuda()) {  // under this operator's name, and before anything is read by them
     check_offsets(op, groups, rows);
   } else if (checks) {

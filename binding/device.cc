@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "told.h"
+
 // PyTorch has these in its builds for GPUs only: weak, so that one binary loads under every build.
 #define BLOCKSCALE_OF_GPUS extern "C" __attribute__((weak, visibility("default"))) AOTITorchError
 BLOCKSCALE_OF_GPUS aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -50,7 +52,16 @@ bool runs_kernels(const Device& device) {
   return true;
 }
 
-// torch's own: a dimension without elements counts as one.
+int64_t bytes_of(const std::vector<int64_t>& sizes, ScalarType dtype) {
+  const bool wide = dtype == ScalarType::Long,
+             narrow = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+  const bool four = dtype == ScalarType::Float || dtype == ScalarType::Int;
+  int64_t bytes = wide ? 8 : four ? 4 : narrow ? 2 : 1;  // of what operators make
+  for (const int64_t size : sizes) bytes *= size;
+  return bytes;
+}
+
+// PyTorch's own: a dimension without elements counts as one.
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t next = 1;
@@ -90,9 +101,10 @@ Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
-      to<int32_t>(from(device.type())), device.index(), &made));
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               to<int32_t>(from(dtype)), to<int32_t>(from(device.type())),
+                               device.index(), &made) != TORCH_SUCCESS)
+    fail_allocation(bytes_of(sizes, dtype), device);
   return Tensor(made);
 }
 
@@ -131,8 +143,9 @@ Piece::Piece(const Device& device, int64_t bytes) {
     return;
   }
   void* data = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data));
+  if (aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data) !=
+      TORCH_SUCCESS)
+    fail_allocation(bytes, device);
   data_ = static_cast<uint8_t*>(data);
 }
 Piece::~Piece() {

@@ -4,6 +4,7 @@
 #include "boundary.h"
 #include "linear.h"
 #include "matmul.h"
+#include "told.h"
 
 namespace blockscale::binding {
 namespace {
@@ -209,19 +210,19 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   using namespace blockscale::binding;
-  m.impl("quantize", TORCH_BOX(&quantize_op));
-  m.impl("quantize_dual", TORCH_BOX(&quantize_dual_op));
-  m.impl("amax", TORCH_BOX(&amax_op));
-  m.impl("dequantize", TORCH_BOX(&dequantize_op));
-  m.impl("relayout", TORCH_BOX(&relayout_op));
-  m.impl("matmul", TORCH_BOX(&matmul_op));
-  m.impl("linear", TORCH_BOX(&linear_op));
-  m.impl("linear_exported", TORCH_BOX(&linear_op));
-  m.impl("linear_piece", TORCH_BOX(&linear_piece_op));
-  m.impl("linear_piece_backward", TORCH_BOX(&linear_piece_backward_op));
-  m.impl("quantize_weight", TORCH_BOX(&quantize_weight_op));
-  m.impl("quantize_input", TORCH_BOX(&quantize_input_op));
-  m.impl("gather_weight", TORCH_BOX(&gather_weight_op));
-  m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
-  m.impl("linear_backward_into", TORCH_BOX(&linear_backward_into_op));
+  m.impl("quantize", TORCH_BOX(&Told<&quantize_op>::call));
+  m.impl("quantize_dual", TORCH_BOX(&Told<&quantize_dual_op>::call));
+  m.impl("amax", TORCH_BOX(&Told<&amax_op>::call));
+  m.impl("dequantize", TORCH_BOX(&Told<&dequantize_op>::call));
+  m.impl("relayout", TORCH_BOX(&Told<&relayout_op>::call));
+  m.impl("matmul", TORCH_BOX(&Told<&matmul_op>::call));
+  m.impl("linear", TORCH_BOX(&Told<&linear_op>::call));
+  m.impl("linear_exported", TORCH_BOX(&Told<&linear_op>::call));
+  m.impl("linear_piece", TORCH_BOX(&Told<&linear_piece_op>::call));
+  m.impl("linear_piece_backward", TORCH_BOX(&Told<&linear_piece_backward_op>::call));
+  m.impl("quantize_weight", TORCH_BOX(&Told<&quantize_weight_op>::call));
+  m.impl("quantize_input", TORCH_BOX(&Told<&quantize_input_op>::call));
+  m.impl("gather_weight", TORCH_BOX(&Told<&gather_weight_op>::call));
+  m.impl("linear_backward", TORCH_BOX(&Told<&linear_backward_op>::call));
+  m.impl("linear_backward_into", TORCH_BOX(&Told<&linear_backward_into_op>::call));
 }

@@ -96,8 +96,10 @@ def check_amax(
     batch_dims: int,
     offsets: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    if value is None or isinstance(value, torch.Tensor):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return check_plain(operation, name, value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(operation, name, value, "a number, or a float32 tensor")
     need = "a float32 number, at most 3.4028234e38"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def message(operation: str, argument: str, got: object, need: str, remedy: str = "") -> str:
@@ -31,6 +35,28 @@ def reword(refusal: str, operation: str, argument: str) -> str:
     """What the core says of a spec or layout by itself, such as "spec: block = 3x3; need ...", said
     of the argument of an operation: "quantize: spec.block = 3x3; need ..."."""
     return f"{operation}: {argument}.{refusal.partition(': ')[2]}"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether it is a GPU's lack of memory as an operator of this package says it. PyTorch's own
+    raise torch.OutOfMemoryError, which what makes batches smaller catches; through the stable ABI
+    every failure is a RuntimeError."""
+    return type(error) is RuntimeError and "CUDA out of memory" in str(error)
+
+
+def as_pytorch_raises(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function with a lack of memory raised as torch.OutOfMemoryError."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+    return run
 
 
 def integer(value: object) -> int | None:

@@ -57,7 +57,7 @@ class Report:
     def __str__(self) -> str:
         rows = [(name or "(root)", str(recipe)) for name, recipe in self.converted]
         rows += [(name or "(root)", f"left alone: {reason}") for name, reason in self.skipped]
-        width = max(len(name) for name, _ in rows)
+        width = max((len(name) for name, _ in rows), default=0)
         head = f"{len(self.converted)} layers converted, {len(self.skipped)} modules not"
         return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
 

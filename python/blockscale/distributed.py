@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from blockscale._errors import fail, fail_type
+from blockscale._errors import as_pytorch_raises, fail, fail_type
 from blockscale.functional import LinearFunction, asked, check_shapes, first_order
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import OPERANDS, Recipe, Spec
@@ -31,6 +31,7 @@ from blockscale.rng import Key
 _ops = torch.ops.blockscale
 
 
+@as_pytorch_raises
 def linear_over_mesh(
     x: torch.Tensor,
     w: torch.Tensor,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from blockscale._arguments import check_spec
-from blockscale._errors import fail, fail_type, integer
+from blockscale._errors import as_pytorch_raises, fail, fail_type, integer
 from blockscale.functional import first_order
 from blockscale.recipe import Spec
 from blockscale.tensor import check_plain
@@ -22,6 +22,7 @@ _OP = "quantized_all_to_all"
 _ops = torch.ops.blockscale
 
 
+@as_pytorch_raises
 def quantized_all_to_all(
     x: torch.Tensor,
     spec: str | Spec,
@@ -66,6 +67,8 @@ def quantized_all_to_all(
     there = _spec_of_rows("spec", spec)
     back = None if backward_spec is None else _spec_of_rows("backward_spec", backward_spec)
     if group is not None and not isinstance(group, dist.ProcessGroup):
+        if not hasattr(group, "get_group"):
+            fail_type(_OP, "group", group, "a ProcessGroup, a DeviceMesh of one dimension, or None")
         group = group.get_group()
     ranks = dist.get_world_size(group)
     if ranks < 1:

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from blockscale._errors import fail, fail_type, message
+from blockscale._errors import as_pytorch_raises, fail, fail_type, lacks_memory, message
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
 from blockscale.shared_input import quantized_input
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, is_dtensor, is_for_layer
+from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, is_dtensor, is_for_layer, is_plain
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -43,8 +43,10 @@ def linear(
     Saved for backward: x's wgrad operand (when w needs a gradient) and w's dgrad operand (when x
     does), each quantized, or as it is where the recipe says high precision; with its
     `keep_w=False` w itself; and the key of dy's random bits. Nothing else. A recipe without
-    quantized operands is `F.linear`. Layers that read the same large x, one after another, quantize
-    it once and save one operand (blockscale/shared_input.py).
+    quantized operands is `F.linear`, with what that asks of its arguments. Layers that read the
+    same large x (1 << 23 elements), one after another, quantize it once and save one operand: in
+    eager code a change of x between them that PyTorch does not count, such as `x.data.mul_(2)`, is
+    not seen (blockscale/shared_input.py).
 
     x, w and bias may be DTensors, w cut over the ranks of a mesh by rows or columns, and the result
     is one then: blockscale/distributed.py says how.
@@ -57,7 +59,8 @@ def linear(
         rng: the key of the random bits; needed only where an operand that is made in this call, or
             in its backward, draws some. In "nvfp4" dy's alone do, so that inference needs no key.
             Its seed is the layer's: each operand derives its own (`Rng.role`).
-        accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`: the
+        accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`, which
+            needs no gradient and shares no memory with w or x: the
             backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
             none (hooks on w's gradient are called with None). Every backward that is asked for w's
             gradient adds, and of compiled code every backward. Not for `create_graph`, and not
@@ -152,7 +155,7 @@ def linear_with_key(
             dx, dw = x.requires_grad, w.requires_grad
             db = bias is not None and bias.requires_grad
         if into is not None:
-            _check_into(into, w, dw, offsets)
+            _check_into(into, x, w, dw, offsets)
         made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
         if forward_ad._current_level >= 0:
             _refuse_tangents(_name(offsets), x, w, bias)
@@ -177,7 +180,10 @@ def linear_with_key(
     except Exception as error:
         failure = error
     check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
-    raise failure
+    if quantized is not None and quantized.device not in (None, x.device):
+        need = f"{x.device}, where x is"
+        fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
+    raise torch.OutOfMemoryError(str(failure)) if lacks_memory(failure) else failure
 
 
 def _linear_over_mesh(
@@ -239,11 +245,16 @@ def _refuse_tangents(
 
 
 def _check_into(
-    into: torch.Tensor, w: torch.Tensor, dw: bool, offsets: torch.Tensor | None
+    into: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dw: bool, offsets: torch.Tensor | None
 ) -> None:
     op, name = _name(offsets), "accumulate_into"
     if not isinstance(into, torch.Tensor):
         fail_type(op, name, into, "a tensor")
+    if not is_plain(into):
+        remedy = f"pass {name}.to_local()" if is_dtensor(into) else ""
+        fail(op, name, f"a {type(into).__name__}", "a plain tensor", remedy)
+    if into.requires_grad:
+        fail(op, name, "a tensor that requires a gradient", "a buffer of sums, which needs none")
     if (into.shape, into.dtype, into.device) != (w.shape, torch.float32, w.device) or (
         not into.is_contiguous()
     ):
@@ -252,12 +263,33 @@ def _check_into(
         fail(op, name, got, need)
     if torch.is_grad_enabled() and not dw:
         fail(op, name, "given", "none: w needs no gradient", "leave it out")
+    if not torch.compiler.is_compiling():
+        for operand, tensor in (("w", w), ("x", x)):
+            if _overlap(into, tensor):
+                fail(op, name, f"memory of {operand}", "memory of its own: a backward changes it")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may have elements in common."""
+    if not torch._C._is_alias_of(a, b) or 0 in (a.numel(), b.numel()):  # type: ignore[attr-defined]
+        return False
+
+    def bytes_of(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        first = int(t.storage_offset()) * t.itemsize
+        return first, first + (last + 1) * t.itemsize
+
+    (a_first, a_end), (b_first, b_end) = bytes_of(a), bytes_of(b)
+    return a_first < b_end and b_first < a_end
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that refuses `create_graph`. Whether its gradients are differentiated again is
-    seen too late: PyTorch's engine, asked for part of the inputs, passes the node by that
-    `once_differentiable` puts there to raise, and leaves a part out without a word."""
+    """A backward that refuses `create_graph`, and says as PyTorch's do that memory is lacking.
+    Whether its gradients are differentiated again is seen too late: PyTorch's engine, asked for
+    part of the inputs, passes the node by that `once_differentiable` puts there to raise, and
+    leaves a part out without a word."""
+
+    typed = as_pytorch_raises(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, dy: torch.Tensor) -> Any:
@@ -266,7 +298,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             is_layer = ctx.operation.endswith("linear")
             remedy = "use PyTorch's own layer there (skip= of convert)" if is_layer else ""
             fail(ctx.operation, "create_graph", True, need, remedy)
-        return backward(ctx, dy)
+        return (backward if torch.compiler.is_compiling() else typed)(ctx, dy)
 
     return run
 

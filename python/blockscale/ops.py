@@ -19,14 +19,21 @@ from blockscale._arguments import (
     check_tensor,
     check_type,
 )
-from blockscale._errors import check_int, fail, fail_type
+from blockscale._errors import as_pytorch_raises, check_int, fail, fail_type
 from blockscale.recipe import Spec
 from blockscale.rng import Rng
-from blockscale.tensor import FLOATS, FLOATS_TEXT, QuantizedTensor, matrix_extents
+from blockscale.tensor import (
+    FLOATS,
+    FLOATS_TEXT,
+    QuantizedTensor,
+    check_plain,
+    matrix_extents,
+)
 
 _ops = torch.ops.blockscale
 
 
+@as_pytorch_raises
 def quantize(
     x: torch.Tensor,
     spec: str | Spec,
@@ -102,6 +109,7 @@ def quantize(
     return _stored((codes, scales, outer), s, axis, x, layout, batch_dims, offsets)
 
 
+@as_pytorch_raises
 def quantize_dual(
     x: torch.Tensor,
     row_spec: str | Spec,
@@ -159,6 +167,7 @@ def quantize_dual(
     )
 
 
+@as_pytorch_raises
 def amax(
     x: torch.Tensor,
     spec: str | Spec,
@@ -197,6 +206,7 @@ def largest_of_ranks(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return bits.view(torch.float32)
 
 
+@as_pytorch_raises
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The values of `q`: outer · scale · code, rounded to `dtype` (float32, bfloat16, float16).
 
@@ -234,6 +244,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
     return values.reshape(q.shape)
 
 
+@as_pytorch_raises
 def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
     """The same operand stored in another layout, bit for bit.
 
@@ -256,6 +267,7 @@ def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
     return dataclasses.replace(q, codes=codes, scales=scales, layout=layout)
 
 
+@as_pytorch_raises
 def matmul(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -302,6 +314,7 @@ def matmul(
     return _product("matmul", a, b, bias, out_dtype)
 
 
+@as_pytorch_raises
 def grouped_matmul(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -414,7 +427,7 @@ def _product(
         *(a.codes, a.scales, a.outer_or_empty, a.spec.text, a.layout, a_lines),
         *(b.codes, b.scales, b.outer_or_empty, b.spec.text, b.layout, b_lines),
         a_length,
-        None if bias is None else bias.detach(),
+        None if bias is None else check_plain(operation, "bias", bias).detach(),
         out_dtype,
         *groups,
     )

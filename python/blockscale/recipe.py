@@ -194,7 +194,7 @@ class Recipe:
     PyTorch's own GEMM multiplies it with the other one, decoded.
 
     Args:
-        name: only a label: recipes are equal when their operands are.
+        name: only a label: recipes are equal when their operands and keep_w are.
         fprop_x: x [M, K] of y = x·Wᵀ, quantized along axis -1 (K).
         fprop_w: W [N, K] of y = x·Wᵀ, along axis -1 (K).
         dgrad_dy: dy [M, N] of dx = dy·W, along axis -1 (N).

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo
 
 from blockscale._errors import any_int, fail, fail_type
+from blockscale.tensor import check_plain
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are far apart
@@ -37,7 +38,7 @@ def _checked(name: str, value: int | torch.Tensor) -> int | torch.Tensor:
         if value.dtype != torch.int64 or value.numel() != 1:
             got = f"{value.dtype}{list(value.shape)}"
             fail("rng", name, got, "an int64 tensor of one element, or an int")
-        return value
+        return check_plain("rng", name, value)
     return any_int("rng", name, value, "an int, or an int64 tensor of one element")
 
 
@@ -48,7 +49,8 @@ class Rng:
     Attributes:
         seed: which operand; an int (its low 64 bits count), or an int64 tensor of one element on
             the operand's device. A GPU reads it when the operation runs: nothing waits for it, and
-            a captured graph sees it change.
+            a captured graph sees it change. Compiled code that is called with one int after
+            another takes those below 2^63 alone, as PyTorch's symbols do: pass it tensors.
         offset: which draw of that operand; likewise. Bit 63 is ignored.
 
     Raises:

@@ -330,6 +330,7 @@ def _check(
     what = f"for {q.spec}, axis {q.axis}, shape {list(q.shape)}, layout {q.layout!r}"
     if not isinstance(tensor, torch.Tensor):
         fail_type(operation, name, tensor, f"a tensor {what}")
+    check_dense(operation, name, tensor)
     if tensor.dtype != dtype:
         fail(operation, f"{name}.dtype", tensor.dtype, f"{dtype} {what}")
     if tuple(tensor.shape) != shape:

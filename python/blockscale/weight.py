@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from blockscale._errors import fail, fail_type
+from blockscale._errors import as_pytorch_raises, fail, fail_type
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
@@ -64,6 +64,7 @@ class QuantizedWeight:
 torch.serialization.add_safe_globals([QuantizedWeight])
 
 
+@as_pytorch_raises
 def quantize_weight(
     w: torch.Tensor,
     recipe: str | Recipe = "nvfp4",

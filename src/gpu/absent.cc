@@ -13,6 +13,8 @@ std::string unavailable() {
   return "this build has no CUDA kernels: nvcc was not found; every spec runs on the CPU";
 }
 
+std::string failure() { return ""; }
+
 void quantize(std::span<const Quantization>, const Stream&, const WordCopy&) { refuse("quantize"); }
 void amax(const ConstMatrix&, const QuantSpec&, int, const Groups&, float*, const Stream&) {
   refuse("amax");

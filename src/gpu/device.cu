@@ -26,6 +26,13 @@ std::string unavailable() {
          device_text() + "; build for it with -DCMAKE_CUDA_ARCHITECTURES=...";
 }
 
+std::string failure() {
+  const Error_t error = ask_for_memory();
+  if (error == kSuccess) return "";
+  (void)last_error();
+  return error_text(error);
+}
+
 int lines_of_a_thread(int64_t runs, int most) {
   const int64_t threads = static_cast<int64_t>(multiprocessors(current_device())) * 256;
   int lines = most;

@@ -10,6 +10,9 @@ namespace blockscale::gpu {
 
 // Why this build cannot run on a GPU here; empty when it can.
 std::string unavailable();
+// What an earlier kernel or call has broken, in the driver's words; empty where the current GPU is
+// well. To be asked when something has failed.
+std::string failure();
 
 // One input, or two: amaxes that are not given are found for both at once.
 void quantize(std::span<const Quantization> inputs, const Stream& stream,

@@ -159,7 +159,7 @@ def with_(**values: Any) -> Change:
 
 WHOLE = "a whole number from"
 MOST = "to 2^63 - 1"
-NAMES = "different names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4"
+NAMES = "different names among bf16, fp8_blockwise, mxfp8, mxfp4, nvfp4, amdfp4, or changes of them"
 SETTINGS: list[tuple[Change, str]] = [
     (lambda settings: [], "list, not an object"),
     (lambda settings: {}, "no preset"),

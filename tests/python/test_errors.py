@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import blockscale as bs
@@ -127,6 +129,88 @@ def test_sparse_tensors() -> None:
     value_error(lambda: bs.quantize(sparse, "nvfp4"), f"quantize: {need}x.to_dense() first")
     value_error(lambda: bs.linear(sparse, torch.eye(4), recipe="mxfp8"), f"linear: {need}")
     value_error(lambda: bs.quantize_weight(sparse, "mxfp8"), "quantize_weight: w.layout = torch.sp")
+
+
+def test_sparse_tensors_beside_the_input() -> None:
+    one = torch.ones(1)
+    value_error(lambda: bs.quantize(X, "nvfp4", amax=one.to_sparse()), "quantize: amax.layout")
+    value_error(lambda: bs.Rng(one.long().to_sparse()), "rng: seed.layout")
+    q = bs.quantize(X, "mxfp8")
+    bias = torch.ones(4).to_sparse()
+    value_error(lambda: bs.matmul(q, q, bias=bias), "matmul: bias.layout")
+    codes = q.codes.view(torch.uint8).to_sparse()
+    value_error(lambda: dataclasses.replace(q, codes=codes), "QuantizedTensor: codes.layout")
+
+
+def test_buffers_that_nothing_may_be_added_to() -> None:
+    def into(made: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        w = torch.ones(8, 70, requires_grad=True)
+        return lambda: bs.linear(X, w, recipe="mxfp8", accumulate_into=made(w))
+
+    name = "linear: accumulate_into = "
+    value_error(into(lambda w: w), name + "a tensor that requires a gradient")
+    value_error(into(lambda w: w.data), name + "memory of w; need memory of its own")
+    two: Callable[..., torch.Tensor] = TwoTensor
+    value_error(into(lambda w: two(w.data, w.data)), name + "a TwoTensor")
+    x = torch.ones(8, 70)
+    w = torch.ones(8, 70, requires_grad=True)
+    call = partial(bs.linear, x, w, recipe="mxfp8", accumulate_into=x)
+    value_error(call, name + "memory of x")
+    both = torch.zeros(16, 70)  # one piece of memory for weights and sums is no fault
+    w = both[:8].requires_grad_()
+    y = bs.linear(X, w, recipe="mxfp8", accumulate_into=both[8:].detach())
+    torch.autograd.backward(y.sum())
+    assert both[8:].abs().sum() > 0
+
+
+def test_a_weight_quantized_ahead_elsewhere() -> None:
+    w = torch.ones(8, 70)
+    ahead = bs.quantize_weight(w, "mxfp8").to("meta")
+    call = partial(bs.linear, X, w, recipe="mxfp8", quantized_weight=ahead)
+    value_error(call, "linear: quantized_weight.device = meta; need cpu, where x is")
+
+
+def test_a_lack_of_memory_is_told_as_by_pytorch() -> None:
+    """By words that callers look for, who then try a smaller batch."""
+    x = torch.zeros(1, 1).expand(1 << 17, 1 << 17)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    for call in (
+        lambda: bs.quantize(x, "nvfp4"),
+        lambda: bs.linear(x, x[:8], recipe="mxfp8"),
+    ):
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), before[1]))
+        try:
+            with pytest.raises(RuntimeError, match="Allocator: can't allocate memory") as error:
+                call()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        assert "API call failed" not in str(error.value)
+
+
+def test_a_lack_of_memory_on_a_gpu(cuda: torch.device) -> None:
+    x = torch.zeros(1, 1, device=cuda, dtype=torch.bfloat16).expand(1 << 15, 1 << 14)
+    w = torch.zeros(1 << 10, 1 << 14, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    y = bs.linear(x[: 1 << 12], w, recipe="fp8_blockwise")
+    dy = torch.zeros(1, 1, device=cuda, dtype=torch.bfloat16).expand(y.shape)
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info(cuda)[1]
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved(cuda) + (1 << 21)) / total, cuda
+    )
+    try:
+        for call in (
+            lambda: bs.quantize(x, "mxfp8"),
+            lambda: bs.linear(x, w, recipe="fp8_blockwise"),
+            lambda: bs.linear(x, w, recipe="mxfp8"),
+            lambda: bs.quantize_weight(x, "nvfp4"),
+            lambda: torch.autograd.backward(y, dy),
+        ):
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+                call()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    torch.autograd.backward(y, dy)  # and then there is
 
 
 def test_nested_tensors() -> None:

@@ -116,6 +116,7 @@ def test_in_compiled_code(one_rank: DeviceMesh) -> None:
         ({"spec": "mxfp4[hadamard=32]"}, r"spec = mxfp4\[hadamard=32:0x.*; need blocks along"),
         ({"backward_spec": "mxfp8[rounding=stochastic]"}, r"backward_spec = mxfp8\[.*; need "),
         ({"spec": 8}, r"spec = an int; need a Spec"),
+        ({"group": 3}, r"group = an int; need a ProcessGroup, a DeviceMesh"),
         ({"x": torch.zeros(4)}, r"x.shape = \[4\]; need rank 2, \[T, K\]"),
         ({"x": torch.zeros(4, 4, dtype=torch.float16)}, r"x.dtype = torch.float16; need torch.fl"),
         ({"input_splits": [3]}, r"input_splits = \[3\]; need 4 in all, the rows of x"),

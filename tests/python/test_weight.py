@@ -183,7 +183,7 @@ def test_what_does_not_belong() -> None:
     refused(rf"{name}of a weight \[37, 70\]; need that of w \[36, 70\]", case.w[1:], "mxfp8", kept)
     forward = bs.quantize_weight(case.w, "mxfp8", backward=False)
     refused(f"{name}without backward", case.w, "mxfp8", forward)
-    refused("linear: quantized_w.device = ", case.w, "mxfp8", bs.quantize_weight(
+    refused("linear: quantized_weight.device = meta; need ", case.w, "mxfp8", bs.quantize_weight(
         case.w.to("meta"), "mxfp8"))  # fmt: skip
     with pytest.raises(ValueError, match="quantize_weight: rng = none"):
         bs.quantize_weight(case.w, RECIPES["stochastic weight"])

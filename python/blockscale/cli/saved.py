@@ -52,7 +52,7 @@ CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "preset": (f"one of {', '.join(PRESETS)}", lambda v: isinstance(v, str) and v in PRESETS),
     "data": ("a list of paths", are_names),
     "recipes": (
-        f"different names among {', '.join(bs.recipe_names())}, with changes in brackets or not",
+        f"different names among {', '.join(bs.recipe_names())}, or changes of them",
         are_recipes,
     ),
     "steps": whole("steps"),

@@ -32,6 +32,11 @@ inline void allow_shared(const void* kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline Error_t device_count(int* count) { return cudaGetDeviceCount(count); }
+// Fails where an earlier kernel has.
+inline Error_t ask_for_memory() {
+  size_t free = 0, total = 0;
+  return cudaMemGetInfo(&free, &total);
+}
 inline bool has_kernel(void (*kernel)()) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess;

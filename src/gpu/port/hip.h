@@ -39,6 +39,10 @@ inline void allow_shared(const void* kernel, int bytes) {
   (void)hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline Error_t device_count(int* count) { return hipGetDeviceCount(count); }
+inline Error_t ask_for_memory() {
+  size_t free = 0, total = 0;
+  return hipMemGetInfo(&free, &total);
+}
 inline bool has_kernel(void (*kernel)()) {
   hipFuncAttributes attributes;
   return hipFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == hipSuccess;

@@ -204,6 +204,7 @@ inline Error_t device_count(int* count) {
   *count = 1;
   return kSuccess;
 }
+inline Error_t ask_for_memory() { return kSuccess; }
 inline bool has_kernel(void (*)()) { return true; }
 inline std::string device_text() { return "emulated"; }
 
