@@ -7,7 +7,8 @@
 //   axis -1, rows of the storage:    linear codes and 1xB scales start at the group's first row,
 //                                    grids of BxB scales at the sum of ceil(n/B), the rest at the
 //                                    sum of the padded rows.
-//   axis -2, along the contraction:  linear codes start at the sum of n rounded up to whole blocks,
+//   axis -2, along the contraction:  linear codes start at the sum of n rounded up to whole blocks
+//                                    (of a transform, where it is longer),
 //                                    linear and mn_major scales at that / B; a tiled layout holds
 //                                    one whole buffer a group, one after another.
 // What no group uses holds the layout's padding; rows of x past the last end belong to no group.

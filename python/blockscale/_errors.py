@@ -41,7 +41,7 @@ def lacks_memory(error: BaseException) -> bool:
     """Whether it is a GPU's lack of memory as an operator of this package says it. PyTorch's own
     raise torch.OutOfMemoryError, which what makes batches smaller catches; through the stable ABI
     every failure is a RuntimeError."""
-    return type(error) is RuntimeError and "CUDA out of memory" in str(error)
+    return type(error) is RuntimeError and "out of memory. Tried to allocate" in str(error)
 
 
 def as_pytorch_raises(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -15,7 +15,14 @@ from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
 from blockscale.shared_input import quantized_input
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, is_dtensor, is_for_layer, is_plain
+from blockscale.tensor import (
+    FLOATS,
+    FLOATS_TEXT,
+    check_dense,
+    check_plain,
+    is_dtensor,
+    is_for_layer,
+)
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -179,11 +186,14 @@ def linear_with_key(
         return y
     except Exception as error:
         failure = error
-    check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
-    if quantized is not None and quantized.device not in (None, x.device):
-        need = f"{x.device}, where x is"
-        fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
-    raise torch.OutOfMemoryError(str(failure)) if lacks_memory(failure) else failure
+    try:
+        check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
+        if quantized is not None and quantized.device not in (None, x.device):
+            need = f"{x.device}, where x is"
+            fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
+        raise torch.OutOfMemoryError(str(failure)) if lacks_memory(failure) else failure
+    finally:
+        del failure  # which has this frame in its traceback: together they would keep x
 
 
 def _linear_over_mesh(
@@ -250,9 +260,7 @@ def _check_into(
     op, name = _name(offsets), "accumulate_into"
     if not isinstance(into, torch.Tensor):
         fail_type(op, name, into, "a tensor")
-    if not is_plain(into):
-        remedy = f"pass {name}.to_local()" if is_dtensor(into) else ""
-        fail(op, name, f"a {type(into).__name__}", "a plain tensor", remedy)
+    check_plain(op, name, into)
     if into.requires_grad:
         fail(op, name, "a tensor that requires a gradient", "a buffer of sums, which needs none")
     if (into.shape, into.dtype, into.device) != (w.shape, torch.float32, w.device) or (

@@ -368,8 +368,8 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
             cut or gathered elsewhere (but for experts that are divided over ranks and not sharded
             besides); within another one. Within it: a step of an optimizer of
             these weights, before it does anything; and a forward that is not compiled, where its
-            layer's weight has changed since (but by `.data`, or by a foreach function where it is a
-            DTensor, which PyTorch does not count).
+            layer's weight has changed since (but by `.data`, by a foreach function where it is a
+            DTensor, or where it was made in inference mode: PyTorch does not count such changes).
     """
     layers = converted_layers("quantized_weights", model)
     sharded = {id(m) for outer in model.modules() if is_sharded(outer) for m in outer.modules()}

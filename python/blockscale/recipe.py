@@ -250,7 +250,7 @@ class Recipe:
                 fail_type("recipe", operand, value, "a Spec, or None", "bs.spec(name) makes one")
         if not isinstance(self.keep_w, bool):
             fail_type("recipe", "keep_w", self.keep_w, "a bool")
-        if not self.keep_w and self.dgrad_w is not None and self.dgrad_w.stochastic:
+        if not self.keep_w and self.dgrad_w is not None and self.dgrad_w.rounding == "stochastic":
             need = "True: another quantization would have to draw the random bits of the first"
             fail("recipe", "keep_w", False, need, "give dgrad_w rounding='nearest'")
         text = " ".join("none" if s is None else s.text for s in operands)
@@ -305,9 +305,8 @@ torch.serialization.add_safe_globals([spec, Recipe])
 
 
 def _without_dgrad_w(text: str) -> str:
-    specs = text.split(" ")
-    specs[OPERANDS.index("dgrad_w")] = "none"
-    return " ".join(specs)
+    specs = zip(OPERANDS, text.split(" "), strict=True)
+    return " ".join(["none" if operand == "dgrad_w" else spec for operand, spec in specs])
 
 
 def _facts_of(text: str) -> tuple[bool | str, ...]:
@@ -414,9 +413,11 @@ def recipe(name: str | Recipe) -> Recipe:
     if name in _RECIPES:
         return _RECIPES[name]
     if name.endswith("]"):
-        parse = _changed_constant if torch.compiler.is_compiling() else _changed_recipe
-        changed: Recipe = parse(name)
-        return changed
+        if torch.compiler.is_compiling():
+            label, keep_w, *texts = _parts_of(name)
+            operands: Any = [None if text == "none" else spec(text) for text in texts]
+            return Recipe(label, *operands, keep_w=keep_w)  # type: ignore[misc]
+        return _changed_recipe(name)
     known = recipe_names()
     remedy = did_you_mean(name, known)
     if name in spec_names():
@@ -447,8 +448,11 @@ def _changed_recipe(text: str) -> Recipe:
     changes: dict[str, Any] = {}
     for part in split_outside_brackets(text[start + 1 : -1]):
         key, equals, value = (word.strip() for word in part.partition("="))
-        if start < 1 or not (key and equals and value) or key in {*changes, "name"}:
+        if start < 1 or not (key and equals and value) or key in changes:
             fail("recipe", "name", repr(text), need)
+        if key not in (*OPERANDS, "keep_w"):
+            known = f"one of {', '.join(OPERANDS)}, or keep_w"
+            fail("recipe", "operand", repr(key), known, did_you_mean(key, OPERANDS))
         if key == "keep_w":
             if value not in ("True", "False"):
                 fail("recipe", "keep_w", value, "True or False")
@@ -458,12 +462,13 @@ def _changed_recipe(text: str) -> Recipe:
     return recipe(text[:start].strip()).replace(**changes)
 
 
-def _changed_constant(text: str) -> Recipe:
-    """For torch.compile, as `_constant` is."""
-    return _changed_recipe(text)
+def _parts_of(text: str) -> tuple[Any, ...]:
+    """Its label, keep_w and operands as texts: what torch.compile takes for constants."""
+    made = _changed_recipe(text)
+    return made.name, made.keep_w, *made.text.split(" ")
 
 
-_changed_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_parts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
 
 from blockscale._errors import any_int, fail, fail_type
 from blockscale.tensor import check_plain
@@ -154,6 +155,10 @@ class RngState:
         own = {"root": None, "stepped": False, "offset": offset, "upcoming": upcoming}
         return {**self.__dict__, **own}
 
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self.regions = Regions()  # which models pickled before it was there do not have
+        self.__dict__.update(attributes)
+
     def has_root(self) -> bool:
         """Whether a module counts its forwards here; none does for a copy of a part of a model."""
         return self.root is not None and self.root() is not None
@@ -203,8 +208,8 @@ class RngState:
         self.offset.copy_(self.upcoming)
         if torch.is_grad_enabled():
             self.upcoming.add_(1)
-            if not torch.compiler.is_compiling():
-                self.regions.note(self.offset)
+        if not torch.compiler.is_compiling():
+            self.regions.note(self.offset)
 
     def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: make recomputation in its backward see this forward's offset.
@@ -227,7 +232,8 @@ class RngState:
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not t.is_leaf]
         if not tensors:
             return
-        value = self.offset.clone()
+        with _disable_current_modes():
+            value = self.offset.clone()
 
         def restore(_: torch.Tensor) -> None:
             # Through .data: what a compiled block saved of this offset is this very value again,
@@ -258,7 +264,8 @@ class Regions:
         """A forward begins with this offset."""
         frame = _checkpointed()
         if frame is not None:
-            self.offsets.setdefault(frame, []).append(offset.clone())
+            with _disable_current_modes():  # selective checkpointing counts the model's own
+                self.offsets.setdefault(frame, []).append(offset.clone())
 
     def recall(self, offset: torch.Tensor) -> None:
         """A forward begins again, within a backward: put its offset back, if it is known."""
@@ -271,7 +278,8 @@ class Regions:
         place = count if last == backward else 0
         self.replayed[frame] = (backward, place + 1)
         if place < len(known):
-            offset.copy_(known[place])
+            with _disable_current_modes():
+                offset.copy_(known[place])
 
 
 def _checkpointed() -> Any:

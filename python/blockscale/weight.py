@@ -102,7 +102,7 @@ def quantize_weight(
         fail_type("quantize_weight", "backward", backward, "a bool")
     chosen = recipe_named(recipe)
     specs = (chosen.fprop_w, chosen.dgrad_w)
-    stochastic = any(s is not None and s.stochastic for s in specs)
+    stochastic = any(s is not None and s.rounding == "stochastic" for s in specs)
     key = layer_key("quantize_weight", rng, stochastic, w.device)
     operands = torch.ops.blockscale.quantize_weight.default(
         w.detach(), chosen.text, backward, *(key or ())

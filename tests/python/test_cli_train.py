@@ -175,6 +175,7 @@ def test_resuming_a_finished_run_reports_again(whole: tuple[Path, str]) -> None:
 def test_recipes_with_changes(tmp_path: Path) -> None:
     """Their brackets and commas are no others': in the list, in rich's markup, in files' names."""
     out, text = tmp_path / "run", "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]"
+    text += "[keep_w=False]" * 15  # longer than a file's name may be
     words = ["--out", str(out), "--seq-len", "8", "--batch-size", "1", "--steps", "2"]
     first = train(*words, "--recipes", f"bf16,{text}")
     assert f"| {text} |" in (out / "report.md").read_text()

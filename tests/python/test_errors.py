@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import resource
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -149,6 +151,7 @@ def test_buffers_that_nothing_may_be_added_to() -> None:
 
     name = "linear: accumulate_into = "
     value_error(into(lambda w: w), name + "a tensor that requires a gradient")
+    value_error(into(lambda w: torch.zeros(8, 70).to_sparse()), "linear: accumulate_into.layout")
     value_error(into(lambda w: w.data), name + "memory of w; need memory of its own")
     two: Callable[..., torch.Tensor] = TwoTensor
     value_error(into(lambda w: two(w.data, w.data)), name + "a TwoTensor")
@@ -161,6 +164,20 @@ def test_buffers_that_nothing_may_be_added_to() -> None:
     y = bs.linear(X, w, recipe="mxfp8", accumulate_into=both[8:].detach())
     torch.autograd.backward(y.sum())
     assert both[8:].abs().sum() > 0
+
+
+def test_a_refusal_keeps_nothing() -> None:
+    """Who catches a lack of memory to try a smaller batch has the memory of x back at once."""
+    x = torch.ones(4, 70)
+    dead = weakref.ref(x)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match=r"linear: x\.shape"):
+            bs.linear(x, torch.ones(8, 71), recipe="mxfp8")
+        del x
+        assert dead() is None
+    finally:
+        gc.enable()
 
 
 def test_a_weight_quantized_ahead_elsewhere() -> None:

@@ -203,7 +203,7 @@ def test_a_recipe_is_text(text: str) -> None:
     ("text", "words"),
     [
         *((f"nvfp4[{inside}]", "need NAME[operand=spec,...]") for inside in (
-            "", "x", "wgrad_x=", "=none", "keep_w=True,", "keep_w=True,keep_w=True", "name=mine",
+            "", "x", "wgrad_x=", "=none", "keep_w=True,", "keep_w=True,keep_w=True",
         )),
         *((text, "need NAME[operand=spec,...]") for text in ("]", "nvfp4]", "[keep_w=True]")),
         ("nvfp4[keep_w=no]", "recipe: keep_w = no; need True or False"),
@@ -211,6 +211,8 @@ def test_a_recipe_is_text(text: str) -> None:
         ("nvfp4[[keep_w=True]", "recipe: name = 'nvfp4['; need one of bf16"),
         ("nvfp4[wgrad=none]", "recipe: operand = 'wgrad'; need one of fprop_x"),
         ("nvfp4[wgrad_x=none]", "need the same Hadamard transform"),
+        ("nvfp4[name=mine]", "recipe: operand = 'name'; need one of fprop_x"),
+        ("nvfp4[self=nvfp4]", "recipe: operand = 'self'; need one of fprop_x"),
         ("nvfp4[wgrad_x=nvpf4]", "spec: name = 'nvpf4'; need one of fp8_1x128"),
     ],
 )  # fmt: skip
@@ -229,6 +231,14 @@ def test_compiled_code_takes_the_text_of_a_recipe() -> None:
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), both(x))
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        lean = bs.recipe("mxfp8[keep_w=True]").replace(keep_w=False, wgrad_x=None)
+        ahead = bs.quantize_weight(w, text)
+        return bs.linear(x, w, recipe=lean) + bs.linear(x, w, recipe=text, quantized_weight=ahead)
+
+    compiled = torch.compile(changed, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), changed(x))
 
 
 def test_a_weight_that_draws_is_kept() -> None:

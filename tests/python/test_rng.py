@@ -17,7 +17,11 @@ from bits import raw
 from blockscale.rng import layer_seed
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 STOCHASTIC = (
     "nvfp4[rounding=stochastic]",
@@ -584,13 +588,21 @@ def regions(kind: str) -> tuple[nn.Sequential, Callable[[torch.Tensor], torch.Te
     if kind == "regions within":
         model[0].forward = functools.partial(checkpoint, model[0].forward, use_reentrant=False)
     bs.convert(model, recipe)
-    if kind == "two forwards":
-        return model, lambda x: (model(x) * model(x + 1)).mean()
-    return model, lambda x: model(x).square().mean()
+    if kind == "several forwards":  # the second one is an evaluation
+
+        def several(x: torch.Tensor) -> torch.Tensor:
+            y = model(x)
+            with torch.no_grad():
+                target = model(x + 1)
+            loss: torch.Tensor = (y * target * model(x + 2) * model(x + 3)).mean()
+            return loss
+
+        return model, several
+    return model, lambda x: model(x).clone().square().mean()
 
 
 @pytest.mark.parametrize(
-    "kind", ["model and loss", "two forwards", "layers by hand", "regions within"]
+    "kind", ["model and loss", "several forwards", "layers by hand", "regions within"]
 )
 def test_a_region_around_the_root_draws_again_what_it_drew(kind: str) -> None:
     """Nodes behind the root have the region recomputed before the gradient of its output is there,
@@ -607,6 +619,25 @@ def test_a_region_around_the_root_draws_again_what_it_drew(kind: str) -> None:
         second.backward()
         first.backward()
         (run(x[1]) + run(x[0])).backward()
+        return gradients(model)
+
+    assert equal(train(True), train(False))
+
+
+@pytest.mark.parametrize("saved", ["clones", "all"])
+def test_a_selective_region_around_the_root(saved: str) -> None:
+    """What counts a model's forwards is nothing that the region's policy is asked about."""
+
+    def policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        save = saved == "all" or op is torch.ops.aten.clone.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def train(wrapped: bool) -> list[torch.Tensor]:
+        model, loss = regions("model and loss")
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        run = functools.partial(checkpoint, loss, use_reentrant=False, context_fn=contexts)
+        x = batch(0)[:, :32]
+        ((run if wrapped else loss)(x.clone()) + (run if wrapped else loss)(x * 2)).backward()
         return gradients(model)
 
     assert equal(train(True), train(False))

@@ -42,6 +42,14 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.recipe}-seed{self.seed}"
 
+    @property
+    def file_name(self) -> str:
+        """Of its files, without what follows the dot: of a long name, which no file may have, the
+        beginning and a digest."""
+        name = str(self)
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        return name if len(name) <= 200 else f"{name[:120]}-{digest[:16]}"
+
 
 class RunFolder:
     """An opened run: its settings, its metrics so far, and its checkpoints."""
@@ -78,10 +86,10 @@ class RunFolder:
         return self.weights_path(cell).exists()
 
     def weights_path(self, cell: Cell) -> Path:
-        return self.checkpoints / f"{cell}.safetensors"
+        return self.checkpoints / f"{cell.file_name}.safetensors"
 
     def checkpoint_path(self, cell: Cell) -> Path:
-        return self.checkpoints / f"{cell}.pt"
+        return self.checkpoints / f"{cell.file_name}.pt"
 
     def append(self, cell: Cell, step: int, **values: float) -> None:
         """Adds one metrics line; it is on disk for sure after the next checkpoint only."""

@@ -42,7 +42,7 @@ def are_recipes(value: Any) -> bool:
     if not are_names(value):
         return False
     try:
-        return 0 < len(value) == len({str(bs.recipe(name)) for name in value})
+        return 0 < len(value) == len({bs.recipe(name) for name in value})
     except ValueError:
         return False
 

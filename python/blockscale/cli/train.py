@@ -211,7 +211,7 @@ def parse_recipes(text: str) -> list[str]:
             names[place] = str(bs.recipe(name))
         except ValueError as refusal:
             raise CliError(f"--recipes = {name}: {refusal}") from None
-        if names[place] in names[:place]:
+        if any(bs.recipe(name) == bs.recipe(other) for other in names[:place]):
             raise CliError(f"--recipes = {name} twice; need each recipe once; drop one of them")
     return names
 
