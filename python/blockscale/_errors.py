@@ -37,24 +37,26 @@ def reword(refusal: str, operation: str, argument: str) -> str:
     return f"{operation}: {argument}.{refusal.partition(': ')[2]}"
 
 
-def lacks_memory(error: BaseException) -> bool:
-    """Whether it is a GPU's lack of memory as an operator of this package says it. PyTorch's own
-    raise torch.OutOfMemoryError, which what makes batches smaller catches; through the stable ABI
-    every failure is a RuntimeError."""
-    return type(error) is RuntimeError and "out of memory. Tried to allocate" in str(error)
+def typed(error: Exception) -> Exception:
+    """An operator's error as PyTorch's own raise it: a GPU's lack of memory as OutOfMemoryError,
+    which what makes batches smaller catches; through the stable ABI every failure is a
+    RuntimeError. Others as they are."""
+    lacks_memory = type(error) is RuntimeError and "out of memory. Tried to allocate" in str(error)
+    return torch.OutOfMemoryError(str(error)) if lacks_memory else error
 
 
 def as_pytorch_raises(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function with a lack of memory raised as torch.OutOfMemoryError."""
+    """The function with errors that are `typed`."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            if lacks_memory(error):
-                raise torch.OutOfMemoryError(str(error)) from None
-            raise
+            told = typed(error)
+            if told is error:
+                raise
+            raise told from None
 
     return run
 

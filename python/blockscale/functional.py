@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from blockscale._errors import as_pytorch_raises, fail, fail_type, lacks_memory, message
+from blockscale._errors import as_pytorch_raises, fail, fail_type, message, typed
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
@@ -191,7 +191,7 @@ def linear_with_key(
         if quantized is not None and quantized.device not in (None, x.device):
             need = f"{x.device}, where x is"
             fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
-        raise torch.OutOfMemoryError(str(failure)) if lacks_memory(failure) else failure
+        raise typed(failure)
     finally:
         del failure  # which has this frame in its traceback: together they would keep x
 
@@ -297,7 +297,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     part of the inputs, passes the node by that `once_differentiable` puts there to raise, and
     leaves a part out without a word."""
 
-    typed = as_pytorch_raises(backward)
+    in_pytorchs_types = as_pytorch_raises(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, dy: torch.Tensor) -> Any:
@@ -306,7 +306,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             is_layer = ctx.operation.endswith("linear")
             remedy = "use PyTorch's own layer there (skip= of convert)" if is_layer else ""
             fail(ctx.operation, "create_graph", True, need, remedy)
-        return (backward if torch.compiler.is_compiling() else typed)(ctx, dy)
+        return (backward if torch.compiler.is_compiling() else in_pytorchs_types)(ctx, dy)
 
     return run
 
