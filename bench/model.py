@@ -23,7 +23,11 @@ from torch.nn import functional
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, BLOCKS = 4096, 14336, 32, 8, 4
 BATCH, LENGTH = 2, 4096
-RECIPES = ("fp8_blockwise", SQUARES, "mxfp8", "mxfp4", "nvfp4")
+LEAN = "[keep_w=False,keep_x=False]"
+RECIPES = (
+    "fp8_blockwise", "fp8_blockwise[keep_w=False]", f"fp8_blockwise{LEAN}", SQUARES,
+    f"fp8_blockwise[wgrad_x=fp8_128x128]{LEAN}", "mxfp8", "mxfp4", f"mxfp4{LEAN}", "nvfp4",
+)  # fmt: skip
 TURNS, STEPS = 5, 4
 
 
@@ -89,8 +93,7 @@ def blocks() -> nn.Sequential:
 
 def variants() -> dict[str, Callable[[nn.Module], object]]:
     """What makes each of plain blocks."""
-    lean = bs.recipe("fp8_blockwise").replace(keep_w=False)
-    recipes = [*map(recipe, RECIPES[:2]), lean, *map(recipe, RECIPES[2:])]
+    recipes = [recipe(one) for one in RECIPES]
     found: dict[str, Callable[[nn.Module], object]] = {"bf16": lambda model: None}
     found |= {str(one): functools.partial(bs.convert, recipe=one) for one in recipes}
     try:

@@ -412,7 +412,9 @@ struct Saved {
       offset = kept.offset;
       memory = kept.memory;
     }
-    if (x_apart && recipe.wgrad_x)
+    if (x_apart && recipe.wgrad_x && next->scalar_type() != ScalarType::Byte)
+      x_values = *next++;
+    else if (x_apart && recipe.wgrad_x)
       x = made_before(at, "saved", *next++, *recipe.wgrad_x, -2, of_x);
     else if (x_apart)
       x = Side{matrix(*next++), -2, std::nullopt};
@@ -424,7 +426,7 @@ struct Saved {
     if (draws) seed = key_of(at, "seed", *next++);
   }
   std::optional<Side> x, w;
-  std::optional<Tensor> w_values;  // to be quantized
+  std::optional<Tensor> x_values, w_values;  // to be quantized
   const int64_t *seed = nullptr, *offset = nullptr;
   std::optional<Tensor> memory;  // of the offset
 };
@@ -480,8 +482,14 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
     Ints sizes{n, k};
     if (groups) sizes.insert(sizes.begin(), batch);
     check_into(at, into, sizes);
-    const Tensor made = weight_gradient(at, *dys.column, *from.x, dtype, w_dtype.value_or(dtype),
-                                        sizes, groups, m, into, w_turned);
+    std::optional<Making> xs;
+    if (from.x_values) {
+      xs.emplace(at, *from.x_values, false, groups, Spec(), recipe.wgrad_x, Wanted::no,
+                 Wanted::here, Key{Role::x, nullptr, nullptr});
+      make(at, &*xs);
+    }
+    const Tensor made = weight_gradient(at, *dys.column, xs ? *xs->column : *from.x, dtype,
+                                        w_dtype.value_or(dtype), sizes, groups, m, into, w_turned);
     if (!into) gradients.push_back(made);
   }
   if (db) {

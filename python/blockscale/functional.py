@@ -14,7 +14,7 @@ from blockscale._errors import as_pytorch_raises, fail, fail_type, message, type
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
-from blockscale.shared_input import quantized_input
+from blockscale.shared_input import quantized_in_backward, quantized_input
 from blockscale.tensor import (
     FLOATS,
     FLOATS_TEXT,
@@ -48,8 +48,8 @@ def linear(
     dtype, or autocast's where it is enabled; gradients have the dtypes of what they belong to.
 
     Saved for backward: x's wgrad operand (when w needs a gradient) and w's dgrad operand (when x
-    does), each quantized, or as it is where the recipe says high precision; with its
-    `keep_w=False` w itself; and the key of dy's random bits. Nothing else. A recipe without
+    does), each quantized, or as it is where the recipe says high precision, or `keep_x=False` or
+    `keep_w=False`; and the key of dy's random bits. Nothing else. A recipe without
     quantized operands is `F.linear`, with what that asks of its arguments. Layers that read the
     same large x (1 << 23 elements), one after another, quantize it once and save one operand: in
     eager code a change of x between them that PyTorch does not count, such as `x.data.mul_(2)`, is
@@ -170,10 +170,10 @@ def linear_with_key(
         compiling = torch.compiler.is_compiling()
         watched = compiling or torch._C._are_functorch_transforms_active()
         exporting = watched and is_exporting()
-        made_x = None
-        if dw and not exporting and (compiling or not watched):
-            made_x = quantized_input(x, recipe, offsets)
         text = recipe.text if exporting else recipe.forward_text
+        made_x = None
+        if dw and recipe.quantizes_x and not exporting and (compiling or not watched):
+            made_x = quantized_input(x, text, offsets)
         rest = (text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made, made_x)
         forward = _forward if watched else _forward_now
         if exporting:
@@ -347,10 +347,13 @@ class LinearFunction(torch.autograd.Function):
         # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
         y, *saved = forward(x, w, bias, *rest)
         text, dx, dw, seed, _, offsets, _, quantized_w, quantized_x = rest
-        x_apart = quantized_x is not None
-        w_apart = quantized_w is not None or text != recipe.text
+        lean = text != recipe.text  # the backward quantizes what the recipe does not keep
+        x_later = recipe.later_x if lean and dw else ""
+        x_apart = quantized_x is not None or x_later != ""
+        w_apart = quantized_w is not None or (lean and not recipe.keep_w)
+        x_at = len(saved)
         if dw and (x_apart or recipe.wgrad_x is None):
-            saved = [*saved, x if recipe.wgrad_x is None else quantized_x[-1]]
+            saved = [*saved, x if x_later or recipe.wgrad_x is None else quantized_x[-1]]
         if dx and (w_apart or recipe.dgrad_w is None):
             ahead = quantized_w is not None and recipe.dgrad_w is not None
             saved = [*saved, quantized_w[-1] if ahead else w]
@@ -366,6 +369,7 @@ class LinearFunction(torch.autograd.Function):
         )
         # Of experts in memory [E, K, N]: so that theirs is no copy of the gradient, but it.
         turned = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
+        ctx.later = (x_later, x_at)
         ctx.call = (recipe.text, w.shape[-1], dx, dw, db, dtypes, into, turned, x_apart, w_apart)
         return y
 
@@ -376,6 +380,11 @@ class LinearFunction(torch.autograd.Function):
         text, k, dx, dw, db, dtypes, into, turned, *apart = ctx.call
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
+        x_later, x_at = ctx.later
+        if x_later and want_w:
+            made_x = quantized_in_backward(saved[x_at], x_later, offsets)
+            if made_x is not None:
+                saved = [*saved[:x_at], made_x, *saved[x_at + 1 :]]
         if into is None or skip_w:
             call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w, turned, *apart)
             made = iter(_ops.linear_backward.default(dy, saved, *call))

@@ -181,9 +181,11 @@ _GEMMS: Final = {
 OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
 # What is found out when a recipe is made.
 _RECIPE_FACTS: Final = (
-    "text", "forward_text", "high_precision", "stochastic", "quantizes_x", "draws_dx", "draws_dw",
-    "cuda_needs",
+    "text", "forward_text", "later_x", "high_precision", "stochastic", "quantizes_x", "draws_dx",
+    "draws_dw", "cuda_needs",
 )  # fmt: skip
+# What a forward keeps for its backward, and the operand.
+_KEPT: Final = {"keep_w": "dgrad_w", "keep_x": "wgrad_x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +196,7 @@ class Recipe:
     PyTorch's own GEMM multiplies it with the other one, decoded.
 
     Args:
-        name: only a label: recipes are equal when their operands and keep_w are.
+        name: only a label: recipes are equal when their operands, keep_w and keep_x are.
         fprop_x: x [M, K] of y = x·Wᵀ, quantized along axis -1 (K).
         fprop_w: W [N, K] of y = x·Wᵀ, along axis -1 (K).
         dgrad_dy: dy [M, N] of dx = dy·W, along axis -1 (N).
@@ -205,10 +207,15 @@ class Recipe:
             else it keeps W itself, which takes no memory where that is a parameter, and the
             backward quantizes W once more. The results are the same bits. A W that tensor
             parallelism has cut is kept in any case, and so it is in programs of torch.export.
+        keep_x: likewise whether it keeps wgrad_x, or x itself. That takes less memory where x is
+            kept for something else, as attention keeps its result, or can be computed again from
+            what is: `torch.compile` then does so with the results of norms and gates. Elsewhere x
+            takes more, two bytes an element in BF16.
 
     Attributes:
         text: the operands as the operators take them: their texts in the order of `OPERANDS`.
-        forward_text: those that a forward makes: without dgrad_w, where it is not kept.
+        forward_text: those that a forward makes: without those of its backward that it keeps not.
+        later_x: wgrad_x alone, where it is made in the backward; else empty.
         quantizes_x: x's operands in fprop and wgrad are made of x alone, without random bits.
         high_precision: no operand is quantized.
         stochastic: some operand draws random bits.
@@ -218,9 +225,10 @@ class Recipe:
 
     Raises:
         TypeError: an operand that is neither a Spec nor None, a name that is no text, or a keep_w
-            that is no bool.
+            or keep_x that is no bool.
         ValueError: two operands of a GEMM that cannot be multiplied: with different Hadamard
-            transforms, or block lengths; keep_w=False where dgrad_w draws random bits.
+            transforms, or block lengths; keep_w=False where dgrad_w draws random bits, or
+            keep_x=False where wgrad_x does.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -231,9 +239,11 @@ class Recipe:
     wgrad_dy: Spec | None = None
     wgrad_x: Spec | None = None
     keep_w: bool = True
+    keep_x: bool = True
     # Found once: a layer looks at them in every forward.
     text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
     forward_text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
+    later_x: str = dataclasses.field(default="", init=False, repr=False, compare=False)
     high_precision: bool = dataclasses.field(default=True, init=False, repr=False, compare=False)
     stochastic: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     quantizes_x: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
@@ -248,24 +258,37 @@ class Recipe:
         for operand, value in zip(OPERANDS, operands, strict=True):
             if value is not None and not isinstance(value, Spec):
                 fail_type("recipe", operand, value, "a Spec, or None", "bs.spec(name) makes one")
-        if not isinstance(self.keep_w, bool):
-            fail_type("recipe", "keep_w", self.keep_w, "a bool")
-        if not self.keep_w and self.dgrad_w is not None and self.dgrad_w.rounding == "stochastic":
-            need = "True: another quantization would have to draw the random bits of the first"
-            fail("recipe", "keep_w", False, need, "give dgrad_w rounding='nearest'")
-        text = " ".join("none" if s is None else s.text for s in operands)
-        made = text if self.keep_w else _without_dgrad_w(text)
-        for name, value in zip(_RECIPE_FACTS, (text, made, *_facts_of(text)), strict=True):
+        texts = ["none" if s is None else s.text for s in operands]
+        text, later_x = " ".join(texts), ""
+        for keep, operand in _KEPT.items():
+            if not isinstance(getattr(self, keep), bool):
+                fail_type("recipe", keep, getattr(self, keep), "a bool")
+            at, value = OPERANDS.index(operand), getattr(self, operand)
+            if getattr(self, keep) or value is None:
+                continue
+            if value.rounding == "stochastic":
+                need = "True: another quantization would have to draw the random bits of the first"
+                fail("recipe", keep, False, need, f"give {operand} rounding='nearest'")
+            texts[at] = "none"
+            if keep == "keep_x":
+                later_x = " ".join([*["none"] * at, value.text])
+        facts = (text, " ".join(texts), later_x, *_facts_of(text))
+        for name, value in zip(_RECIPE_FACTS, facts, strict=True):
             object.__setattr__(self, name, value)
 
     def replace(
-        self, *, name: str | None = None, keep_w: bool | None = None, **operands: Spec | str | None
+        self,
+        *,
+        name: str | None = None,
+        keep_w: bool | None = None,
+        keep_x: bool | None = None,
+        **operands: Spec | str | None,
     ) -> Recipe:
         """A copy with some operands replaced.
 
         Args:
             name: of the copy; None for this one's with the changes in brackets.
-            keep_w: None for this one's.
+            keep_w, keep_x: None for this one's.
             operands: fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x: a Spec, its text, or
                 None for high precision.
 
@@ -284,29 +307,24 @@ class Recipe:
                 )
         specs = {k: None if v is None else spec(v) for k, v in operands.items()}
         changes = {k: "none" if v is None else v.text for k, v in specs.items()}
-        keep = self.keep_w if keep_w is None else keep_w
-        if keep_w is not None:
-            changes["keep_w"] = str(keep_w)
+        kept = {k: v for k, v in (("keep_w", keep_w), ("keep_x", keep_x)) if v is not None}
+        changes |= {k: str(v) for k, v in kept.items()}
         changed = ",".join(f"{k}={v}" for k, v in changes.items())
         label = f"{self.name}[{changed}]" if changed else self.name
         named = label if name is None else name
-        return dataclasses.replace(self, name=named, keep_w=keep, **specs)  # type: ignore[arg-type]
+        return dataclasses.replace(self, name=named, **kept, **specs)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew: what its GEMMs need on a GPU is another machine's.
-        return Recipe, (self.name, *(getattr(self, operand) for operand in OPERANDS), self.keep_w)
+        operands = (getattr(self, operand) for operand in OPERANDS)
+        return Recipe, (self.name, *operands, self.keep_w, self.keep_x)
 
 
 # What torch.load may call and make: both are data.
 torch.serialization.add_safe_globals([spec, Recipe])
-
-
-def _without_dgrad_w(text: str) -> str:
-    specs = zip(OPERANDS, text.split(" "), strict=True)
-    return " ".join(["none" if operand == "dgrad_w" else spec for operand, spec in specs])
 
 
 def _facts_of(text: str) -> tuple[bool | str, ...]:
@@ -414,9 +432,9 @@ def recipe(name: str | Recipe) -> Recipe:
         return _RECIPES[name]
     if name.endswith("]"):
         if torch.compiler.is_compiling():
-            label, keep_w, *texts = _parts_of(name)
+            label, keep_w, keep_x, *texts = _parts_of(name)
             operands: Any = [None if text == "none" else spec(text) for text in texts]
-            return Recipe(label, *operands, keep_w=keep_w)  # type: ignore[misc]
+            return Recipe(label, *operands, keep_w, keep_x)
         return _changed_recipe(name)
     known = recipe_names()
     remedy = did_you_mean(name, known)
@@ -450,12 +468,12 @@ def _changed_recipe(text: str) -> Recipe:
         key, equals, value = (word.strip() for word in part.partition("="))
         if start < 1 or not (key and equals and value) or key in changes:
             fail("recipe", "name", repr(text), need)
-        if key not in (*OPERANDS, "keep_w"):
-            known = f"one of {', '.join(OPERANDS)}, or keep_w"
+        if key not in (*OPERANDS, *_KEPT):
+            known = f"one of {', '.join(OPERANDS)}, keep_w or keep_x"
             fail("recipe", "operand", repr(key), known, did_you_mean(key, OPERANDS))
-        if key == "keep_w":
+        if key in _KEPT:
             if value not in ("True", "False"):
-                fail("recipe", "keep_w", value, "True or False")
+                fail("recipe", key, value, "True or False")
             changes[key] = value == "True"
         else:
             changes[key] = None if value == "none" else value
@@ -463,9 +481,9 @@ def _changed_recipe(text: str) -> Recipe:
 
 
 def _parts_of(text: str) -> tuple[Any, ...]:
-    """Its label, keep_w and operands as texts: what torch.compile takes for constants."""
+    """Its label, what it keeps and its operands as texts: what torch.compile takes for constants."""
     made = _changed_recipe(text)
-    return made.name, made.keep_w, *made.text.split(" ")
+    return made.name, made.keep_w, made.keep_x, *made.text.split(" ")
 
 
 _parts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

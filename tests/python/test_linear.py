@@ -240,6 +240,38 @@ def test_a_weight_that_the_backward_quantizes_again(name: str, wanted: tuple[boo
     assert size([t for t in saved if t.numel() > 1 and t.shape != w.shape]) == want
 
 
+@pytest.mark.parametrize("keep_w", [True, False])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_an_input_that_the_backward_quantizes_again(name: str, keep_w: bool) -> None:
+    """The same bits, and nothing of x is saved but x."""
+    case, recipe = make(), bs.recipe(name).replace(keep_w=keep_w)
+    again = recipe.replace(keep_x=False)
+    want = run(case, recipe)
+    assert_same(run(case, again), want)
+    saved = saved_tensors(case, again)
+    assert [t.data_ptr() for t in saved].count(case.x.data_ptr()) == 1
+    of_w = saved_tensors(Case(case.x, case.w.detach(), None, case.dy), recipe)
+    assert size([t for t in saved if t.numel() > 1 and t.shape != case.x.shape]) == size(
+        [t for t in of_w if t.numel() > 1]
+    )
+    # Each gradient by itself.
+    y = bs.linear(case.x, case.w, case.bias, again, rng=RNG)
+    parts = [
+        torch.autograd.grad(y, t, case.dy, retain_graph=True)[0] for t in case[:3] if t is not None
+    ]
+    assert_same([y, *parts], want)
+
+
+def test_an_input_that_changes_before_it_is_quantized_again() -> None:
+    case = make()
+    x = case.x * 2
+    y = bs.linear(x, case.w, recipe="mxfp8[keep_x=False]")
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(case.dy)
+
+
 MIXES = {
     "fprop high precision": dict(fprop_x=None, fprop_w=None),
     "weight only": dict(fprop_x=None, dgrad_dy=None),

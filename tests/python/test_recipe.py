@@ -166,11 +166,20 @@ def test_a_recipe_is_a_value() -> None:
     assert not lean.replace(fprop_x=None).keep_w
     assert lean.replace(keep_w=True) == base
     assert pickle.loads(pickle.dumps(lean)) == lean
+    leaner = lean.replace(keep_x=False)
+    assert str(leaner) == "nvfp4[keep_w=False][keep_x=False]"
+    assert leaner not in (base, lean, base.replace(keep_x=False))
+    assert pickle.loads(pickle.dumps(leaner)) == leaner
+    assert (leaner.replace(keep_w=True), leaner.replace(keep_x=True)) == (
+        base.replace(keep_x=False),
+        lean,
+    )
 
 
 TEXTS = {
     "fp8_blockwise[wgrad_x=fp8_128x128]": ("fp8_blockwise", {"wgrad_x": "fp8_128x128"}),
     "mxfp8[keep_w=False]": ("mxfp8", {"keep_w": False}),
+    "mxfp4[keep_w=False,keep_x=False]": ("mxfp4", {"keep_w": False, "keep_x": False}),
     "nvfp4[wgrad_dy=none,wgrad_x=none,keep_w=False]": (
         "nvfp4",
         {"wgrad_dy": None, "wgrad_x": None, "keep_w": False},
@@ -241,11 +250,13 @@ def test_compiled_code_takes_the_text_of_a_recipe() -> None:
     assert torch.equal(compiled(x), changed(x))
 
 
-def test_a_weight_that_draws_is_kept() -> None:
+def test_what_draws_is_kept() -> None:
     with pytest.raises(TypeError, match=r"^recipe: keep_w = an int; need a bool$"):
         bs.recipe("nvfp4").replace(keep_w=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^recipe: keep_w = False; need True: another quanti"):
         bs.recipe("nvfp4").replace(dgrad_w="nvfp4[block=16x16,rounding=stochastic]", keep_w=False)
+    with pytest.raises(ValueError, match=r"^recipe: keep_x = False; need True: another quanti"):
+        bs.recipe("nvfp4[wgrad_x=nvfp4[hadamard=16,rounding=stochastic],keep_x=False]")
 
 
 def test_what_recipes_draw() -> None:

@@ -76,11 +76,14 @@ def test_same_bits(name: str, grouped: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("keep_x", [False, True])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp4", "nvfp4", "dgrad in high precision"])
-def test_the_backward_quantizes_it_again(name: str, grouped: bool, device: torch.device) -> None:
+def test_the_backward_quantizes_it_again(
+    name: str, keep_x: bool, grouped: bool, device: torch.device
+) -> None:
     """Where it is not kept; one made ahead is read all the same."""
     recipe, case = RECIPES[name], make(grouped, device)
-    want, lean = run(case, recipe), recipe.replace(keep_w=False)
+    want, lean = run(case, recipe), recipe.replace(keep_w=False, keep_x=keep_x)
     assert_same(run(case, lean), want)
     kept = bs.quantize_weight(case.w, recipe)
     assert_same(run(case, lean, quantized_weight=kept), want)
