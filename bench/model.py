@@ -26,7 +26,7 @@ BATCH, LENGTH = 2, 4096
 LEAN = "[keep_w=False,keep_x=False]"
 RECIPES = (
     "fp8_blockwise", "fp8_blockwise[keep_w=False]", f"fp8_blockwise{LEAN}", SQUARES,
-    f"fp8_blockwise[wgrad_x=fp8_128x128]{LEAN}", "mxfp8", "mxfp4", f"mxfp4{LEAN}", "nvfp4",
+    f"fp8_blockwise[wgrad_x=fp8_128x128,{LEAN[1:]}", "mxfp8", "mxfp4", f"mxfp4{LEAN}", "nvfp4",
 )  # fmt: skip
 TURNS, STEPS = 5, 4
 
