@@ -481,7 +481,7 @@ def _changed_recipe(text: str) -> Recipe:
 
 
 def _parts_of(text: str) -> tuple[Any, ...]:
-    """Its label, what it keeps and its operands as texts: what torch.compile takes for constants."""
+    """Its label, what it keeps, its operands as texts: what torch.compile takes for constants."""
     made = _changed_recipe(text)
     return made.name, made.keep_w, made.keep_x, *made.text.split(" ")
 

@@ -77,9 +77,13 @@ def quantized_input(
 def quantized_in_backward(
     x: torch.Tensor, recipe: str, offsets: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """x's operand of W's gradient, the only one that this text quantizes, where the forward has kept
-    x itself. None where the layer is to quantize x itself. Compiled code has it as an operator in
-    any case, so that the compiler can choose what to keep."""
+    """x's operand of W's gradient, the only one that this text quantizes, where the forward has
+    kept x itself. None where the layer is to quantize x itself.
+
+    Compiled code has it as an operator in any case, so that the compiler can choose what to keep.
+    Of an x that only PyTorch's own operators read in the backward it computes again what it can:
+    hence maximum(), which is x, and which it does not take out as it would a copy.
+    """
     if torch.compiler.is_compiling():
         again = torch.maximum(x, x)
         made: list[torch.Tensor] | None = _quantize_input(again, recipe, True, offsets)

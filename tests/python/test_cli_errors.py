@@ -62,7 +62,8 @@ OPTIONS = [
      "--recipes = bf16 twice; need each recipe once; drop one of them"),
     (["--recipes", "nvfp4[keep_w=True,wgrad_y=none]"],
      "--recipes = nvfp4[keep_w=True,wgrad_y=none]: recipe: operand = 'wgrad_y'; need one of "
-     "fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x, keep_w or keep_x; did you mean 'wgrad_dy'?"),
+     "fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x, keep_w or keep_x; "
+     "did you mean 'wgrad_dy'?"),
     (["--recipes", "mxfp8[keep_w=False],mxfp8[ keep_w=False ]"],
      "--recipes = mxfp8[ keep_w=False ] twice; need each recipe once; drop one of them"),
     (["--recipes", "mxfp8,mxfp8[keep_w=True]"],
