@@ -434,7 +434,7 @@ def recipe(name: str | Recipe) -> Recipe:
         if torch.compiler.is_compiling():
             label, keep_w, keep_x, *texts = _parts_of(name)
             operands: Any = [None if text == "none" else spec(text) for text in texts]
-            return Recipe(label, *operands, keep_w, keep_x)
+            return Recipe(label, *operands, keep_w=keep_w, keep_x=keep_x)  # type: ignore[misc]
         return _changed_recipe(name)
     known = recipe_names()
     remedy = did_you_mean(name, known)

@@ -269,7 +269,7 @@ def test_an_input_that_changes_before_it_is_quantized_again() -> None:
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward(case.dy)
+        y.backward(case.dy)  # type: ignore[no-untyped-call]
 
 
 MIXES = {
