@@ -35,6 +35,7 @@ GROUPS: dict[str, list[str]] = {
         "convert", "Report", "revert", "attach", "advance", "rng_state", "set_step",
     ],
     "Recipes": ["recipe", "recipe_names", "Recipe"],
+    "What a recipe costs": ["measure", "Measurement"],
     "Random bits": ["Rng"],
     "What runs where": ["describe", "explain"],
 }  # fmt: skip

@@ -7,6 +7,7 @@
 - Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
   `grouped_matmul`.
 - What decides the bits: `spec`, `recipe`, `Rng`.
+- What it costs: `measure`.
 - What runs where: `describe`, `explain`, and the command `blockscale doctor`.
 """
 
@@ -21,6 +22,7 @@ from blockscale.convert import Report, convert, revert
 from blockscale.counting import advance, attach, rng_state, set_step
 from blockscale.exchange import quantized_all_to_all
 from blockscale.functional import grouped_linear, linear
+from blockscale.measure import Measurement, measure
 from blockscale.nn import quantized_weights
 from blockscale.ops import (
     amax,
@@ -41,6 +43,7 @@ __version__: str = facts()["version"]
 del facts
 
 __all__ = [
+    "Measurement",
     "QuantizedTensor",
     "QuantizedWeight",
     "Recipe",
@@ -58,6 +61,7 @@ __all__ = [
     "grouped_matmul",
     "linear",
     "matmul",
+    "measure",
     "nn",
     "quantize",
     "quantize_dual",

@@ -31,6 +31,8 @@ _forward_now = _forward._op  # what PyTorch's Python calls in the end, which com
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
 # Other types may be DTensors, which are looked for only then: importing them takes half a second.
 USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
+# Told of every product y = x·Wᵀ, as (x, w, recipe, offsets, y), while measure.py is at work.
+product_seen: Callable[..., None] | None = None
 
 
 def linear(
@@ -150,7 +152,10 @@ def linear_with_key(
             quantized.operands_of(w, recipe, False, "linear")
         return torch.nn.functional.linear(x, w, bias)
     if not USUAL.issuperset((type(x), type(w))) and (is_dtensor(x) or is_dtensor(w)):
-        return _linear_over_mesh(x, w, bias, recipe, key, offsets, into, quantized)
+        over_mesh = _linear_over_mesh(x, w, bias, recipe, key, offsets, into, quantized)
+        if product_seen is not None:
+            product_seen(x, w, recipe, offsets, over_mesh)
+        return over_mesh
     dx = dw = db = False
     seed, offset = key or (None, None)
     # In a small layer looking at the arguments costs as much as a kernel: the operator refuses what
@@ -183,6 +188,8 @@ def linear_with_key(
         else:
             apply: Callable[..., Any] = LinearFunction.apply if watched else _apply
             y = apply(x, w, bias, (forward, recipe, rest, db, into))
+        if product_seen is not None and not watched:
+            product_seen(x, w, recipe, offsets, y)
         return y
     except Exception as error:
         failure = error

@@ -173,12 +173,12 @@ def spec_names() -> tuple[str, ...]:
 
 
 # The operands of the three GEMMs of y = x·Wᵀ; each GEMM multiplies its two.
-_GEMMS: Final = {
+GEMMS: Final = {
     "fprop": ("fprop_x", "fprop_w"),  # y [M, N], contraction K
     "dgrad": ("dgrad_dy", "dgrad_w"),  # dx [M, K], contraction N
     "wgrad": ("wgrad_dy", "wgrad_x"),  # dW [N, K], contraction M
 }
-OPERANDS: Final = tuple(operand for pair in _GEMMS.values() for operand in pair)
+OPERANDS: Final = tuple(operand for pair in GEMMS.values() for operand in pair)
 # What is found out when a recipe is made.
 _RECIPE_FACTS: Final = (
     "text", "forward_text", "later_x", "high_precision", "stochastic", "quantizes_x", "draws_dx",
@@ -335,7 +335,7 @@ def _facts_of(text: str) -> tuple[bool | str, ...]:
     made = [s for s in operands.values() if s is not None]
     draws = {name for name, s in operands.items() if s is not None and s.stochastic}
     needs = ""
-    for gemm, (a, b) in _GEMMS.items():
+    for gemm, (a, b) in GEMMS.items():
         pair = {a: operands[a], b: operands[b]}
         _check_pair(gemm, pair)
         if None not in pair.values():

@@ -21,17 +21,15 @@ from rich.table import Table
 from torch import Tensor
 
 import blockscale as bs
-from blockscale._core import facts
 from blockscale.cli.errors import CliError, nearest, path_text
 from blockscale.cli.run_folder import write_atomically
+from blockscale.noise import Noise
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MOST_LABELS = 600  # of tensors in the plot, as many as fit in a picture of 100 inches
 CHUNK_ELEMENTS = 1 << 22  # read at a time
 CHUNK_ROWS = 128  # a chunk is whole tiles of every spec
-# What a maximum may lose without saturating (specification, section 6).
-ROUNDING_OF_DECODE = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -193,64 +191,19 @@ def inspect_tensor(
 ) -> list[Result]:
     """Reads a tensor twice: once for its amax, which two-level specs scale by, once to measure."""
     amax = max_of(chunk.float().abs().amax() for chunk in chunks(file_slice, shape))
-    sums = [Sums() for _ in specs]
+    sums = [Noise() for _ in specs]
     for index, chunk in enumerate(chunks(file_slice, shape)):
         for spec, total in zip(specs, sums, strict=True):
-            total.add(chunk, spec, amax, index)
+            total.add(chunk, spec, amax if spec.outer else None, index)
     return [
-        Result(name, shape, spec.text, float(amax), *total.rates())
-        for spec, total in zip(specs, sums, strict=True)
+        Result(name, shape, spec.text, float(amax), of.sqnr, of.underflow, of.saturation)
+        for spec, of in zip(specs, sums, strict=True)
     ]
 
 
 def max_of(values: Iterator[Tensor]) -> Tensor:
     """The largest of some scalars, NaN if one is NaN."""
     return torch.stack(list(values)).amax()
-
-
-class Sums:
-    """Running sums over the chunks of a tensor under one spec, in float64."""
-
-    def __init__(self) -> None:
-        self.signal = self.noise = 0.0
-        self.count = self.nonzero = self.underflowed = self.saturated = 0
-
-    def add(self, x: Tensor, spec: bs.Spec, amax: Tensor, index: int) -> None:
-        """Adds one chunk [R, C]. `index` varies the random bits of stochastic specs."""
-        rng = bs.Rng(0, index) if spec.stochastic else None
-        q = bs.quantize(x, spec, amax=amax if spec.outer else None, rng=rng)
-        y = bs.dequantize(q, dtype=torch.float32)
-        x = x.float()
-        self.signal += float(x.double().square().sum())
-        self.noise += float((x.double() - y.double()).square().sum())
-        self.count += x.numel()
-        self.nonzero += int((x != 0).sum())
-        self.underflowed += int(((x != 0) & (y == 0)).sum())
-        cut = x.abs() > y.abs() * (1.0 + ROUNDING_OF_DECODE)
-        self.saturated += int((cut & is_largest(q, x.shape[1])).sum())
-
-    def rates(self) -> tuple[float, float, float]:
-        """SQNR in dB, underflow, saturation."""
-        if self.signal == 0.0 or self.noise == 0.0:  # a tensor of zeros, or an exact one
-            sqnr = math.inf
-        elif math.isinf(self.noise) and not math.isinf(self.signal):
-            sqnr = -math.inf  # a value that overflows when decoded
-        else:
-            sqnr = 10.0 * math.log10(self.signal / self.noise)
-        return sqnr, self.underflowed / max(1, self.nonzero), self.saturated / self.count
-
-
-def is_largest(q: bs.QuantizedTensor, columns: int) -> Tensor:
-    """Where a code [R, C] stands for its format's largest magnitude."""
-    element = next(e for e in facts()["elements"] if e["name"] == q.spec.element)
-    codes = q.codes
-    if codes.dtype != torch.uint8:  # an FP8 dtype of torch
-        return codes[:, :columns].float().abs().eq(element["max"])
-    if q.spec.codes_per_byte == 2:
-        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    # FP6 and FP4 have no NaN or Inf: the largest magnitude is all ones below the sign.
-    ones: int = (1 << (element["bits"] - 1)) - 1
-    return (codes[:, :columns] & ones).eq(ones)
 
 
 def as_table(results: Sequence[Result]) -> Table:

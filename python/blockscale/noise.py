@@ -1,0 +1,104 @@
+"""What a spec does to the elements of a tensor: noise, underflow, saturation."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from blockscale._core import facts
+from blockscale.ops import dequantize, quantize
+from blockscale.recipe import Spec
+from blockscale.rng import Rng
+from blockscale.tensor import QuantizedTensor
+
+# What a maximum may lose without saturating (specification, section 6).
+_ROUNDING_OF_DECODE: Final = 2.0**-20
+
+
+class Noise:
+    """Sums over tensors, or pieces of one, under one spec, in float64."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = self.amax = 0.0
+        self.count = self.nonzero = self.underflowed = self.saturated = 0
+
+    def add(
+        self, x: torch.Tensor, spec: Spec, amax: torch.Tensor | None = None, index: int = 0
+    ) -> torch.Tensor:
+        """Adds a matrix [R, C] that is quantized along its rows; returns what its codes stand for,
+        float32 [R, C] (of a spec with a Hadamard transform C rounded up to whole transforms).
+
+        Args:
+            x: float32, bfloat16 or float16.
+            spec: how.
+            amax: what the outer scale is made from, where x is a piece; None for x's own.
+            index: varies the random bits of a stochastic spec.
+        """
+        if spec.hadamard:  # as the transform extends it
+            x = torch.nn.functional.pad(x, (0, -x.shape[1] % spec.hadamard))
+        q = quantize(x, spec, amax=amax, rng=Rng(0, index) if spec.stochastic else None)
+        y = dequantize(q, dtype=torch.float32)
+        x = _transformed(x.float(), spec)
+        self.add_error(x, y)
+        self.count += x.numel()
+        self.nonzero += int((x != 0).sum())
+        self.underflowed += int(((x != 0) & (y == 0)).sum())
+        cut = x.abs() > y.abs() * (1.0 + _ROUNDING_OF_DECODE)
+        self.saturated += int((cut & _is_largest(q, x.shape[1])).sum())
+        return y
+
+    def add_error(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds what y, float32, is beside x."""
+        self.signal += float(x.double().square().sum())
+        self.noise += float((x.double() - y.double()).square().sum())
+        if x.numel():
+            self.amax = max(self.amax, float(x.abs().amax()))
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise, dB; infinite where there is no noise."""
+        if self.signal == 0.0 or self.noise == 0.0:  # a tensor of zeros, or an exact one
+            return math.inf
+        if math.isinf(self.noise) and not math.isinf(self.signal):
+            return -math.inf  # a value that overflows when decoded
+        return 10.0 * math.log10(self.signal / self.noise)
+
+    @property
+    def underflow(self) -> float:
+        """The share of the elements other than 0 that become 0."""
+        return self.underflowed / max(1, self.nonzero)
+
+    @property
+    def saturation(self) -> float:
+        """The share of all elements that are cut off at the largest code."""
+        return self.saturated / max(1, self.count)
+
+
+def _transformed(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """x, in whole blocks, after the spec's Hadamard transform along its rows, unrounded
+    (specification, section 8)."""
+    d = spec.hadamard
+    if not d:
+        return x
+    i = torch.arange(d, device=x.device)
+    pairs = i[:, None] & i
+    odd = sum((pairs >> bit) & 1 for bit in range(d.bit_length() - 1)) % 2
+    flipped = torch.tensor([spec.hadamard_mask >> bit & 1 for bit in range(d)], device=x.device)
+    matrix = (1 - 2 * odd) * (1 - 2 * flipped) / math.sqrt(d)
+    blocks = x.reshape(x.shape[0], -1, d) @ matrix.t().to(x.dtype)
+    return blocks.reshape(x.shape)
+
+
+def _is_largest(q: QuantizedTensor, columns: int) -> torch.Tensor:
+    """Where a code [R, C] stands for its format's largest magnitude."""
+    element = next(e for e in facts()["elements"] if e["name"] == q.spec.element)
+    codes = q.codes
+    if codes.dtype != torch.uint8:  # an FP8 dtype of torch
+        return codes[:, :columns].float().abs().eq(element["max"])
+    if q.spec.codes_per_byte == 2:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    # FP6 and FP4 have no NaN or Inf: the largest magnitude is all ones below the sign.
+    ones: int = (1 << (element["bits"] - 1)) - 1
+    return (codes[:, :columns] & ones).eq(ones)

@@ -1,0 +1,290 @@
+"""`measure` tells what quantization costs, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from blockscale import functional
+from blockscale.recipe import GEMMS
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+RECIPES = [name for name in bs.recipe_names() if name != "bf16"]
+ROUNDED = ["fp8_blockwise", "mxfp8", "mxfp4"]  # without random bits
+
+
+def model(recipe: str | bs.Recipe) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(70, 96), nn.GELU(), nn.Linear(96, 37))
+    bs.convert(made, recipe)
+    return made
+
+
+def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def noise_db(exact: torch.Tensor, made: torch.Tensor) -> float:
+    error = (exact.double() - made.double()).square().sum()
+    return 10 * math.log10(float(exact.detach().double().square().sum() / error.detach()))
+
+
+def step(made: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    made.zero_grad()
+    y = made(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in made.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_stays_what_it_is(recipe: str, device: torch.device) -> None:
+    made, x = model(recipe).to(device), x_of(2, 11, 70).to(device)
+    want = step(made, x)
+    bs.set_step(made, 0)
+    with bs.measure(made) as found:
+        got = step(made, x)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    # x itself needs no gradient.
+    names = [(p.layer, p.gemm) for p in found.products]
+    assert names == [("0", "fprop"), ("0", "wgrad"), *(("2", gemm) for gemm in GEMMS)]
+    assert all(list(p.operands) == list(GEMMS[p.gemm]) for p in found.products)
+
+
+@pytest.mark.parametrize("recipe", ROUNDED)
+def test_the_noise_of_results(recipe: str) -> None:
+    """Of y and both gradients, against products in double."""
+    x, w = x_of(50, 70).requires_grad_(), x_of(37, 70, seed=1)
+    layer = bs.nn.Linear(70, 37, bias=False, recipe=recipe)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    dy = x_of(50, 37, seed=2)
+    with bs.measure(layer) as found:
+        y = layer(x)
+    y.backward(dy)  # whenever it comes
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    exact = {"fprop": x @ w.t(), "dgrad": dy @ w, "wgrad": dy.t() @ x}
+    made = {"fprop": y, "dgrad": x.grad, "wgrad": layer.weight.grad}
+    got = {p.gemm: p for p in found.products}
+    assert list(got) == list(GEMMS)
+    for gemm, product in got.items():
+        assert product.layer == "(root)"
+        assert product.sqnr == pytest.approx(noise_db(exact[gemm], made[gemm]), abs=0.01)
+    # An operand by itself.
+    spec = layer.recipe.dgrad_w
+    assert spec is not None
+    of_w = got["dgrad"].operands["dgrad_w"]
+    values = bs.quantize(w, spec, axis=-2).dequantize(torch.float32)
+    assert of_w.sqnr == pytest.approx(noise_db(w, values), abs=1e-3)
+    lost = int(((w != 0) & (values == 0)).sum())
+    assert of_w.underflow == lost / int((w != 0).sum())
+    assert (of_w.spec, of_w.amax) == (spec.text, float(w.abs().max()))
+
+
+def test_transforms_and_random_bits() -> None:
+    """A transform leaves the noise of normal data what it is; stochastic rounding adds to it."""
+    x, w = x_of(256, 256), x_of(256, 256, seed=1)
+    layer = bs.nn.Linear(256, 256, bias=False, recipe="nvfp4")
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    with bs.measure(layer) as found:
+        layer(x.requires_grad_()).backward(x_of(256, 256, seed=2))
+    of = {name: operand for p in found.products for name, operand in p.operands.items()}
+    assert of["wgrad_x"].sqnr == pytest.approx(of["fprop_x"].sqnr, abs=0.3)
+    assert of["wgrad_dy"].sqnr == pytest.approx(of["dgrad_dy"].sqnr, abs=0.3)
+    assert of["fprop_x"].sqnr - of["dgrad_dy"].sqnr > 3
+    assert "hadamard=16" in of["wgrad_x"].spec
+
+
+def test_sums_over_steps() -> None:
+    made, batches = model("mxfp8"), [x_of(8, 70, seed=i) * 10.0**i for i in range(3)]
+
+    def of(*xs: torch.Tensor) -> bs.Measurement:
+        with bs.measure(made) as found:
+            for x in xs:
+                step(made, x)
+        return found
+
+    one, together = of(batches[2]), of(*batches)
+    first = together.products[0]
+    # The largest batch has nearly all of the energy.
+    assert first.sqnr == pytest.approx(one.products[0].sqnr, abs=0.1)
+    assert first.operands["fprop_x"].amax == float(batches[2].abs().max())
+    assert len(together.products) == len(one.products) == 5
+
+
+def test_high_precision_is_not_measured() -> None:
+    recipe = bs.recipe("mxfp8").replace(dgrad_dy=None, dgrad_w=None)
+    made = model(recipe)
+    bs.convert(made, recipe, skip=["0"])
+    with bs.measure(made) as found:
+        step(made, x_of(8, 70))
+    products = {(p.layer, p.gemm): p for p in found.products}
+    exact = products.pop(("2", "dgrad"))
+    assert exact.sqnr == math.inf
+    assert {o.spec for o in exact.operands.values()} == {"none"}
+    assert {layer for layer, _ in products} == {"2"}
+    assert all(20 < p.sqnr < 40 for p in products.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_runs_again_counts_once(reentrant: bool) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model("mxfp4")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
+            return y
+
+    made, x = Again(), x_of(8, 70).requires_grad_()
+    with bs.measure(made.inner) as plain:
+        step(made.inner, x)
+    with bs.measure(made) as found:
+        step(made, x)
+    assert [p.layer for p in found.products] == [f"inner.{p.layer}" for p in plain.products]
+    assert [p.sqnr for p in found.products] == [p.sqnr for p in plain.products]
+    assert {sums.calls for sums in found._sums.values()} == {1}
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_code_runs_uncompiled(how: str) -> None:
+    made, x = model("mxfp8"), x_of(8, 70)
+    with bs.measure(made) as plain:
+        step(made, x)
+    compiled: Any = torch.compile(made, backend="aot_eager")
+    if how == "in place":
+        compiled = made
+        made.compile(backend="aot_eager")
+    step(compiled, x)
+    with bs.measure(compiled) as found:
+        step(compiled, x)
+    assert str(found) == str(plain)
+    step(compiled, x)
+
+
+def test_groups_are_layers_of_their_own() -> None:
+    ends = torch.tensor([5, 5, 19])
+    experts = bs.nn.GroupedLinear(3, 70, 37, recipe="mxfp8")
+    x, dy = x_of(24, 70).requires_grad_(), x_of(24, 37, seed=1)
+    with bs.measure(experts) as found:
+        experts(x, ends).backward(dy)
+    dense = [bs.nn.Linear(70, 37, bias=False, recipe="mxfp8") for _ in range(3)]
+    want = []
+    groups = (slice(0, 5), slice(0), slice(5, 19))
+    for layer, w, rows in zip(dense, experts.weight, groups, strict=True):
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        with bs.measure(layer) as alone:
+            layer(x.detach()[rows].requires_grad_()).backward(dy[rows])
+        want.append({gemm: sums.result for (_, gemm), sums in alone._sums.items()})
+    for product in found.products:
+        parts = [one[product.gemm] for one in want if product.gemm in one]
+        assert len(parts) == 2
+        ratio = sum(p.signal for p in parts) / sum(p.noise for p in parts)
+        assert product.sqnr == pytest.approx(10 * math.log10(ratio), abs=1e-6)
+
+
+def test_products_of_converted_experts_have_numbers() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(x_of(2, 32, 64).bfloat16())
+            self.down = nn.Parameter(x_of(2, 64, 32).bfloat16())
+
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            h = nn.functional.grouped_mm(x, self.up, offs=ends)
+            return nn.functional.grouped_mm(h.relu(), self.down, offs=ends)
+
+    made = nn.ModuleDict({"experts": Experts()})
+    bs.convert(made, "fp8_blockwise", experts=["experts"])
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    with bs.measure(made) as found:
+        for _ in range(2):
+            made["experts"](x_of(8, 32).bfloat16(), ends).float().sum().backward()
+    assert [p.layer for p in found.products if p.gemm == "fprop"] == ["experts#0", "experts#1"]
+
+
+def test_the_table() -> None:
+    made = model("fp8_blockwise")
+    with bs.measure(made) as found, torch.no_grad():
+        made(x_of(8, 70))
+    head, *lines = str(found).split("\n")
+    assert head.split() == [
+        "layer", "product", "dB", "operand", "spec", "amax", "dB", "underflow", "saturation",
+    ]  # fmt: skip
+    assert [line.split()[:2] for line in lines[::2]] == [["0", "fprop"], ["2", "fprop"]]
+    assert [line.split()[:2] for line in lines[1::2]] == [["fprop_w", "fp8_128x128"]] * 2
+    assert len({len(line) for line in (head, *lines)}) == 1
+
+
+def test_layers_cut_by_tensor_parallelism_are_named(one_rank: DeviceMesh) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    made = model("mxfp8")
+    parallelize_module(made, one_rank, {"0": ColwiseParallel()})
+    with bs.measure(made) as found:
+        for _ in range(2):
+            step(made, x_of(8, 70))
+    assert found.left_out == ["0"]
+    assert {p.layer for p in found.products} == {"2"}
+    assert str(found).endswith("\nnot measured, as its tensors are cut or codes: 0")
+
+
+def test_under_fsdp2(one_rank: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    made, x = model("fp8_blockwise"), x_of(8, 70)
+    with bs.measure(made) as plain:
+        step(made, x)
+    for layer in (made[0], made[2], made):
+        fully_shard(layer, mesh=one_rank, reshard_after_forward=True)
+    with bs.measure(made) as found:
+        step(made, x)
+    assert str(found) == str(plain)
+
+
+@pytest.fixture
+def nothing_stays() -> Iterator[None]:
+    yield
+    assert functional.product_seen is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: bs.measure("model"), TypeError, "measure: model = a str; need a module"),  # type: ignore[arg-type]
+        (lambda: bs.measure(nn.Linear(2, 2)), ValueError, "need layers with a quantized operand"),
+        (lambda: bs.measure(model("bf16")), ValueError, "bs.convert it first"),
+    ],
+)
+def test_refusals(
+    call: Callable[[], Any], error: type[Exception], words: str, nothing_stays: None
+) -> None:
+    with pytest.raises(error, match=words), call():
+        pass
+
+
+def test_one_at_a_time(nothing_stays: None) -> None:
+    made = model("mxfp8")
+    with (
+        bs.measure(made),
+        pytest.raises(ValueError, match="measure: model = measured within another"),
+        bs.measure(made),
+    ):
+        pass
+    # A forward that fails leaves nothing behind.
+    with bs.measure(made) as found:
+        with pytest.raises(ValueError, match="linear: x"):
+            made(x_of(8, 71))
+        step(made, x_of(8, 70))
+    assert len(found.products) == 5
+    assert not made[0]._forward_hooks
+    assert not made[0]._forward_pre_hooks
