@@ -92,6 +92,12 @@ def test_run_leaves_report_plot_metrics_and_weights(whole: tuple[Path, str]) -> 
             f"| {recipe} | {final:.4f} | {final / math.log(2):.4f} |"
             in (folder / "report.md").read_text()
         )
+    # The noise of NVFP4's results, with the final weights.
+    noise = [{k: v for k, v in row.items() if k.endswith("_db")} for row in rows]
+    assert [bool(of) for of in noise] == [row is rows[-1] for row in rows]
+    y, dx, dw = noise[-1].values()
+    assert all(10 < db < 30 for db in (y, dx, dw))
+    assert f"| nvfp4 | {y:.1f} | {dx:.1f} | {dw:.1f} |" in (folder / "report.md").read_text()
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["bf16-seed0.safetensors", "nvfp4-seed0.safetensors"]

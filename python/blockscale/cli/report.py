@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "bf16"
+# Of the last validation's row, where the recipe quantizes (Trainer._noise).
+NOISE = {"fprop_db": "y", "dgrad_db": "dx", "wgrad_db": "dW"}
 HEADINGS = ("recipe", "validation (nats)", "bits per byte", "gap to BF16 (nats)", "tokens/s")
 
 # Okabe and Ito's palette, told apart with any colour vision; markers differ too.
@@ -136,6 +138,7 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
         "",
         "![Training loss, validation loss and gap to BF16](loss.png)",
         "",
+        *noise_table(folder),
         f"Text: {corpus.source}; {corpus.files} files, of which {corpus.validation_files} are held "
         f"out for validation; {len(corpus.train):,} and {len(corpus.validation):,} bytes.",
         "",
@@ -147,6 +150,30 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
             shown = ", ".join(value) if isinstance(value, list) else value
             lines.append(f"| {key} | {shown} |")
     return "\n".join([*lines, "", "Again:", "", f"    {command(settings)}", ""])
+
+
+def noise_table(folder: RunFolder) -> list[str]:
+    """Lines on what quantization adds to the results of layers, of a run that has looked."""
+    settings = folder.settings
+    found = {}
+    for recipe in settings["recipes"]:
+        columns = [
+            [db for curve in seed_curves(folder, recipe, key) for db in curve.values()]
+            for key in NOISE
+        ]
+        if any(columns):
+            found[recipe] = [f"{statistics.fmean(of):.1f}" if of else "–" for of in columns]
+    if not found:
+        return []
+    return [
+        "What quantization adds to a layer's results, by `blockscale.measure` in a step with the "
+        "final weights: signal to noise in dB, the layers' median, the mean over the seeds.",
+        "",
+        f"| recipe | {' | '.join(NOISE.values())} |",
+        "|---|" + "---:|" * len(NOISE),
+        *(f"| {recipe} | {' | '.join(cells)} |" for recipe, cells in found.items()),
+        "",
+    ]
 
 
 def seed_range(settings: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 
 import torch
@@ -110,8 +111,24 @@ class Trainer:
                 count += tokens.numel()
         loss = total / count
         seconds = time.perf_counter() - begin
-        self.folder.append(self.cell, self.step, validation_loss=loss, seconds=seconds)
+        noise = self._noise() if self.step == self.steps else {}
+        self.folder.append(self.cell, self.step, validation_loss=loss, seconds=seconds, **noise)
         progress.say(f"{self.cell!s:<22}  step {self.step:>5}  validation loss {loss:.4f} nats")
+
+    def _noise(self) -> dict[str, float]:
+        """Of the layers' results with these weights, the median over layers, in dB by GEMM."""
+        if bs.recipe(self.cell.recipe).high_precision:
+            return {}
+        tokens, targets = next(self.corpus.validation_batches(self.batch_size, self.seq_len))
+        with bs.measure(self.model) as found, bf16(self.device):
+            loss = self.model(tokens.to(self.device), targets.to(self.device))
+        loss.backward()
+        self.optimizer.zero_grad()
+        of: dict[str, list[float]] = {}
+        for product in found.products:
+            if math.isfinite(product.sqnr):
+                of.setdefault(f"{product.gemm}_db", []).append(product.sqnr)
+        return {gemm: statistics.median(values) for gemm, values in of.items()}
 
 
 def bf16(device: torch.device) -> torch.autocast:
