@@ -388,6 +388,18 @@ struct Needs {
   bool dx, dw, x_apart = false, w_apart = false;
 };
 
+// One of `saved`, which hooks for saved tensors may have changed: it has to be as it was.
+const Tensor& values_in(const Place& at, const Tensor& saved, const Extent& e,
+                        bool batched = false) {
+  at.check("saved", saved);
+  const int64_t rank = saved.dim();
+  const bool fits = rank >= 1 && saved.size(rank - 1) == e.columns &&
+                    (batched ? rank == 3 && saved.size(0) == e.batch && saved.size(1) == e.rows
+                             : rows_of(saved) == e.rows);
+  require(fits, at.op(), "saved", shape_text(saved), "x and w as the forward had them");
+  return saved;
+}
+
 // What a backward finds in `saved`: one tensor with what the forward has made, then x's operand and
 // w's where they lie apart, then the seed.
 struct Saved {
@@ -413,13 +425,13 @@ struct Saved {
       memory = kept.memory;
     }
     if (x_apart && recipe.wgrad_x && next->scalar_type() != ScalarType::Byte)
-      x_values = *next++;
+      x_values = values_in(at, *next++, of_x);
     else if (x_apart && recipe.wgrad_x)
       x = made_before(at, "saved", *next++, *recipe.wgrad_x, -2, of_x);
     else if (x_apart)
-      x = Side{matrix(*next++), -2, std::nullopt};
+      x = Side{matrix(values_in(at, *next++, of_x)), -2, std::nullopt};
     if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
-      w_values = *next++;
+      w_values = values_in(at, *next++, of_w, static_cast<bool>(of_x.groups));
     else if (w_apart)
       w = weight_of(at, "saved", *next++, recipe.dgrad_dy, recipe.dgrad_w, -2, of_w,
                     of_x.groups.count);

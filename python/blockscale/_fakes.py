@@ -34,12 +34,16 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
     def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         named = dict(bound.arguments)
-        tensors = {key: t for key, t in named.items() if isinstance(t, torch.Tensor)}
-        first, *rest = tensors
-        for key in () if tensors[first].is_meta else rest:
-            if tensors[key].is_meta:
-                need = f"{tensors[first].device}, where {first} is"
-                fail(name, f"{key}.device", "meta", need)
+        tensors = [
+            (key, t)
+            for key, value in named.items()
+            for t in (value if isinstance(value, list | tuple) else [value])
+            if isinstance(t, torch.Tensor)
+        ]
+        first, like = tensors[0]
+        for key, tensor in () if like.is_meta else tensors:
+            if tensor.is_meta:
+                fail(name, f"{key}.device", "meta", f"{like.device}, where {first} is")
         if stand_ins is not None and not any(map(_is_symbolic, named.values())):
             bound.apply_defaults()
             _let_refuse(name, bound.arguments, stand_ins)

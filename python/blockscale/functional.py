@@ -50,12 +50,12 @@ def linear(
     dtype, or autocast's where it is enabled; gradients have the dtypes of what they belong to.
 
     Saved for backward: x's wgrad operand (when w needs a gradient) and w's dgrad operand (when x
-    does), each quantized, or as it is where the recipe says high precision, or `keep_x=False` or
-    `keep_w=False`; and the key of dy's random bits. Nothing else. A recipe without
-    quantized operands is `F.linear`, with what that asks of its arguments. Layers that read the
-    same large x (1 << 23 elements), one after another, quantize it once and save one operand: in
-    eager code a change of x between them that PyTorch does not count, such as `x.data.mul_(2)`, is
-    not seen (blockscale/shared_input.py).
+    does), each quantized, or x and w themselves where the recipe has that operand in high precision
+    or does not keep it (`keep_x`, `keep_w`); and the key of dy's random bits. Nothing more. Recipes
+    without quantized operands are `F.linear`, with what that asks of its arguments. Layers that
+    read the same large x (1 << 23 elements), one after another, quantize it once and save one
+    operand: in eager code a change of x between them that PyTorch does not count, such as
+    `x.data.mul_(2)`, is not seen (blockscale/shared_input.py).
 
     x, w and bias may be DTensors, w cut over the ranks of a mesh by rows or columns, and the result
     is one then: blockscale/distributed.py says how.
@@ -359,8 +359,10 @@ class LinearFunction(torch.autograd.Function):
         x_apart = quantized_x is not None or x_later != ""
         w_apart = quantized_w is not None or (lean and not recipe.keep_w)
         x_at = len(saved)
-        if dw and (x_apart or recipe.wgrad_x is None):
-            saved = [*saved, x if x_later or recipe.wgrad_x is None else quantized_x[-1]]
+        if dw and (x_later or recipe.wgrad_x is None):
+            saved = [*saved, _for_later(x)]
+        elif dw and x_apart:
+            saved = [*saved, quantized_x[-1]]
         if dx and (w_apart or recipe.dgrad_w is None):
             ahead = quantized_w is not None and recipe.dgrad_w is not None
             saved = [*saved, quantized_w[-1] if ahead else w]
@@ -388,7 +390,8 @@ class LinearFunction(torch.autograd.Function):
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
         x_later, x_at = ctx.later
-        if x_later and want_w:
+        # One that hooks for saved tensors have made another is for the operator to refuse.
+        if x_later and want_w and saved[x_at].shape == (*dy.shape[:-1], k):
             made_x = quantized_in_backward(saved[x_at], x_later, offsets)
             if made_x is not None:
                 saved = [*saved[:x_at], made_x, *saved[x_at + 1 :]]
@@ -405,6 +408,16 @@ class LinearFunction(torch.autograd.Function):
                 torch.autograd.graph.increment_version(into)
             gradients = [grad_x if want_x else None, None, grad_b if want_b else None]
         return (*gradients, None)
+
+
+def _for_later(x: torch.Tensor) -> torch.Tensor:
+    """x for the backward. Eager code saves it, and refuses one that has changed by then.
+
+    Compiled code sees no such change: it would read x as it has become. So there it is the result
+    of an operator, one that PyTorch's compiler does not take out as it would a copy. And of an x
+    that only PyTorch's own operators read in the backward it computes again what it can.
+    """
+    return torch.maximum(x, x) if torch.compiler.is_compiling() else x
 
 
 def _linear_exported(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -210,12 +210,14 @@ class Recipe:
         keep_x: likewise whether it keeps wgrad_x, or x itself. That takes less memory where x is
             kept for something else, as attention keeps its result, or can be computed again from
             what is: `torch.compile` then does so with the results of norms and gates. Elsewhere x
-            takes more, two bytes an element in BF16.
+            takes more: two bytes an element in BF16, four in FP32, and of a view all that it is a
+            view of. It may not change until the backward has run. Kept in any case, as W is, by
+            layers over a mesh and in programs of torch.export.
 
     Attributes:
         text: the operands as the operators take them: their texts in the order of `OPERANDS`.
-        forward_text: those that a forward makes: without those of its backward that it keeps not.
-        later_x: wgrad_x alone, where it is made in the backward; else empty.
+        forward_text: the same with "none" for what the forward is not to make, as it is not kept.
+        later_x: the same with "none" for all but wgrad_x, where the backward makes it; else empty.
         quantizes_x: x's operands in fprop and wgrad are made of x alone, without random bits.
         high_precision: no operand is quantized.
         stochastic: some operand draws random bits.
@@ -298,13 +300,7 @@ class Recipe:
         """
         for key in operands:
             if key not in OPERANDS:
-                fail(
-                    "recipe",
-                    "operand",
-                    repr(key),
-                    f"one of {', '.join(OPERANDS)}",
-                    did_you_mean(key, OPERANDS),
-                )
+                _refuse_change(key)
         specs = {k: None if v is None else spec(v) for k, v in operands.items()}
         changes = {k: "none" if v is None else v.text for k, v in specs.items()}
         kept = {k: v for k, v in (("keep_w", keep_w), ("keep_x", keep_x)) if v is not None}
@@ -456,6 +452,12 @@ def split_outside_brackets(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
+def _refuse_change(key: str) -> NoReturn:
+    known = (*OPERANDS, *_KEPT)
+    need = f"one of {', '.join(OPERANDS)}, {' or '.join(_KEPT)}"
+    fail("recipe", "operand", repr(key), need, did_you_mean(key, known))
+
+
 @functools.cache
 def _changed_recipe(text: str) -> Recipe:
     """That of NAME[operand=spec,...]."""
@@ -469,8 +471,7 @@ def _changed_recipe(text: str) -> Recipe:
         if start < 1 or not (key and equals and value) or key in changes:
             fail("recipe", "name", repr(text), need)
         if key not in (*OPERANDS, *_KEPT):
-            known = f"one of {', '.join(OPERANDS)}, keep_w or keep_x"
-            fail("recipe", "operand", repr(key), known, did_you_mean(key, OPERANDS))
+            _refuse_change(key)
         if key in _KEPT:
             if value not in ("True", "False"):
                 fail("recipe", key, value, "True or False")

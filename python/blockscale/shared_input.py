@@ -81,12 +81,9 @@ def quantized_in_backward(
     kept x itself. None where the layer is to quantize x itself.
 
     Compiled code has it as an operator in any case, so that the compiler can choose what to keep.
-    Of an x that only PyTorch's own operators read in the backward it computes again what it can:
-    hence maximum(), which is x, and which it does not take out as it would a copy.
     """
     if torch.compiler.is_compiling():
-        again = torch.maximum(x, x)
-        made: list[torch.Tensor] | None = _quantize_input(again, recipe, True, offsets)
+        made: list[torch.Tensor] | None = _quantize_input(x, recipe, True, offsets)
     else:
         made = quantized_input(x, recipe, offsets)
     return None if made is None else made[0]

@@ -137,10 +137,11 @@ def linear_samples(of: Inputs) -> list[Sample]:
             text = recipe.replace(keep_w=False).forward_text
             rest = OPS.linear(*forward[:3], text, *forward[4:], None, made_x)[1:]
             of_x = x if recipe.wgrad_x is None else made_x[-1]
-            apart = [*rest, of_x, w, *([of.key[0]] if recipe.stochastic else [])]
             flags = (False, False, False, True, True)
-            samples.append(("linear_backward", (dy, apart, *backward[2:], *flags)))
-            samples.append(("linear_backward_into", (dy, apart, *into[2:], False, True, True)))
+            for saved_x in (of_x, x):
+                apart = [*rest, saved_x, w, *([of.key[0]] if recipe.stochastic else [])]
+                samples.append(("linear_backward", (dy, apart, *backward[2:], *flags)))
+                samples.append(("linear_backward_into", (dy, apart, *into[2:], False, True, True)))
     # Without FP8 dtypes, which opcheck cannot compare.
     square = bs.recipe("amdfp4")
     codes = OPS.quantize(w, square.fprop_w.text, -1, *[None] * 3, [], "linear", 0)  # type: ignore[union-attr]

@@ -34,7 +34,9 @@ def trained(device: str, wrapper: str = "") -> Weights:
     whole: nn.Module = model
     if wrapper == "ddp, converted last":
         whole = DistributedDataParallel(model)
-    recipe = bs.recipe("nvfp4").replace(keep_w="again" not in wrapper)
+    recipe = bs.recipe("nvfp4").replace(
+        keep_w="W again" not in wrapper, keep_x="x again" not in wrapper
+    )
     bs.convert(whole, recipe, skip=["2"])
     if wrapper == "ddp":
         whole = DistributedDataParallel(model)
@@ -81,7 +83,9 @@ def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp, converted last", "fsdp", "fsdp, W again"])
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", "ddp, converted last", "fsdp", "fsdp, W again", "fsdp, x again"]
+)
 def test_two_ranks_with_one_batch_are_one_process(
     wrapper: str, device: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import blockscale as bs
 import pytest
 import torch
+from blockscale import shared_input
 from models import BANDS
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -260,6 +261,61 @@ def test_an_input_that_the_backward_quantizes_again(name: str, keep_w: bool) -> 
         torch.autograd.grad(y, t, case.dy, retain_graph=True)[0] for t in case[:3] if t is not None
     ]
     assert_same([y, *parts], want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", "mxfp8[keep_x=False]", "mxfp8[wgrad_x=none]", "bf16[fprop_x=mxfp8]"]
+)
+def test_an_input_that_compiled_code_changes_afterwards(recipe: str, backend: str) -> None:
+    """Compiled code counts no changes; the backward reads what x was."""
+    case = make(bias=False)
+
+    def run(change: bool) -> torch.Tensor:
+        torch._dynamo.reset()
+
+        def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            h = x * 2
+            y = bs.linear(h, w, recipe=recipe)
+            if change:
+                h[..., :35].zero_()
+            return y
+
+        y = torch.compile(f, backend=backend, fullgraph=True)(case.x, case.w)
+        return torch.autograd.grad(y, case.w, case.dy)[0]
+
+    assert torch.equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8[keep_x=False]", "mxfp8[keep_w=False]", "mxfp8[wgrad_x=none,wgrad_dy=none]"]
+)
+def test_saved_values_that_are_others(
+    recipe: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks for saved tensors may hand back anything."""
+    monkeypatch.setattr(shared_input, "LARGE", 1 if large else 1 << 60)
+    case = make(lead=(20,), bias=False)
+    values = case.w if "keep_w" in recipe else case.x
+
+    def backward(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def unpack(t: torch.Tensor) -> torch.Tensor:
+            return change(t) if t.shape == values.shape else t
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = bs.linear(case.x, case.w, recipe=recipe)
+        torch.autograd.grad(y, (case.x, case.w), case.dy)
+
+    backward(torch.clone)
+    with pytest.raises(ValueError, match=r"^linear: saved = \[\d+, 14000\]; need x and w as"):
+        backward(lambda t: torch.cat([t] * 200, 1))
+    with pytest.raises(ValueError, match=r"^linear: saved = \[\d+, 40\]; need x and w as"):
+        backward(lambda t: t[:, :40])
+    with pytest.raises(ValueError, match=r"^linear: saved = \[\d+, 70\]; need x and w as"):
+        backward(lambda t: t[1:])
+    with pytest.raises(ValueError, match=r"saved.device = meta; need cpu"):
+        backward(lambda t: t.to("meta"))
 
 
 def test_an_input_that_changes_before_it_is_quantized_again() -> None:

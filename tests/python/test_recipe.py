@@ -250,6 +250,14 @@ def test_compiled_code_takes_the_text_of_a_recipe() -> None:
     assert torch.equal(compiled(x), changed(x))
 
 
+def test_a_change_that_is_misspelt() -> None:
+    words = "recipe: operand = 'keep_X'; need one of .*, keep_w or keep_x; did you mean 'keep_x'"
+    with pytest.raises(ValueError, match=words):
+        bs.recipe("mxfp8").replace(keep_X=None)
+    with pytest.raises(ValueError, match=words):
+        bs.recipe("mxfp8[keep_X=False]")
+
+
 def test_what_draws_is_kept() -> None:
     with pytest.raises(TypeError, match=r"^recipe: keep_w = an int; need a bool$"):
         bs.recipe("nvfp4").replace(keep_w=0)  # type: ignore[arg-type]

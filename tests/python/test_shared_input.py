@@ -213,6 +213,20 @@ def test_a_backward_quantizes_it_again_once(name: str, rerun: bool) -> None:
     assert counted.count == inputs * (1 + rerun) + again
 
 
+def test_layers_of_one_input_that_keep_different_things() -> None:
+    """In one order or another, each has its own."""
+    x = made_by_autograd()
+    texts = ("mxfp8", "mxfp8[keep_x=False]", "mxfp8[keep_w=False,keep_x=False]", "mxfp4", "mxfp8")
+    weights = linears(len(texts))
+
+    def run(recipes: tuple[str, ...]) -> list[torch.Tensor]:
+        ys = [bs.linear(x, w, recipe=r) for w, r in zip(weights, recipes, strict=True)]
+        return [*ys, *torch.autograd.grad([y.float().sum() for y in ys], weights)]
+
+    plain = tuple(text.partition("[")[0] for text in texts)
+    assert_same(run(texts), alone(lambda: run(plain)))
+
+
 def linears(count: int = 2) -> list[torch.Tensor]:
     return [x_of(16, 48, seed=9 + i).requires_grad_() for i in range(count)]
 
