@@ -44,8 +44,7 @@ def support() -> str:
 def train(folder: str = "docs/train") -> str:
     """The results of a committed run, without its settings."""
     report = (ROOT / folder / "report.md").read_text()
-    lines = [line for line in report.splitlines() if line.startswith("|")]
-    return "\n".join(lines).partition("\n| setting")[0]
+    return "|" + report.partition("\n\n|")[2].partition("\n\n")[0]
 
 
 def train_gpu() -> str:

@@ -188,11 +188,12 @@ def linear_with_key(
         else:
             apply: Callable[..., Any] = LinearFunction.apply if watched else _apply
             y = apply(x, w, bias, (forward, recipe, rest, db, into))
+    except Exception as error:
+        failure = error
+    else:
         if product_seen is not None and not watched:
             product_seen(x, w, recipe, offsets, y)
         return y
-    except Exception as error:
-        failure = error
     try:
         check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
         if quantized is not None and quantized.device not in (None, x.device):
@@ -360,7 +361,7 @@ class LinearFunction(torch.autograd.Function):
         w_apart = quantized_w is not None or (lean and not recipe.keep_w)
         x_at = len(saved)
         if dw and (x_later or recipe.wgrad_x is None):
-            saved = [*saved, _for_later(x)]
+            saved = [*saved, _for_later(x, not recipe.keep_x)]
         elif dw and x_apart:
             saved = [*saved, quantized_x[-1]]
         if dx and (w_apart or recipe.dgrad_w is None):
@@ -410,14 +411,17 @@ class LinearFunction(torch.autograd.Function):
         return (*gradients, None)
 
 
-def _for_later(x: torch.Tensor) -> torch.Tensor:
+def _for_later(x: torch.Tensor, again: bool) -> torch.Tensor:
     """x for the backward. Eager code saves it, and refuses one that has changed by then.
 
-    Compiled code sees no such change: it would read x as it has become. So there it is the result
-    of an operator, one that PyTorch's compiler does not take out as it would a copy. And of an x
-    that only PyTorch's own operators read in the backward it computes again what it can.
+    Compiled code sees no such change: it would read x as it has become. So there it is a copy,
+    which PyTorch's compiler takes out where x does not change. To have it compute x `again` instead
+    of keeping it takes an operator that stays, as it does so only of an x that none but PyTorch's
+    own operators read in the backward.
     """
-    return torch.maximum(x, x) if torch.compiler.is_compiling() else x
+    if not torch.compiler.is_compiling():
+        return x
+    return torch.maximum(x, x) if again else x.clone()
 
 
 def _linear_exported(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from blockscale import functional
 from blockscale._errors import fail, fail_type
-from blockscale.experts import Experts
-from blockscale.nn import Layer
-from blockscale.noise import Noise
+from blockscale._names import by_first_name, names_of
+from blockscale.nn import WeightLayer
+from blockscale.noise import Noise, pieces
 from blockscale.recipe import GEMMS, Recipe
+from blockscale.rng import Rng
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Operand:
 
     Attributes:
         spec: its text, or "none" in high precision.
-        amax: its largest magnitude, after a transform if there is one.
+        amax: its largest magnitude, after a transform if there is one; NaN where one is NaN.
         sqnr: signal to quantization noise, dB: infinite where nothing is lost.
         underflow: the share of its elements other than 0 that become 0.
         saturation: the share of its elements that are cut off at the largest code.
@@ -42,7 +46,8 @@ class Product:
     """One of the three products of a layer, over all calls that were measured.
 
     Attributes:
-        layer: its name in the model; of converted experts with "#0", "#1", ... for their products.
+        layer: its name in the model, as `convert` spells it; with "#0", "#1", ... for the products
+            of a module that multiplies by functions, such as converted experts.
         gemm: "fprop", "dgrad" or "wgrad".
         recipe: its name.
         sqnr: of the result, dB: the product of the unquantized operands beside what the quantized
@@ -55,6 +60,68 @@ class Product:
     recipe: str
     sqnr: float
     operands: dict[str, Operand]
+
+    def __str__(self) -> str:
+        of = (f"{name} {operand.sqnr:.1f}" for name, operand in self.operands.items())
+        return f"{self.layer} {self.gemm}: {self.sqnr:.1f} dB ({', '.join(of)})"
+
+
+class Measurement:
+    """What `measure` has found. Prints as a table; `products` are its rows, each with `layer`,
+    `gemm` ("fprop", "dgrad" or "wgrad"), `recipe`, `sqnr` of the result in dB, and `operands`, by
+    their names in a `Recipe`, with `spec`, `amax`, `sqnr`, `underflow` and `saturation`.
+    `dataclasses.asdict` makes plain data of a row.
+
+    Attributes:
+        left_out: names of layers that ran and were not measured, or not in every call, with the
+            reason.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, str] = {}
+        self._sums: dict[tuple[_Name, str, Recipe], _Sums] = {}
+
+    @property
+    def products(self) -> list[Product]:
+        """One for each layer and GEMM that has run, in the model's order: `Product`."""
+        gemms = list(GEMMS)
+        found = sorted(self._sums.items(), key=lambda item: (item[0][0], gemms.index(item[0][1])))
+        return [sums.of(str(name)) for (name, _, _), sums in found]
+
+    def __str__(self) -> str:
+        figures = ["dB", "underflow", "saturation"]
+        lines = [["layer", "product", "dB", *("operand", *figures) * 2]]
+        for product in self.products:
+            line = [product.layer, product.gemm, f"{product.sqnr:.1f}"]
+            for name, of in product.operands.items():
+                line += [name, f"{of.sqnr:.1f}", f"{of.underflow:.2%}", f"{of.saturation:.2%}"]
+            lines.append(line)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = []
+        for line in lines:
+            cells = zip(lines[0], line, widths, strict=True)
+            named = ("layer", "product", "operand")
+            text.append("  ".join(c.ljust(w) if h in named else c.rjust(w) for h, c, w in cells))
+        left = [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        if len(text) == 1 and not left:
+            return "nothing was measured: no layer with a quantized operand has run"
+        return "\n".join([*text, *left])
+
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class _Name:
+    """Of a product: where its module stands in the model, and which of the module's products it
+    is, if that may have several."""
+
+    position: int
+    index: int
+    module: str = dataclasses.field(compare=False)
+
+    def __str__(self) -> str:
+        module = self.module or "(root)"
+        return module if self.index < 0 else f"{module}#{self.index}"
 
 
 class _Sums:
@@ -69,15 +136,17 @@ class _Sums:
     def add(self, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
         """A·Bᵀ, with `dtype` for operands in high precision."""
         values = []
-        for (name, spec), t in zip(self.specs.items(), (a, b), strict=True):
+        for seed, ((name, spec), t) in enumerate(zip(self.specs.items(), (a, b), strict=True)):
             noise = self.operands[name]
             if spec is not None:
-                values.append(noise.add(t, spec, index=self.calls))
+                values.append(noise.add(t, spec, rng=Rng(seed, self.calls)))
             else:
                 values.append(t.to(dtype).float())
                 noise.add_error(t, values[-1])
         self.calls += 1
-        self.result.add_error(a.float() @ b.float().t(), values[0] @ values[1].t())
+        b = b.float()
+        for rows in pieces(a.shape[0], b.shape[0]):
+            self.result.add_error(a[rows].float() @ b.t(), values[0][rows] @ values[1].t())
 
     def of(self, layer: str) -> Product:
         operands = {}
@@ -87,91 +156,33 @@ class _Sums:
         return Product(layer, self.gemm, str(self.recipe), self.result.sqnr, operands)
 
 
-class Measurement:
-    """What `measure` has found. Prints as a table; `products` are its rows, each with `layer`,
-    `gemm` ("fprop", "dgrad" or "wgrad"), `recipe`, `sqnr` of the result in dB, and `operands`, by
-    their names in a `Recipe`, with `spec`, `amax`, `sqnr`, `underflow` and `saturation`.
-
-    Attributes:
-        left_out: names of layers that ran and were not measured: tensor parallelism has cut them,
-            or FSDP2 has gathered their codes.
-    """
+class _Running(threading.local):
+    """The modules whose forwards run in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.left_out: list[str] = []
-        self._sums: dict[tuple[_Name, str], _Sums] = {}
-
-    @property
-    def products(self) -> list[Product]:
-        """One for each layer and GEMM that has run, in the model's order: `Product`."""
-        gemms = list(GEMMS)
-        found = sorted(self._sums.items(), key=lambda item: (item[0][0], gemms.index(item[0][1])))
-        return [sums.of(str(name)) for (name, _), sums in found]
-
-    def _add(
-        self, name: _Name, recipe: Recipe, gemm: str, a: torch.Tensor, b: torch.Tensor, dtype: Any
-    ) -> None:
-        if a.numel() == 0 or b.numel() == 0:
-            return
-        sums = self._sums.setdefault((name, gemm), _Sums(gemm, recipe))
-        autocast = torch.autocast(a.device.type, enabled=False)
-        with torch.no_grad(), autocast, _disable_current_modes():
-            sums.add(a, b, dtype)
-
-    def __str__(self) -> str:
-        left = ("layer", "product", "operand", "spec")  # aligned; figures to the right
-        head = [*left[:2], "dB", *left[2:], "amax", "dB", "underflow", "saturation"]
-        lines, layer = [head], ""
-        for product in self.products:
-            first = ["" if product.layer == layer else product.layer, product.gemm]
-            first, layer = [*first, f"{product.sqnr:.2f}"], product.layer
-            for name, of in product.operands.items():
-                shares = (f"{of.underflow:.3%}", f"{of.saturation:.3%}")
-                lines.append([*first, name, of.spec, f"{of.amax:.3g}", f"{of.sqnr:.2f}", *shares])
-                first = ["", "", ""]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = []
-        for line in lines:
-            cells = zip(head, line, widths, strict=True)
-            text.append("  ".join(c.ljust(w) if h in left else c.rjust(w) for h, c, w in cells))
-        return "\n".join([*(line.rstrip() for line in text), *_left_out(self.left_out)])
-
-
-def _left_out(names: list[str]) -> list[str]:
-    return [f"not measured, as its tensors are cut or codes: {name}" for name in names]
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class _Name:
-    """Of a product: where its layer stands in the model, and which of its products it is, if it may
-    have several."""
-
-    position: int
-    index: int
-    layer: str = dataclasses.field(compare=False)
-
-    def __str__(self) -> str:
-        layer = self.layer or "(root)"
-        return layer if self.index < 0 else f"{layer}#{self.index}"
+        self.names: list[_Name] = []
 
 
 class _Watch:
-    """Knows which layer runs, and is told of its products."""
+    """Knows which module of the model runs, and is told of products.
 
-    def __init__(self, layers: dict[str, Layer]) -> None:
+    The hooks are PyTorch's for all modules, so that the model stays what it is, for whoever copies
+    or saves it meanwhile.
+    """
+
+    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         self.made = Measurement()
-        self.running: list[_Name] = []
-        self.handles: list[Any] = []
-        for position, (name, layer) in enumerate(layers.items()):
-            self._hook(_Name(position, 0 if isinstance(layer, Experts) else -1, name), layer)
+        self.running = _Running()
+        self.places = {module: (i, name) for i, (name, module) in enumerate(modules.items())}
 
-    def _hook(self, name: _Name, layer: Layer) -> None:
-        pre = layer.register_forward_pre_hook(lambda *_: self.running.append(name))
-        post = layer.register_forward_hook(lambda *_: self._end(), always_call=True)
-        self.handles += [pre, post]
+    def begin(self, module: torch.nn.Module, _: Any) -> None:
+        if module in self.places:
+            position, name = self.places[module]
+            self.running.names.append(_Name(position, -isinstance(module, WeightLayer), name))
 
-    def _end(self) -> None:
-        self.running.pop()
+    def end(self, module: torch.nn.Module, *_: Any) -> None:
+        if module in self.places and self.running.names:
+            self.running.names.pop()
 
     def product(
         self,
@@ -182,89 +193,129 @@ class _Watch:
         y: torch.Tensor,
     ) -> None:
         """y = x·Wᵀ has run."""
-        if not self.running:
-            return  # not in a layer of the model
-        name = self.running[-1]
-        if name.index >= 0:
-            self.running[-1] = dataclasses.replace(name, index=name.index + 1)
-        if not functional.USUAL.issuperset((type(x), type(w))):
-            if str(name) not in self.made.left_out:
-                self.made.left_out.append(str(name))
+        names = self.running.names
+        if not names or recipe.high_precision:
             return
-        dx, dw, dtype = x.requires_grad, w.requires_grad, y.dtype
-        x, w = x.detach().reshape(-1, x.shape[-1]), w.detach()
-        ends = None if offsets is None else offsets.tolist()
-
-        def add(gemm: str, a: torch.Tensor, b: torch.Tensor) -> None:
-            self.made._add(name, recipe, gemm, a, b, dtype)
-
-        def backward(gradients: Any) -> None:
-            if gradients[0] is None:
-                return
-            dy = gradients[0].detach().reshape(-1, w.shape[-2])
-            for rows, matrix in _parts(w, ends):
-                if dx:
-                    add("dgrad", dy[rows], matrix.t())
-                if dw:
-                    add("wgrad", dy[rows].t(), x[rows].t())
-
+        name = names[-1]
+        if name.index >= 0:
+            names[-1] = dataclasses.replace(name, index=name.index + 1)
+        if not functional.USUAL.issuperset((type(x), type(w))):
+            kinds = " and ".join(sorted({type(t).__name__ for t in (x, w)}))
+            self.made.left_out[str(name)] = f"its tensors are a {kinds}, not plain ones"
+            return
+        call = _Call(self.made, name, recipe, x, w, offsets, y.dtype)
         # A forward that runs again for a backward has been measured.
         if torch._C._current_graph_task_id() == -1:
-            for rows, matrix in _parts(w, ends):
-                add("fprop", x[rows], matrix)
+            call.forward()
         # Before the layer's own backward, and after hooks of y: FSDP2's bring w back.
         if y.grad_fn is not None:
-            y.grad_fn.register_prehook(backward)
+            y.grad_fn.register_prehook(call.backward)
 
 
-def _parts(w: torch.Tensor, ends: list[int] | None) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows, and the matrix that they are multiplied by: each group is a layer of its own."""
-    if ends is None:
-        yield slice(None), w
-        return
-    for begin, end, matrix in zip([0, *ends], ends, w, strict=False):
-        yield slice(begin, end), matrix
+class _Call:
+    """One product of a forward, and what is needed to measure those of its backward."""
+
+    def __init__(
+        self,
+        made: Measurement,
+        name: _Name,
+        recipe: Recipe,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        offsets: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.made, self.name, self.recipe, self.dtype = made, name, recipe, dtype
+        self.ends = None if offsets is None else offsets.tolist()
+        self.needs = x.requires_grad, w.requires_grad
+        # Detached, they count the same changes.
+        self.x: torch.Tensor | None = x.detach()
+        self.w = w.detach()
+        self.version = x._version if not x.is_inference() else 0
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows, and the matrix that they are multiplied by: each group is a layer of its own."""
+        if self.ends is None:
+            yield slice(None), self.w
+            return
+        for begin, end, matrix in zip([0, *self.ends], self.ends, self.w, strict=False):
+            yield slice(begin, end), matrix
+
+    def forward(self) -> None:
+        assert self.x is not None
+        x = self.x.reshape(-1, self.x.shape[-1])
+        for rows, matrix in self.parts():
+            self.add("fprop", x[rows], matrix)
+
+    def backward(self, gradients: Any) -> None:
+        """The first one's; x is let go with it, as autograd lets its own tensors go."""
+        x, self.x = self.x, None
+        node = torch._C._current_autograd_node()
+        if x is None or node is None or gradients[0] is None:
+            return
+        if not x.is_inference() and x._version != self.version:
+            self.made.left_out[str(self.name)] = "x has changed before the backward"
+            return
+        dx, dw = functional.asked(node, self.needs)
+        x = x.reshape(-1, x.shape[-1])
+        dy = gradients[0].detach().reshape(-1, self.w.shape[-2])
+        for rows, matrix in self.parts():
+            if dx:
+                self.add("dgrad", dy[rows], matrix.t())
+            if dw:
+                self.add("wgrad", dy[rows].t(), x[rows].t())
+
+    def add(self, gemm: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        if a.numel() == 0 or b.numel() == 0:
+            return
+        sums = self.made._sums.setdefault((self.name, gemm, self.recipe), _Sums(gemm, self.recipe))
+        autocast = torch.autocast(a.device.type, enabled=False)
+        with torch.no_grad(), autocast, _disable_current_modes():
+            sums.add(a, b, self.dtype)
 
 
 @contextlib.contextmanager
 def measure(model: torch.nn.Module) -> Iterator[Measurement]:
     """Within it, find what quantization costs each product of a converted model.
 
-    Every forward of a layer with a recipe, and its backward, is computed as before, to the bit, and
-    besides: each operand is quantized as the recipe says, and the product of the quantized ones
-    compared with that of the unquantized ones in float32, as the layer is given them. So an error
-    is the layer's own, not that of those before it, and says where another spec or high precision
-    (`convert(rules=, skip=)`) gains most. Random bits of stochastic specs are others than those of
-    the layer. Over several steps or batches sums are taken. Groups are measured one by one.
+    Every forward of a layer with a recipe, and the first backward of it, is computed as before, to
+    the bit (compiled code runs uncompiled), and besides: each operand is quantized as the recipe
+    says, and the product of the quantized ones compared with that of the unquantized ones in
+    float32, as the layer is given them. So an error is the layer's own, not that of those before
+    it, and says where another spec or high precision (`convert(rules=, skip=)`) gains most. Random
+    bits of stochastic specs are others than those of the layer. Over several steps or batches sums
+    are taken. Groups are measured one by one.
 
-    It takes several times as long as a step without it, keeps the x and dy of each layer meanwhile,
-    and waits for the device at every product. Compiled code runs uncompiled.
+    Such a step takes ten to twenty times as long, keeps each layer's x until its backward, and
+    waits for the device at every product. What reentrant checkpointing runs again is measured only
+    where its backward is within, too; other backwards may come later.
 
     Args:
-        model: with converted layers, or others of `blockscale.nn`, in it.
+        model: with converted layers, or others of `blockscale.nn`, or calls of `linear` and
+            `grouped_linear` in its modules' forwards.
 
     Returns:
         A context that gives a Measurement, to be read after the backward, then or later.
 
     Raises:
-        TypeError, ValueError: model is no module, or has no layer with a quantized operand; within
-            another `measure`.
+        TypeError, ValueError: model is no module; within another `measure`.
     """
     if not isinstance(model, torch.nn.Module):
         fail_type("measure", "model", model, "a module")
-    named = {name.replace("_orig_mod.", ""): module for name, module in model.named_modules()}
-    layers = {name: module for name, module in named.items() if isinstance(module, Layer)}
-    if all(layer.recipe.high_precision for layer in layers.values()):
-        need = "layers with a quantized operand"
-        fail("measure", "model", "a module without any", need, "bs.convert it first")
     if functional.product_seen is not None:
         fail("measure", "model", "measured within another measure", "one at a time")
-    watch = _Watch(layers)
+    watch = _Watch(by_first_name(names_of(model)))
+    handles = [
+        hooks.register_module_forward_pre_hook(watch.begin),
+        hooks.register_module_forward_hook(watch.end, always_call=True),
+    ]
     functional.product_seen = watch.product
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            # Of compiled modules' wrappers, which have no name of their own here.
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
             yield watch.made
     finally:
         functional.product_seen = None
-        for handle in watch.handles:
+        for handle in handles:
             handle.remove()

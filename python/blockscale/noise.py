@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -15,6 +16,7 @@ from blockscale.tensor import QuantizedTensor
 
 # What a maximum may lose without saturating (specification, section 6).
 _ROUNDING_OF_DECODE: Final = 2.0**-20
+_PIECE: Final = 1 << 22  # elements that are compared at a time, in float64
 
 
 class Noise:
@@ -25,7 +27,7 @@ class Noise:
         self.count = self.nonzero = self.underflowed = self.saturated = 0
 
     def add(
-        self, x: torch.Tensor, spec: Spec, amax: torch.Tensor | None = None, index: int = 0
+        self, x: torch.Tensor, spec: Spec, amax: torch.Tensor | None = None, rng: Rng | None = None
     ) -> torch.Tensor:
         """Adds a matrix [R, C] that is quantized along its rows; returns what its codes stand for,
         float32 [R, C] (of a spec with a Hadamard transform C rounded up to whole transforms).
@@ -34,27 +36,31 @@ class Noise:
             x: float32, bfloat16 or float16.
             spec: how.
             amax: what the outer scale is made from, where x is a piece; None for x's own.
-            index: varies the random bits of a stochastic spec.
+            rng: of a spec that rounds stochastically.
         """
         if spec.hadamard:  # as the transform extends it
             x = torch.nn.functional.pad(x, (0, -x.shape[1] % spec.hadamard))
-        q = quantize(x, spec, amax=amax, rng=Rng(0, index) if spec.stochastic else None)
+        q = quantize(x, spec, amax=amax, rng=rng if spec.stochastic else None)
         y = dequantize(q, dtype=torch.float32)
-        x = _transformed(x.float(), spec)
-        self.add_error(x, y)
-        self.count += x.numel()
-        self.nonzero += int((x != 0).sum())
-        self.underflowed += int(((x != 0) & (y == 0)).sum())
-        cut = x.abs() > y.abs() * (1.0 + _ROUNDING_OF_DECODE)
-        self.saturated += int((cut & _is_largest(q, x.shape[1])).sum())
+        largest = _is_largest(q, x.shape[1])
+        for rows in pieces(*x.shape):
+            before, after = _transformed(x[rows].float(), spec), y[rows]
+            self.add_error(before, after)
+            self.count += before.numel()
+            self.nonzero += int((before != 0).sum())
+            self.underflowed += int(((before != 0) & (after == 0)).sum())
+            cut = before.abs() > after.abs() * (1.0 + _ROUNDING_OF_DECODE)
+            self.saturated += int((cut & largest[rows]).sum())
         return y
 
     def add_error(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds what y, float32, is beside x."""
-        self.signal += float(x.double().square().sum())
-        self.noise += float((x.double() - y.double()).square().sum())
-        if x.numel():
-            self.amax = max(self.amax, float(x.abs().amax()))
+        """Adds what y is beside x, both matrices."""
+        for rows in pieces(*x.shape):
+            exact = x[rows].double()
+            self.signal += float(exact.square().sum())
+            self.noise += float((exact - y[rows]).square().sum())
+            amax = float(exact.abs().amax())
+            self.amax = amax if math.isnan(amax) else max(self.amax, amax)
 
     @property
     def sqnr(self) -> float:
@@ -74,6 +80,13 @@ class Noise:
     def saturation(self) -> float:
         """The share of all elements that are cut off at the largest code."""
         return self.saturated / max(1, self.count)
+
+
+def pieces(rows: int, columns: int) -> Iterator[slice]:
+    """Rows of a matrix, as many at a time as have a bounded number of elements."""
+    step = max(1, _PIECE // max(1, columns))
+    for start in range(0, rows if columns else 0, step):
+        yield slice(start, start + step)
 
 
 def _transformed(x: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -209,10 +209,11 @@ class Recipe:
             parallelism has cut is kept in any case, and so it is in programs of torch.export.
         keep_x: likewise whether it keeps wgrad_x, or x itself. That takes less memory where x is
             kept for something else, as attention keeps its result, or can be computed again from
-            what is: `torch.compile` then does so with the results of norms and gates. Elsewhere x
-            takes more: two bytes an element in BF16, four in FP32, and of a view all that it is a
-            view of. It may not change until the backward has run. Kept in any case, as W is, by
-            layers over a mesh and in programs of torch.export.
+            what is: `torch.compile` then does so with the results of norms and gates (also where
+            wgrad_x is None, and x is kept anyway). Elsewhere x takes more: two bytes an element in
+            BF16, four in FP32, and of a view all that it is a view of. It may not change until the
+            backward has run. Kept in any case, as W is, by layers over a mesh and in programs of
+            torch.export.
 
     Attributes:
         text: the operands as the operators take them: their texts in the order of `OPERANDS`.

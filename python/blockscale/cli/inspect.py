@@ -194,7 +194,7 @@ def inspect_tensor(
     sums = [Noise() for _ in specs]
     for index, chunk in enumerate(chunks(file_slice, shape)):
         for spec, total in zip(specs, sums, strict=True):
-            total.add(chunk, spec, amax if spec.outer else None, index)
+            total.add(chunk, spec, amax if spec.outer else None, bs.Rng(0, index))
     return [
         Result(name, shape, spec.text, float(amax), of.sqnr, of.underflow, of.saturation)
         for spec, of in zip(specs, sums, strict=True)

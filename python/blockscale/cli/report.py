@@ -167,7 +167,8 @@ def noise_table(folder: RunFolder) -> list[str]:
         return []
     return [
         "What quantization adds to a layer's results, by `blockscale.measure` in a step with the "
-        "final weights: signal to noise in dB, the layers' median, the mean over the seeds.",
+        "final weights on a batch of the validation text: signal to noise in dB, the layers' "
+        "median, the mean over the seeds.",
         "",
         f"| recipe | {' | '.join(NOISE.values())} |",
         "|---|" + "---:|" * len(NOISE),

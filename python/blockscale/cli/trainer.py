@@ -120,9 +120,10 @@ class Trainer:
         if bs.recipe(self.cell.recipe).high_precision:
             return {}
         tokens, targets = next(self.corpus.validation_batches(self.batch_size, self.seq_len))
-        with bs.measure(self.model) as found, bf16(self.device):
-            loss = self.model(tokens.to(self.device), targets.to(self.device))
-        loss.backward()
+        with bs.measure(self.model) as found:
+            with bf16(self.device):
+                loss = self.model(tokens.to(self.device), targets.to(self.device))
+            loss.backward()
         self.optimizer.zero_grad()
         of: dict[str, list[float]] = {}
         for product in found.products:
