@@ -379,18 +379,17 @@ class LinearFunction(torch.autograd.Function):
         )
         # Of experts in memory [E, K, N]: so that theirs is no copy of the gradient, but it.
         turned = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
-        ctx.later = (x_later, x_at)
-        ctx.call = (recipe.text, w.shape[-1], dx, dw, db, dtypes, into, turned, x_apart, w_apart)
+        wanted = (w.shape[-1], dx, dw, db)
+        ctx.call = (recipe.text, *wanted, dtypes, into, turned, x_later, x_at, x_apart, w_apart)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
-        text, k, dx, dw, db, dtypes, into, turned, *apart = ctx.call
+        text, k, dx, dw, db, dtypes, into, turned, x_later, x_at, *apart = ctx.call
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
-        x_later, x_at = ctx.later
         # One that hooks for saved tensors have made another is for the operator to refuse.
         if x_later and want_w and saved[x_at].shape == (*dy.shape[:-1], k):
             made_x = quantized_in_backward(saved[x_at], x_later, offsets)

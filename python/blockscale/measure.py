@@ -287,8 +287,9 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
     are taken. Groups are measured one by one.
 
     Such a step takes some fifteen times as long on a CPU and fifty on an H200, as products are in
-    float32; it keeps each layer's x until its backward, and waits for the device at every product. What reentrant checkpointing runs again is measured only
-    where its backward is within, too; other backwards may come later.
+    float32; it keeps each layer's x until its backward, and waits for the device at every product.
+    What reentrant checkpointing runs again is measured only where its backward is within, too;
+    other backwards may come later.
 
     Args:
         model: with converted layers, or others of `blockscale.nn`, or calls of `linear` and
