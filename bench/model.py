@@ -23,11 +23,17 @@ from torch.nn import functional
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, BLOCKS = 4096, 14336, 32, 8, 4
 BATCH, LENGTH = 2, 4096
-LEAN = "[keep_w=False,keep_x=False]"
 RECIPES = (
-    "fp8_blockwise", "fp8_blockwise[keep_w=False]", f"fp8_blockwise{LEAN}", SQUARES,
-    f"fp8_blockwise[wgrad_x=fp8_128x128,{LEAN[1:]}", "mxfp8", "mxfp4", f"mxfp4{LEAN}", "nvfp4",
-)  # fmt: skip
+    "fp8_blockwise",
+    "fp8_blockwise[keep_w=False]",
+    "fp8_blockwise[keep_w=False,keep_x=False]",
+    SQUARES,
+    "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False,keep_x=False]",
+    "mxfp8",
+    "mxfp4",
+    "mxfp4[keep_w=False,keep_x=False]",
+    "nvfp4",
+)
 TURNS, STEPS = 5, 4
 
 

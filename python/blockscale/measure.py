@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from blockscale import functional
 from blockscale._errors import fail, fail_type
 from blockscale._names import by_first_name, names_of
-from blockscale.nn import WeightLayer
+from blockscale.nn import WeightLayer, version_of
 from blockscale.noise import Noise, pieces
 from blockscale.recipe import GEMMS, Recipe
 from blockscale.rng import Rng
@@ -178,7 +178,8 @@ class _Watch:
     def begin(self, module: torch.nn.Module, _: Any) -> None:
         if module in self.places:
             position, name = self.places[module]
-            self.running.names.append(_Name(position, -isinstance(module, WeightLayer), name))
+            index = -1 if isinstance(module, WeightLayer) else 0
+            self.running.names.append(_Name(position, index, name))
 
     def end(self, module: torch.nn.Module, *_: Any) -> None:
         if module in self.places and self.running.names:
@@ -199,10 +200,10 @@ class _Watch:
         name = names[-1]
         if name.index >= 0:
             names[-1] = dataclasses.replace(name, index=name.index + 1)
-        if not functional.USUAL.issuperset((type(x), type(w))):
-            kinds = " and ".join(sorted({type(t).__name__ for t in (x, w)}))
-            self.made.left_out[str(name)] = f"its tensors are a {kinds}, not plain ones"
-            return
+        for role, t in (("x", x), ("w", w)):
+            if type(t) not in functional.USUAL:
+                self.made.left_out[str(name)] = f"{role} is a {type(t).__name__}, no plain tensor"
+                return
         call = _Call(self.made, name, recipe, x, w, offsets, y.dtype)
         # A forward that runs again for a backward has been measured.
         if torch._C._current_graph_task_id() == -1:
@@ -228,10 +229,9 @@ class _Call:
         self.made, self.name, self.recipe, self.dtype = made, name, recipe, dtype
         self.ends = None if offsets is None else offsets.tolist()
         self.needs = x.requires_grad, w.requires_grad
-        # Detached, they count the same changes.
         self.x: torch.Tensor | None = x.detach()
         self.w = w.detach()
-        self.version = x._version if not x.is_inference() else 0
+        self.versions = version_of(x), version_of(w)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Rows, and the matrix that they are multiplied by: each group is a layer of its own."""
@@ -253,9 +253,11 @@ class _Call:
         node = torch._C._current_autograd_node()
         if x is None or node is None or gradients[0] is None:
             return
-        if not x.is_inference() and x._version != self.version:
-            self.made.left_out[str(self.name)] = "x has changed before the backward"
-            return
+        # Detached tensors count the changes of what they were detached from.
+        for role, t, version in zip("xw", (x, self.w), self.versions, strict=True):
+            if version_of(t) != version:
+                self.made.left_out[str(self.name)] = f"{role} has changed before the backward"
+                return
         dx, dw = functional.asked(node, self.needs)
         x = x.reshape(-1, x.shape[-1])
         dy = gradients[0].detach().reshape(-1, self.w.shape[-2])

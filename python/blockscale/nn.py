@@ -33,7 +33,7 @@ class Kept:
 
     @classmethod
     def of(cls, weight: torch.Tensor, operands: QuantizedWeight) -> Kept:
-        return cls(operands, weight, _version_of(weight))
+        return cls(operands, weight, version_of(weight))
 
     def check_version(self, name: str, weight: torch.Tensor | None = None) -> None:
         """Refuse a weight that has changed, or is another one."""
@@ -41,11 +41,11 @@ class Kept:
         if weight is not None and weight is not self.weight:
             remedy = "give quantized_weights the whole model, not a part that FSDP2 gathers"
             fail(name, "weight", "changed: another tensor", need, remedy)
-        if _version_of(self.weight) != self.version:
+        if version_of(self.weight) != self.version:
             fail(name, "weight", "changed", need, "leave it before the optimizer's step")
 
 
-def _version_of(weight: torch.Tensor) -> int:
+def version_of(weight: torch.Tensor) -> int:
     """How often it has been changed in place; tensors of inference mode do not count."""
     if weight.is_inference():
         return 0

@@ -40,11 +40,15 @@ class Noise:
         """
         if spec.hadamard:  # as the transform extends it
             x = torch.nn.functional.pad(x, (0, -x.shape[1] % spec.hadamard))
-        q = quantize(x, spec, amax=amax, rng=rng if spec.stochastic else None)
+        rng = rng if spec.stochastic else None
+        q = quantize(x, spec, amax=amax, rng=rng)
         y = dequantize(q, dtype=torch.float32)
-        largest = _is_largest(q, x.shape[1])
+        largest, transform = _is_largest(q, x.shape[1]), _transform(spec, rng, x.device)
         for rows in pieces(*x.shape):
-            before, after = _transformed(x[rows].float(), spec), y[rows]
+            before, after = x[rows].float(), y[rows]
+            if transform is not None:
+                blocks = before.reshape(before.shape[0], -1, spec.hadamard)
+                before = (blocks @ transform).reshape(before.shape)
             self.add_error(before, after)
             self.count += before.numel()
             self.nonzero += int((before != 0).sum())
@@ -89,19 +93,14 @@ def pieces(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _transformed(x: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """x, in whole blocks, after the spec's Hadamard transform along its rows, unrounded
-    (specification, section 8)."""
+def _transform(spec: Spec, rng: Rng | None, device: torch.device) -> torch.Tensor | None:
+    """What a block of a row is multiplied by in the spec's Hadamard transform, unrounded: the core
+    is asked for that of the unit vectors, whose elements are 1/sqrt(d) but for their signs."""
     d = spec.hadamard
     if not d:
-        return x
-    i = torch.arange(d, device=x.device)
-    pairs = i[:, None] & i
-    odd = sum((pairs >> bit) & 1 for bit in range(d.bit_length() - 1)) % 2
-    flipped = torch.tensor([spec.hadamard_mask >> bit & 1 for bit in range(d)], device=x.device)
-    matrix = (1 - 2 * odd) * (1 - 2 * flipped) / math.sqrt(d)
-    blocks = x.reshape(x.shape[0], -1, d) @ matrix.t().to(x.dtype)
-    return blocks.reshape(x.shape)
+        return None
+    units = dequantize(quantize(torch.eye(d, device=device), spec, rng=rng), dtype=torch.float32)
+    return units.sign() / math.sqrt(d)
 
 
 def _is_largest(q: QuantizedTensor, columns: int) -> torch.Tensor:

@@ -51,8 +51,8 @@ def quantized_input(
     """x's operands for a forward that W's gradient will be asked of: [fprop, wgrad], of those that
     the recipe's text quantizes. None where the layer is to quantize x itself.
 
-    Which of the two it is follows from x's size alone, and not from what has been
-    made before: a checkpoint's forward has to save the same tensors when it runs again.
+    Which of the two it is follows from x's size alone, and not from what has been made before: a
+    checkpoint's forward has to save the same tensors when it runs again.
 
     Operands are handed on from one call of a thread to the next, of one tensor object, as long as
     PyTorch counts no change of it. A kernel that writes to what autograd has made, between two

@@ -411,7 +411,7 @@ def test_a_compiler_computes_again_what_a_backward_reads(recipe: str) -> None:
             made: torch.Tensor = self.down(nn.functional.silu(self.up[0](h)) * self.up[1](h))
             return x + made
 
-    def step(recipe: str) -> tuple[list[torch.Tensor], int]:
+    def step(recipe: str, backend: str) -> tuple[list[torch.Tensor], int]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Gated()
@@ -426,17 +426,16 @@ def test_a_compiler_computes_again_what_a_backward_reads(recipe: str) -> None:
 
         x = torch.randn(128, 256, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = torch.compile(model, fullgraph=True)(x)
+            y = torch.compile(model, backend=backend, fullgraph=True)(x)
         y.square().sum().backward()
         return [x.grad, *(p.grad for p in model.parameters())], sum(kept.values())  # type: ignore[list-item]
 
-    want, most = step(f"{recipe}[keep_w=False]")
-    got, least = step(f"{recipe}[keep_w=False,keep_x=False]")
-    # x may be another in its last bit, as another kernel computes it.
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.1, atol=0.02 * float(b.abs().max()))
+    kept, again = f"{recipe}[keep_w=False]", f"{recipe}[keep_w=False,keep_x=False]"
     size = 4 if "none" in recipe else 1  # of x itself, or its codes
-    assert most - least >= size * 128 * (256 + 512)
+    assert step(kept, "inductor")[1] - step(again, "inductor")[1] >= size * 128 * (256 + 512)
+    # This cuts the graph in two likewise, but fuses nothing: what is computed again is the same.
+    plain = "aot_eager_decomp_partition"
+    assert_same(step(again, plain)[0], step(kept, plain)[0])
 
 
 def test_what_was_made_elsewhere_on_a_gpu_is_made_again(cuda: torch.device) -> None:
