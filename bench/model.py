@@ -91,10 +91,10 @@ class Block(nn.Module):
         return made
 
 
-def blocks() -> nn.Sequential:
+def blocks(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return nn.Sequential(*(Block() for _ in range(BLOCKS))).bfloat16()
+        return nn.Sequential(*(Block() for _ in range(BLOCKS))).to(dtype)
 
 
 def variants() -> dict[str, Callable[[nn.Module], object]]:

@@ -4,6 +4,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <span>
 #include <sstream>
 
 #include "matmul.h"
@@ -175,6 +176,23 @@ void check_operands(const Place& at, const Tensor& x, const Tensor& w,
   require(bias->dim() == 1 && bias->numel() == w.size(0), at.op(), "bias", "another shape", "[N]");
 }
 
+// A weight's operand along its rows in tensors of its own, codes, scales and outer scale, as FSDP2
+// gathers it; of [E, N, K] with three dimensions, where the others of a weight have one (bytes) or
+// are its values.
+constexpr int64_t kGatheredParts = 3;
+bool is_gathered(const Tensor& first) {
+  const ScalarType type = first.scalar_type();
+  return first.dim() > 1 && type != ScalarType::Float && type != ScalarType::BFloat16 &&
+         type != ScalarType::Half;
+}
+Operand gathered(const Place& at, const char* name, std::span<const Tensor> parts, const Spec& spec,
+                 const Extent& e, bool batched) {
+  require(spec && parts.size() == kGatheredParts, at.op(), name, parts.size(),
+          "codes, scales and outer scale of a weight that the recipe quantizes");
+  return operand(at, std::string(name) + ".", parts[0], parts[1], parts[2], *spec, {}, -1, e.rows,
+                 e.columns, batched ? std::optional(e.batch) : std::nullopt);
+}
+
 const char* name_of(bool grouped) { return grouped ? "grouped_linear" : "linear"; }
 
 // The buffer that W's gradient is added to.
@@ -217,6 +235,7 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
   const int64_t* const offset_at = key_or_none(at, "offset", offset);
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
   std::optional<Making> xs, ws;
+  std::optional<Operand> whole_w;
   std::optional<Side> left, right;
   if (!quantized_x) {
     xs.emplace(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
@@ -236,8 +255,13 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
     require(!recipe.fprop_w || !quantized_w->empty(), at.op(), "quantized_w", "empty",
             "what quantize_weight returned");
     const Extent extent{n, k, grouped ? w.size(0) : 1, {}};
-    right = weight_of(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w, recipe.fprop_x,
-                      recipe.fprop_w, -1, extent, groups.count);
+    if (!quantized_w->empty() && is_gathered(quantized_w->front())) {
+      whole_w = gathered(at, "quantized_w", *quantized_w, recipe.fprop_w, extent, grouped);
+      right = Side{std::nullopt, -1, whole_w->view};
+    } else {
+      right = weight_of(at, "quantized_w", recipe.fprop_w ? quantized_w->front() : w,
+                        recipe.fprop_x, recipe.fprop_w, -1, extent, groups.count);
+    }
   }
   const bool draws = recipe.backward_draws(dx, dw);
   std::optional<Kept> kept;
@@ -338,51 +362,6 @@ std::vector<Tensor> quantize_input_op(Tensor x, Text recipe_text, bool dw,
 
 namespace {
 
-// An operand along the rows, as the GEMM reads it along either axis.
-template <class On>
-void arrange(const ConstQuantized& rows, const Quantized& to, const On& on) {
-  to.axis == -1 ? relayout(rows, to, on) : transpose(rows, to, on);
-}
-
-}  // namespace
-
-void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe_text, int64_t n,
-                      int64_t k, Tensor fprop, Tensor dgrad) {
-  const Recipe& recipe = recipe_of(recipe_text);
-  const Place at("gather_weight", "codes", codes);
-  require(recipe.fprop_w && recipe.fprop_w == recipe.dgrad_w, at.op(), "recipe", recipe_text.value,
-          "one spec for W in fprop and dgrad");
-  const QuantSpec& spec = *recipe.fprop_w;
-  const bool batched = codes.dim() == 3;
-  const int64_t groups = batched ? codes.size(0) : 0;
-  const Extent extent{n, k, batched ? groups : 1, {}};
-  const Operand gathered = operand(at, "", codes, scales, outer, spec, {}, -1, n, k,
-                                   batched ? std::optional(groups) : std::nullopt);
-  const auto write = [&](const char* name, const Tensor& memory, int axis, const Spec& partner) {
-    const Plan plan(spec, axis, extent);
-    Kept kept(&plan);
-    // Where it is not, what reads it would look at a copy.
-    const auto at_16 = reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 16 == 0;
-    require(memory.is_contiguous() && at_16, at.op(), name, "another place",
-            "contiguous memory at a multiple of 16 bytes");
-    if (memory.numel() == kept.bytes()) {
-      kept.read(at, name, memory);
-      return run(at, codes.numel(),
-                 [&](const auto& on) { arrange(gathered.view, kept.view[0], on); });
-    }
-    const Side wide = weight_of(at, name, memory, partner, spec, axis, extent, groups);
-    const Made narrow(at, spec, axis, extent, Wanted::here);
-    arrange(gathered.view, narrow.view, at.stream());
-    auto* const to = static_cast<uint8_t*>(const_cast<void*>(wide.memory->const_data_ptr()));
-    gpu::widen_b(as_const(narrow.view), to, at.stream());
-    at.stream().release();
-  };
-  write("fprop", fprop, -1, recipe.fprop_x);
-  write("dgrad", dgrad, -2, recipe.dgrad_dy);
-}
-
-namespace {
-
 // The gradients that the forward was told of, and which quantized operands it has not made itself.
 struct Needs {
   bool dx, dw, x_apart = false, w_apart = false;
@@ -401,7 +380,7 @@ const Tensor& values_in(const Place& at, const Tensor& saved, const Extent& e,
 }
 
 // What a backward finds in `saved`: one tensor with what the forward has made, then x's operand and
-// w's where they lie apart, then the seed.
+// w's where they lie apart (three tensors of a w that was gathered), then the seed.
 struct Saved {
   Saved(const Place& at, const std::vector<Tensor>& saved, const Recipe& recipe, const Needs& needs,
         bool draws, const Extent& of_x, const Extent& of_w) {
@@ -409,8 +388,10 @@ struct Saved {
     const bool w_apart = needs.dx && (!recipe.dgrad_w || needs.w_apart);
     const bool x_here = needs.dw && !x_apart, w_here = needs.dx && !w_apart;
     const bool together = x_here || w_here || draws;
-    require(saved.size() == size_t{together} + size_t{x_apart} + size_t{w_apart} + size_t{draws},
-            at.op(), "saved", saved.size(),
+    const size_t w_at = size_t{together} + size_t{x_apart};
+    const bool w_gathered = w_apart && saved.size() > w_at && is_gathered(saved[w_at]);
+    const size_t w_parts = w_gathered ? kGatheredParts : w_apart;
+    require(saved.size() == w_at + w_parts + size_t{draws}, at.op(), "saved", saved.size(),
             "what the forward made, x, w and seed, each where it is needed");
     auto next = saved.begin();
     if (together) {
@@ -430,7 +411,11 @@ struct Saved {
       x = made_before(at, "saved", *next++, *recipe.wgrad_x, -2, of_x);
     else if (x_apart)
       x = Side{matrix(values_in(at, *next++, of_x)), -2, std::nullopt};
-    if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
+    if (w_gathered)
+      w_rows = gathered(at, "saved", std::span(saved).subspan(w_at, w_parts), recipe.dgrad_w, of_w,
+                        static_cast<bool>(of_x.groups)),
+      next += w_parts;
+    else if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
       w_values = values_in(at, *next++, of_w, static_cast<bool>(of_x.groups));
     else if (w_apart)
       w = weight_of(at, "saved", *next++, recipe.dgrad_dy, recipe.dgrad_w, -2, of_w,
@@ -439,9 +424,18 @@ struct Saved {
   }
   std::optional<Side> x, w;
   std::optional<Tensor> x_values, w_values;  // to be quantized
+  std::optional<Operand> w_rows;             // to be transposed
   const int64_t *seed = nullptr, *offset = nullptr;
   std::optional<Tensor> memory;  // of the offset
 };
+
+// In square blocks the operand along the rows has the codes and scales of that down the columns.
+Side transposed(const Place& at, const Operand& rows) {
+  const ConstQuantized& q = rows.view;
+  const Made made(at, q.spec, -2, {q.rows, q.columns, q.batch, {}}, Wanted::here);
+  run(at, rows.codes.numel(), [&](const auto& on) { transpose(q, made.view, on); });
+  return {std::nullopt, -2, as_const(made.view)};
+}
 
 // W's gradient, [N, K] or one for each group, of dy's and x's operands along the rows. `turned`: in
 // memory it is [K, N], as W is, which is the product the other way round.
@@ -487,9 +481,11 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
                Wanted::no, Wanted::here, Key{Role::w, nullptr, nullptr});
   make(at, &dys, ws ? &*ws : nullptr);
   std::vector<Tensor> gradients;
-  if (dx)
-    gradients.push_back(product(at, *dys.row, ws ? *ws->column : *from.w, std::nullopt, dtype,
-                                x_dtype.value_or(dtype), with_last(dy, k), groups, m));
+  if (dx) {
+    const Side w = ws ? *ws->column : from.w_rows ? transposed(at, *from.w_rows) : *from.w;
+    gradients.push_back(product(at, *dys.row, w, std::nullopt, dtype, x_dtype.value_or(dtype),
+                                with_last(dy, k), groups, m));
+  }
   if (dw) {
     Ints sizes{n, k};
     if (groups) sizes.insert(sizes.begin(), batch);

@@ -20,7 +20,9 @@ namespace blockscale::binding {
 //
 // With offsets x is [T, K] in groups of rows and w [E, N, K] holds a matrix for each; no bias.
 // `quantized_w`: what quantize_weight has made of w, which is not read then, nor is its dgrad
-// operand returned again; `quantized_x` likewise what quantize_input has made of x.
+// operand returned again; or, of a w in square blocks, codes, scales and outer scale as quantize
+// returns them along its rows, which the backward transposes. `quantized_x` likewise what
+// quantize_input has made of x.
 std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe, bool dx,
                               bool dw, std::optional<Tensor> seed, std::optional<Tensor> offset,
                               std::optional<Tensor> offsets, std::optional<ScalarType> dtype,
@@ -47,16 +49,11 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe, bool dgrad,
 std::vector<Tensor> quantize_input_op(Tensor x, Text recipe, bool dw,
                                       std::optional<Tensor> offsets);
 
-// The operands of quantize_weight, of a weight in square blocks, made of its codes along the rows,
-// which have been gathered from several ranks: into the memory that quantize_weight would return
-// for w [n, k], or [E, n, k] of codes with three dimensions.
-void gather_weight_op(Tensor codes, Tensor scales, Tensor outer, Text recipe, int64_t n, int64_t k,
-                      Tensor fprop, Tensor dgrad);
-
 // The gradients asked for, of [dx, dw, db], in the dtype given or else that of dy. `saved`: what
 // the forward with these dx and dw has made; with dw, x's wgrad operand if that forward has not
 // made it (x_apart), or x itself, which is quantized here where the recipe says so; with dx
-// likewise w's dgrad operand (w_apart), or w itself; and where bits are drawn the seed. With
+// likewise w's dgrad operand (w_apart), or the three tensors along its rows, or w itself; and where
+// bits are drawn the seed. With
 // skip_dx or skip_dw that gradient is left out all the same. With w_turned dw lies as [K, N] does,
 // or [E, K, N], where w does.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,

@@ -191,9 +191,6 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "-> Tensor[]");
   m.def("quantize_input(Tensor x, str recipe, bool dw, Tensor? offsets=None) -> Tensor[]");
   m.def(
-      "gather_weight(Tensor codes, Tensor scales, Tensor outer, str recipe, SymInt n, SymInt k, "
-      "Tensor(a!) fprop, Tensor(b!) dgrad) -> ()");
-  m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
       "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False, bool w_turned=False, "
@@ -222,7 +219,6 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("linear_piece_backward", TORCH_BOX(&Told<&linear_piece_backward_op>::call));
   m.impl("quantize_weight", TORCH_BOX(&Told<&quantize_weight_op>::call));
   m.impl("quantize_input", TORCH_BOX(&Told<&quantize_input_op>::call));
-  m.impl("gather_weight", TORCH_BOX(&Told<&gather_weight_op>::call));
   m.impl("linear_backward", TORCH_BOX(&Told<&linear_backward_op>::call));
   m.impl("linear_backward_into", TORCH_BOX(&Told<&linear_backward_into_op>::call));
 }

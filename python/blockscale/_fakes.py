@@ -331,33 +331,6 @@ def _fake_quantize_weight(
     seed: torch.Tensor | None = None,
     offset: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    return weight_memory(w, recipe, dgrad)
-
-
-def _fake_quantize_input(
-    x: torch.Tensor, recipe: str, dw: bool, offsets: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    specs = specs_of(recipe)
-    groups = 0 if offsets is None else offsets.shape[0]
-    made = ((specs["fprop_x"], -1), (specs["wgrad_x"] if dw else None, -2))
-    return [_fake_kept(x, [(x, s, groups, 0)], axis, False) for s, axis in made if s is not None]
-
-
-def _fake_gather_weight(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    outer: torch.Tensor,
-    recipe: str,
-    n: int,
-    k: int,
-    fprop: torch.Tensor,
-    dgrad: torch.Tensor,
-) -> None:
-    """It writes into its arguments."""
-
-
-def weight_memory(w: torch.Tensor, recipe: str, dgrad: bool) -> list[torch.Tensor]:
-    """The memory of the operands that `quantize_weight` makes of w, on w's device."""
     specs = specs_of(recipe)
     batch = w.dim() - 2
     made = []
@@ -370,6 +343,15 @@ def weight_memory(w: torch.Tensor, recipe: str, dgrad: bool) -> list[torch.Tenso
         else:
             made.append(_fake_kept(w, [(w, s, 0, batch)], axis, False))
     return made
+
+
+def _fake_quantize_input(
+    x: torch.Tensor, recipe: str, dw: bool, offsets: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    specs = specs_of(recipe)
+    groups = 0 if offsets is None else offsets.shape[0]
+    made = ((specs["fprop_x"], -1), (specs["wgrad_x"] if dw else None, -2))
+    return [_fake_kept(x, [(x, s, groups, 0)], axis, False) for s, axis in made if s is not None]
 
 
 def _fake_wide(w: torch.Tensor, s: Spec, axis: int) -> torch.Tensor:
@@ -458,7 +440,6 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear_piece_backward": _fake_linear_piece_backward,
     "quantize_weight": _fake_quantize_weight,
     "quantize_input": _fake_quantize_input,
-    "gather_weight": _fake_gather_weight,
     "linear_backward": _fake_linear_backward,
     "linear_backward_into": _fake_linear_backward_into,
 }

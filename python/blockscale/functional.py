@@ -23,7 +23,7 @@ from blockscale.tensor import (
     is_dtensor,
     is_for_layer,
 )
-from blockscale.weight import QuantizedWeight
+from blockscale.weight import QuantizedWeight, is_gathered
 
 _ops = torch.ops.blockscale
 _forward = _ops.linear.default
@@ -364,9 +364,11 @@ class LinearFunction(torch.autograd.Function):
             saved = [*saved, _for_later(x, not recipe.keep_x)]
         elif dw and x_apart:
             saved = [*saved, quantized_x[-1]]
-        if dx and (w_apart or recipe.dgrad_w is None):
-            ahead = quantized_w is not None and recipe.dgrad_w is not None
-            saved = [*saved, quantized_w[-1] if ahead else w]
+        if dx and quantized_w is not None and recipe.dgrad_w is not None:
+            # One that FSDP2 has gathered is transposed in the backward.
+            saved = [*saved, *(quantized_w if is_gathered(quantized_w) else quantized_w[-1:])]
+        elif dx and (w_apart or recipe.dgrad_w is None):
+            saved = [*saved, w]
         if (dx and recipe.draws_dx) or (dw and recipe.draws_dw):
             saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)

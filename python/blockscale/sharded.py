@@ -4,25 +4,23 @@
 
     module.weight                between forwards                  while the layer runs
     before fully_shard           ShardedWeight: values             the same
-    after fully_shard            DTensor of a ShardedWeight        GatheredWeight: two operands
+    after fully_shard            DTensor of a ShardedWeight        GatheredWeight: codes and scales
 
 Blocks of W are square: a piece of whole blocks has the codes and scales that it has in the whole,
-and the operand of x's gradient is the gathered one transposed. An outer scale comes from the
-largest value of all pieces. A piece of a GroupedLinear's weight is whole matrices, and their outer
-scales are gathered with them. So y and the gradients are those of weights that are gathered first
-and quantized then, to the bit.
+and the operand of x's gradient is the gathered one, which the backward transposes. An outer scale
+comes from the largest value of all pieces. A piece of a GroupedLinear's weight is whole matrices,
+and their outer scales are gathered with them. So y and the gradients are those of weights that are
+gathered first and quantized then, to the bit.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
 
 from blockscale._errors import fail
-from blockscale._fakes import weight_memory
 from blockscale.nn import Layer, WeightLayer, converted_layers
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
@@ -252,38 +250,23 @@ class ShardedWeight(WeightOfFsdp):
             outer = outers[0]
         elif outer.is_cuda:  # made on the stream that sends, read on the layer's
             outer.record_stream(torch.cuda.current_stream(outer.device))
-        if out is None:
-            like = codes.new_empty((), dtype=param_dtype).expand(shape)
-            operands = weight_memory(like, recipe.text, True)
-            made = GatheredWeight(QuantizedWeight(recipe, shape, True, operands), param_dtype)
-        else:
-            assert isinstance(out, GatheredWeight)
-            operands = out.quantized.operands
-            if out.quantized.recipe is not recipe:  # other operands than W's may be others
-                out.quantized = dataclasses.replace(out.quantized, recipe=recipe)
-        _ops.gather_weight(
-            codes.view(s.code_dtype),
-            scales.view(s.scale_dtype),
-            outer,
-            recipe.text,
-            *shape[-2:],
-            *operands,
-        )
-        for gathered in all_gather_outputs:  # which FSDP2 would keep as long as the operands
-            gathered.untyped_storage().resize_(0)
-        return None if out is not None else (made, tuple(operands))
+        operand = [codes.view(s.code_dtype), scales.view(s.scale_dtype), outer]
+        weight = QuantizedWeight(recipe, shape, True, operand)
+        if out is None:  # the memory is FSDP2's already, which frees it by itself
+            return GatheredWeight(weight, param_dtype), ()
+        assert isinstance(out, GatheredWeight)
+        out.quantized = weight
+        return None
 
 
 class GatheredWeight(WeightOfFsdp):
     """A weight without values: what the GEMMs of its layer read.
 
     Attributes:
-        quantized: its operands, whose memory is FSDP2's.
+        quantized: codes, scales and outer scale of the operand along its rows, in FSDP2's memory.
     """
 
     quantized: QuantizedWeight
-    fprop: torch.Tensor
-    dgrad: torch.Tensor
 
     @staticmethod
     def __new__(cls, quantized: QuantizedWeight, dtype: torch.dtype) -> GatheredWeight:
@@ -291,17 +274,20 @@ class GatheredWeight(WeightOfFsdp):
             cls, quantized.shape, dtype=dtype, device=quantized.device
         )
         made.quantized = quantized
-        made.fprop, made.dgrad = quantized.operands
         return made
 
+    codes = property(lambda self: self.quantized.operands[0])
+    scales = property(lambda self: self.quantized.operands[1])
+    outer = property(lambda self: self.quantized.operands[2])
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["fprop", "dgrad"], (self.quantized.recipe, self.shape, self.dtype)
+        return ["codes", "scales", "outer"], (self.quantized.recipe, self.shape, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], known: Any, *_: Any) -> GatheredWeight:
         recipe, shape, dtype = known
-        operands = [inner["fprop"], inner["dgrad"]]
-        return GatheredWeight(QuantizedWeight(recipe, shape, True, operands), dtype)
+        operand = [inner["codes"], inner["scales"], inner["outer"]]
+        return GatheredWeight(QuantizedWeight(recipe, shape, True, operand), dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({list(self.shape)}, recipe={self.quantized.recipe})"
@@ -318,9 +304,9 @@ class GatheredWeight(WeightOfFsdp):
             # With operands made ahead w's values are not read: any memory of its shape and dtype
             # will do.
             x, w, *rest = args
-            return func(x, w.fprop.new_empty((), dtype=w.dtype).expand(w.shape), *rest)
+            return func(x, w.codes.new_empty((), dtype=w.dtype).expand(w.shape), *rest)
         if func is _aten.zeros_like.default:  # FSDP2's gradient of a layer that was not used
-            return args[0].fprop.new_zeros(args[0].shape, dtype=args[0].dtype)
+            return args[0].codes.new_zeros(args[0].shape, dtype=args[0].dtype)
         need = "nothing but its layer: FSDP2 has gathered codes, no values"
         remedy = "call reshard() of the FSDP2 module first: cut, it has values"
         return fail("quantized_all_gather", "weight", f"read by {func}", need, remedy)

@@ -22,7 +22,7 @@ class QuantizedWeight:
         shape: of the weight, [N, K] or [E, N, K].
         backward: whether the operand of x's gradient is there.
         operands: the memory of fprop's and of dgrad's, uint8 each, of those that the recipe
-            quantizes.
+            quantizes; or what FSDP2 has gathered of one along the rows (`is_gathered`).
     """
 
     recipe: Recipe
@@ -58,6 +58,12 @@ class QuantizedWeight:
             need = "the operand of x's gradient"
             fail(operation, name, "without backward", need, "make it with backward=True")
         return self.operands
+
+
+def is_gathered(operands: list[torch.Tensor]) -> bool:
+    """Whether they are codes, scales and outer scale of one operand, each as `quantize` returns it,
+    instead of the memory of two."""
+    return operands[0].dim() > 1
 
 
 # What torch.load may make: a quantized weight is data.

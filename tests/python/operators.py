@@ -45,6 +45,7 @@ def op_samples(device: torch.device) -> list[Sample]:
         *quantizer_samples(of),
         *reader_samples(of),
         *linear_samples(of),
+        *gathered_samples(of),
         *grouped_linear_samples(of),
     ]
 
@@ -142,11 +143,19 @@ def linear_samples(of: Inputs) -> list[Sample]:
                 apart = [*rest, saved_x, w, *([of.key[0]] if recipe.stochastic else [])]
                 samples.append(("linear_backward", (dy, apart, *backward[2:], *flags)))
                 samples.append(("linear_backward_into", (dy, apart, *into[2:], False, True, True)))
-    # Without FP8 dtypes, which opcheck cannot compare.
-    square = bs.recipe("amdfp4")
-    codes = OPS.quantize(w, square.fprop_w.text, -1, *[None] * 3, [], "linear", 0)  # type: ignore[union-attr]
-    memory = [torch.zeros_like(operand) for operand in OPS.quantize_weight(w, square.text, True)]
-    return [*samples, ("gather_weight", (*codes, square.text, *w.shape, *memory))]
+    return samples
+
+
+def gathered_samples(of: Inputs) -> list[Sample]:
+    """Of a weight that FSDP2 has gathered as codes, without FP8 dtypes, which opcheck cannot
+    compare."""
+    recipe = bs.recipe("amdfp4")
+    x, w, dy = (of.normal(*shape) for shape in ((5, 70), (9, 70), (5, 9)))
+    w_codes = OPS.quantize(w, str(recipe.fprop_w), -1, *[None] * 3, [], "linear", 0)
+    forward = (x, w, None, recipe.text, True, True, *of.key, None, None, list(w_codes))
+    saved = [OPS.linear(*forward)[1], *w_codes, of.key[0]]
+    backward = (dy, saved, recipe.text, 70, True, True, False, *[None] * 4, *[False] * 4, True)
+    return [("linear", forward), ("linear_backward", backward)]
 
 
 def grouped_linear_samples(of: Inputs) -> list[Sample]:

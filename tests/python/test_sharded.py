@@ -184,9 +184,12 @@ def use(device: str, folder: str) -> None:
     assert torch.equal(bare(x), want)
     assert seen == [True]
 
-    # Its values are not there while it runs.
+    # Its values are not there while it runs, and its codes once, where FSDP2 has gathered them.
     def read(layer: Any, _: Any) -> None:
         assert "recipe=nvfp4" in repr(layer.weight)
+        codes, scales, outer = layer.weight.quantized.operands
+        assert codes.untyped_storage().nbytes() == 512 * 256 / 2
+        assert (scales.shape, outer.shape) == ((32, 16), ())
         refused(
             lambda: bs.linear(x, layer.weight, recipe="fp8_blockwise"),
             r"weight = read by blockscale.linear.*; need nothing",
