@@ -8,6 +8,7 @@ import math
 import blockscale as bs
 from tables import (
     DENSE,
+    FSDP,
     GPU,
     GROUPED,
     MODEL,
@@ -288,3 +289,25 @@ def model(name: str = MODEL) -> str:
     header = ["compiled", "ms", "tokens/s", "x BF16", "GB kept for the backward", "GB at most"]
     made = table([*header, "eager, ms (x BF16)"], lines)
     return f"{made}\n\n{where(result, with_copy=False)}"
+
+
+def fsdp(name: str = FSDP) -> str:
+    """A training step under FSDP2, for each number of tokens a rank."""
+    result = results(name)
+    sizes = sorted({row["tokens"] for row in result["rows"]}, reverse=True)
+    of_case: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(result["rows"], key=lambda row: -row["tokens"]):
+        of_case.setdefault((row["model"], row["gathers"]), []).append(row)
+    said = dict(LAYERS)
+    lines = []
+    for (variant, gathers), rows in of_case.items():
+        line = [said.get(variant, f"`{variant}`"), gathers]
+        for row in rows:
+            line += [f"{row['ms']:.1f} ({row['x_bf16']:.2f})"]
+            line += [f"{row['gb_held']:.2f}, {row['gb_most']:.2f}"]
+        lines.append(line)
+    header = ["compiled", "gathered"]
+    for tokens in sizes:
+        header += [f"{tokens:,} tokens a rank, ms (x BF16)", "GB kept, GB at most"]
+    ranks = result["rows"][0]["ranks"]
+    return f"{table(header, lines)}\n\n{ranks} ranks; {where(result, with_copy=False)}"

@@ -215,6 +215,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "bench_gpu": bench_gpu,
         "products": products.products,
         "model": products.model,
+        "fsdp": products.fsdp,
         "host": host,
         "bench": bench,
     },

@@ -13,7 +13,9 @@ from blockscale.cli.doctor import processor_name
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-GPU, DENSE, GROUPED, MODEL = "h200", "h200_gemm", "h200_grouped", "h200_model"  # of RESULTS
+# Of RESULTS.
+GPU, DENSE, GROUPED, MODEL = "h200", "h200_gemm", "h200_grouped", "h200_model"
+FSDP = "h100_fsdp"
 
 Row = dict[str, Any]
 
