@@ -1,4 +1,4 @@
-"""Two processes that meet: what tests of torch.distributed run in."""
+"""Processes that meet: what tests of torch.distributed run in."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-# One rank a GPU: NCCL allows no two on one.
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    ),
-]
+
+def devices(ranks: int) -> list[Any]:
+    """The CPU, and where there are enough of them GPUs, one a rank: NCCL allows no two on one."""
+    lacking = torch.cuda.device_count() < ranks
+    skip = pytest.mark.skipif(lacking, reason=f"needs {ranks} CUDA devices")
+    return ["cpu", pytest.param("cuda", marks=skip)]
+
+
+DEVICES = devices(2)
 
 
 def _run(
-    rank: int, function: Callable[..., None], device: str, meeting: str, args: tuple[Any, ...]
+    rank: int,
+    function: Callable[..., None],
+    device: str,
+    meeting: str,
+    ranks: int,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=2)
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     function(*args)
     # Nobody leaves while another still talks to it; and then at once: where the group was destroyed
     # or the interpreter ended, threads of Gloo's aborted the process once in eight runs.
@@ -39,10 +45,10 @@ def _run(
     os._exit(0)
 
 
-def on_two_ranks(
-    function: Callable[..., None], folder: Path, *args: Any, device: str = "cpu"
+def on_ranks(
+    function: Callable[..., None], folder: Path, *args: Any, device: str = "cpu", ranks: int = 2
 ) -> None:
-    """Call a function of a module with these arguments in two processes, one thread each; fails
+    """Call a function of a module with these arguments in so many processes, one thread each; fails
     where it raises."""
-    call = (function, device, str(folder / "meeting"), args)
-    spawn(_run, args=call, nprocs=2)  # type: ignore[no-untyped-call]
+    call = (function, device, str(folder / "meeting"), ranks, args)
+    spawn(_run, args=call, nprocs=ranks)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICES, on_two_ranks
+from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -93,4 +93,4 @@ def test_two_ranks_with_one_batch_are_one_process(
     torch.set_num_threads(1)  # as in the ranks
     want = {name: value.cpu() for name, value in trained(device).items()}
     torch.set_num_threads(threads)
-    on_two_ranks(train_and_compare, tmp_path, wrapper, device, want, device=device)
+    on_ranks(train_and_compare, tmp_path, wrapper, device, want, device=device)

@@ -9,7 +9,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICES, on_two_ranks
+from ranks import DEVICES, on_ranks
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,
     all_gather_tensor_autograd,
@@ -84,7 +84,7 @@ def exchange_and_compare(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_two_ranks(device: str, tmp_path: Path) -> None:
-    on_two_ranks(exchange_and_compare, tmp_path, device, device=device)
+    on_ranks(exchange_and_compare, tmp_path, device, device=device)
 
 
 def test_in_compiled_code(one_rank: DeviceMesh) -> None:

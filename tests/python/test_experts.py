@@ -14,7 +14,7 @@ import pytest
 import torch
 from blockscale import experts as blockscale_experts
 from blockscale.rng import layer_seed
-from ranks import DEVICES, on_two_ranks
+from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -485,4 +485,4 @@ def test_two_ranks_with_one_batch_are_one_process(device: str, tmp_path: Path) -
     torch.set_num_threads(1)
     want = {recipe: trained(recipe, device, 1) for recipe in ("nvfp4", "fp8_blockwise")}
     torch.set_num_threads(threads)
-    on_two_ranks(train_and_compare, tmp_path, device, want, device=device)
+    on_ranks(train_and_compare, tmp_path, device, want, device=device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blockscale.rng import layer_seed
-from ranks import DEVICES, on_two_ranks
+from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -262,7 +262,7 @@ def test_experts_of_two_ranks_are_those_of_one_process(device: str, tmp_path: Pa
         y.square().sum().backward()
         grads = [made.up.weight.grad, made.down.weight.grad]
         want[recipe] = [y.detach().cpu(), *(g.cpu() for g in grads if g is not None)]
-    on_two_ranks(divided_and_compare, tmp_path, device, want, device=device)
+    on_ranks(divided_and_compare, tmp_path, device, want, device=device)
 
 
 def trained(recipe: str, device: str, gather: str = "") -> list[torch.Tensor]:
@@ -304,4 +304,4 @@ def test_two_ranks_with_one_batch_are_one_process(device: str, tmp_path: Path) -
     recipes = ("nvfp4", "fp8_blockwise", "mxfp4", "amdfp4")
     want = {recipe: trained(recipe, device) for recipe in recipes}
     torch.set_num_threads(threads)
-    on_two_ranks(train_and_compare, tmp_path, device, want, device=device)
+    on_ranks(train_and_compare, tmp_path, device, want, device=device)

@@ -13,7 +13,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICES, on_two_ranks
+from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -132,7 +132,7 @@ def compare(device: str, recipe: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_bits_are_those_of_gathered_values(recipe: str, device: str, tmp_path: Path) -> None:
-    on_two_ranks(compare, tmp_path, device, recipe, device=device)
+    on_ranks(compare, tmp_path, device, recipe, device=device)
 
 
 def refused(call: Any, said: str) -> None:
@@ -210,7 +210,7 @@ def use(device: str, folder: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_is_compiled_saved_and_loaded(device: str, tmp_path: Path) -> None:
-    on_two_ranks(use, tmp_path, device, str(tmp_path / "saved"), device=device)
+    on_ranks(use, tmp_path, device, str(tmp_path / "saved"), device=device)
 
 
 def test_only_what_can_be_is_gathered_as_codes() -> None:

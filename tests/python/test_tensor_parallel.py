@@ -16,7 +16,7 @@ import blockscale as bs
 import pytest
 import torch
 from bits import assert_same_bits, assert_same_operand
-from ranks import DEVICES, on_two_ranks
+from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -125,7 +125,7 @@ def against_one_process(recipe: str, cut: str, device: str, n: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_pieces_of_a_layer_are_those_of_the_whole(cut: str, device: str, tmp_path: Path) -> None:
-    on_two_ranks(every_recipe, tmp_path, cut, device, device=device)
+    on_ranks(every_recipe, tmp_path, cut, device, device=device)
 
 
 def every_recipe(cut: str, device: str) -> None:
@@ -188,7 +188,7 @@ def blocks_in_a_row() -> None:
 
 
 def test_blocks_in_a_row(tmp_path: Path) -> None:
-    on_two_ranks(blocks_in_a_row, tmp_path)
+    on_ranks(blocks_in_a_row, tmp_path)
 
 
 def still_added_up() -> None:
@@ -239,11 +239,11 @@ def second_derivatives() -> None:
 
 
 def test_second_derivatives_are_refused(tmp_path: Path) -> None:
-    on_two_ranks(second_derivatives, tmp_path)
+    on_ranks(second_derivatives, tmp_path)
 
 
 def test_what_a_collective_still_writes_is_waited_for(tmp_path: Path) -> None:
-    on_two_ranks(still_added_up, tmp_path)
+    on_ranks(still_added_up, tmp_path)
 
 
 def mixed_and_composed() -> None:
@@ -372,23 +372,23 @@ def extents_that_do_not_fit() -> None:
 
 
 def test_extents_that_do_not_fit(tmp_path: Path) -> None:
-    on_two_ranks(extents_that_do_not_fit, tmp_path)
+    on_ranks(extents_that_do_not_fit, tmp_path)
 
 
 def test_gradients_one_by_one(tmp_path: Path) -> None:
-    on_two_ranks(gradients_one_by_one, tmp_path)
+    on_ranks(gradients_one_by_one, tmp_path)
 
 
 def test_compiled_is_eager(tmp_path: Path) -> None:
-    on_two_ranks(compiled_is_eager, tmp_path)
+    on_ranks(compiled_is_eager, tmp_path)
 
 
 def test_compiled_and_checkpointed(tmp_path: Path) -> None:
-    on_two_ranks(compiled_and_checkpointed, tmp_path)
+    on_ranks(compiled_and_checkpointed, tmp_path)
 
 
 def test_mixed_precision_and_composition(tmp_path: Path) -> None:
-    on_two_ranks(mixed_and_composed, tmp_path)
+    on_ranks(mixed_and_composed, tmp_path)
 
 
 def refusals() -> None:
@@ -437,4 +437,4 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    on_two_ranks(refusals, tmp_path)
+    on_ranks(refusals, tmp_path)
