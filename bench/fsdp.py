@@ -2,8 +2,8 @@
 
 The blocks of Llama 3 8B of `model.py` with weights in FP32, each compiled and cut over all ranks:
 forward and backward with values in BF16 and gradients summed in FP32, and AdamW. Before that each
-recipe gives the same bits, uncompiled, with values and with codes. (Compiled, PyTorch's norms may
-add in another order.) All are timed in turn.
+recipe's result, uncompiled, is the same to the bit with values and with codes. (Compiled, PyTorch's
+norms may add in another order.) All are timed in turn.
 `torchrun --standalone --nproc-per-node 4 bench/fsdp.py --out FILE` writes one JSON.
 """
 
@@ -116,7 +116,7 @@ class Training:
 
 
 def check(x: torch.Tensor) -> None:
-    """That codes stand for what values do."""
+    """That a forward with codes is one with values."""
     for case in cases():
         if case.gathers == "codes" and not case.name.startswith("torchao"):
             y = [Training(ours(case.name, it), False).model(x) for it in ("values", "codes")]

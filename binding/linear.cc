@@ -187,8 +187,11 @@ bool is_gathered(const Tensor& first) {
 }
 Operand gathered(const Place& at, const char* name, std::span<const Tensor> parts, const Spec& spec,
                  const Extent& e, bool batched) {
-  require(spec && parts.size() == kGatheredParts, at.op(), name, parts.size(),
-          "codes, scales and outer scale of a weight that the recipe quantizes");
+  require(spec && spec->square && parts.size() == kGatheredParts, at.op(), name, parts.size(),
+          "codes, scales and outer scale of a weight that the recipe quantizes in square blocks");
+  require(parts[0].numel() == 0 || parts[0].const_data_ptr(), at.op(), name,
+          "a weight whose memory FSDP2 has freed", "one that is gathered",
+          "have FSDP2 unshard its module for the backward (set_unshard_in_backward)");
   return operand(at, std::string(name) + ".", parts[0], parts[1], parts[2], *spec, {}, -1, e.rows,
                  e.columns, batched ? std::optional(e.batch) : std::nullopt);
 }

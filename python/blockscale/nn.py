@@ -183,6 +183,9 @@ class WeightLayer(Layer):
         if type(weight) is torch.nn.Parameter:
             return None
         gathered: QuantizedWeight | None = getattr(weight, "quantized", None)  # by FSDP2
+        if gathered is not None and gathered.recipe is not self.recipe:
+            # Converted while gathered, to a recipe with the same spec of W (check_gathered).
+            return dataclasses.replace(gathered, recipe=self.recipe)
         return gathered
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from blockscale._errors import fail
 from blockscale.nn import Layer, WeightLayer, converted_layers
@@ -239,31 +240,39 @@ class ShardedWeight(WeightOfFsdp):
         metadata: Any,
         param_dtype: torch.dtype,
         *,
-        out: torch.Tensor | None = None,
+        out: Any = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The parameter that a layer sees, and the memory that FSDP2 frees after it ran."""
+        """The parameter that a layer sees. Its codes and scales are FSDP2's memory, which the next
+        gather fills once more, as it does for a graph that has saved them; and so is its outer
+        scale filled here. None of it may be of inference mode, in which a layer that stays gathered
+        may have been first."""
         if metadata is None:
             return None if out is not None else (all_gather_outputs[0], ())
         recipe, s, shape, outer = metadata
         codes, scales, *outers = all_gather_outputs
-        if outers:  # of experts
-            outer = outers[0]
-        elif outer.is_cuda:  # made on the stream that sends, read on the layer's
-            outer.record_stream(torch.cuda.current_stream(outer.device))
-        operand = [codes.view(s.code_dtype), scales.view(s.scale_dtype), outer]
-        weight = QuantizedWeight(recipe, shape, True, operand)
-        if out is None:  # the memory is FSDP2's already, which frees it by itself
-            return GatheredWeight(weight, param_dtype), ()
-        assert isinstance(out, GatheredWeight)
-        out.quantized = weight
-        return None
+        with torch.inference_mode(False), torch.no_grad():
+            if outers:  # of experts
+                kept = outers[0]
+            else:
+                kept = torch.empty_like(outer) if out is None else out.outer
+                with _unsafe_preserve_version_counter(kept):
+                    kept.copy_(outer)
+                if outer.is_cuda:  # made on the stream that sends, read on the layer's
+                    outer.record_stream(torch.cuda.current_stream(outer.device))
+            operand = [codes.view(s.code_dtype), scales.view(s.scale_dtype), kept]
+            weight = QuantizedWeight(recipe, shape, True, operand)
+            if out is None:
+                return GatheredWeight(weight, param_dtype), ()
+            out.quantized = weight
+            return None
 
 
 class GatheredWeight(WeightOfFsdp):
     """A weight without values: what the GEMMs of its layer read.
 
     Attributes:
-        quantized: codes, scales and outer scale of the operand along its rows, in FSDP2's memory.
+        quantized: codes, scales and outer scale of the operand along its rows, all but the last in
+            FSDP2's memory.
     """
 
     quantized: QuantizedWeight

@@ -152,10 +152,18 @@ def gathered_samples(of: Inputs) -> list[Sample]:
     recipe = bs.recipe("amdfp4")
     x, w, dy = (of.normal(*shape) for shape in ((5, 70), (9, 70), (5, 9)))
     w_codes = OPS.quantize(w, str(recipe.fprop_w), -1, *[None] * 3, [], "linear", 0)
-    forward = (x, w, None, recipe.text, True, True, *of.key, None, None, list(w_codes))
-    saved = [OPS.linear(*forward)[1], *w_codes, of.key[0]]
-    backward = (dy, saved, recipe.text, 70, True, True, False, *[None] * 4, *[False] * 4, True)
-    return [("linear", forward), ("linear_backward", backward)]
+    ws = w.repeat(3, 1, 1)
+    experts = OPS.quantize(ws, str(recipe.fprop_w), -1, *[None] * 3, [], "linear", 1)
+    samples: list[Sample] = []
+    for weight, codes, ends in ((w, w_codes, None), (ws, experts, of.ends)):
+        forward = (x, weight, None, recipe.text, True, True, *of.key, ends, None, list(codes))
+        saved = [OPS.linear(*forward)[1], *codes, of.key[0]]
+        call = (dy, saved, recipe.text, 70, True)
+        apart = (*[None] * 3, *[False] * 4, True)
+        into = (ends, torch.zeros_like(weight), None, None, False, False, True)
+        samples += [("linear", forward), ("linear_backward", (*call, True, False, ends, *apart))]
+        samples.append(("linear_backward_into", (*call, False, *into)))
+    return samples
 
 
 def grouped_linear_samples(of: Inputs) -> list[Sample]:

@@ -60,7 +60,7 @@ def sharded(
 ) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(Block(rerun), nn.LayerNorm(256), Block(rerun))
-    bs.convert(model, RECIPES[recipe])
+    bs.convert(model, RECIPES.get(recipe, recipe))
     if codes:
         names = bs.quantized_all_gather(model)
         layers = ("up", "down", "odd") if recipe != "mxfp8" else ()
@@ -135,6 +135,35 @@ def test_the_bits_are_those_of_gathered_values(recipe: str, device: str, tmp_pat
     on_ranks(compare, tmp_path, device, recipe, device=device)
 
 
+def changed_between(device: str) -> None:
+    """Evaluation in inference mode before a forward, and weights that change behind it: the
+    backward reads them as they are then, as with values of which nothing is kept."""
+    for recipe in ("nvfp4[keep_w=False]", "fp8_blockwise[keep_w=False]"):
+        for reshard in (True, False):
+            seen = []
+            for codes in (False, True):
+                model = sharded(device, recipe, codes, reshard_after_forward=reshard)
+                torch.manual_seed(dist.get_rank())
+                x = torch.randn(64, 256).to(device).requires_grad_()
+                model(x).sum().backward()
+                with torch.inference_mode():
+                    model(x)
+                y = model(x)
+                with torch.no_grad():
+                    for parameter in model.parameters() if reshard else ():
+                        parameter.mul_(3)
+                y.square().mean().backward()
+                grads = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+                seen.append([y, x.grad, *grads])
+            for a, b in zip(*seen, strict=True):
+                assert torch.equal(a, b), (recipe, reshard)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_reads_what_was_gathered_for_it(device: str, tmp_path: Path) -> None:
+    on_ranks(changed_between, tmp_path, device, device=device)
+
+
 def refused(call: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()
@@ -204,8 +233,19 @@ def use(device: str, folder: str) -> None:
     # The recipe of W stays, others may change.
     refused(lambda: bs.convert(model, "mxfp8"), "recipe = mxfp8 for '0.up', whose codes FSDP2 gat")
     refused(lambda: bs.revert(model), "revert: model = '0.up', whose codes FSDP2 gathers; need")
-    bs.convert(model, bs.recipe("nvfp4").replace(wgrad_x=None, wgrad_dy=None))
+    mixed = bs.recipe("nvfp4").replace(wgrad_x=None, wgrad_dy=None)
+    bs.convert(model, mixed)
     model(x).sum().backward()
+    stays = sharded(device, "nvfp4", True, reshard_after_forward=False)
+    with torch.no_grad():
+        stays(x)
+    bs.convert(stays, mixed)
+    stays(x)[:, :1].sum().backward()
+    freed = sharded(device, "nvfp4", True)
+    for block in (freed[0], freed[2]):
+        block.set_unshard_in_backward(False)  # type: ignore[operator]
+    y = freed(x)
+    refused(lambda: y.sum().backward(), "saved = a weight whose memory FSDP2 has freed; need one")
 
 
 @pytest.mark.parametrize("device", DEVICES)
