@@ -152,6 +152,8 @@ def changed_between(device: str) -> None:
                 with torch.no_grad():
                     for parameter in model.parameters() if reshard else ():
                         parameter.mul_(3)
+                if x.is_cuda:  # FSDP2 waits for changes at the next forward only
+                    torch.cuda.synchronize()
                 y.square().mean().backward()
                 grads = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
                 seen.append([y, x.grad, *grads])
