@@ -176,9 +176,9 @@ void check_operands(const Place& at, const Tensor& x, const Tensor& w,
   require(bias->dim() == 1 && bias->numel() == w.size(0), at.op(), "bias", "another shape", "[N]");
 }
 
-// A weight's operand along its rows in tensors of its own, codes, scales and outer scale, as FSDP2
-// gathers it; of [E, N, K] with three dimensions, where the others of a weight have one (bytes) or
-// are its values.
+// A weight's operand along its rows as FSDP2 gathers it: codes, scales and outer scale, each as
+// quantize returns it. Codes have two dimensions, or three of [E, N, K]; what is not gathered is
+// bytes in one, or values.
 constexpr int64_t kGatheredParts = 3;
 bool is_gathered(const Tensor& first) {
   const ScalarType type = first.scalar_type();
@@ -414,11 +414,11 @@ struct Saved {
       x = made_before(at, "saved", *next++, *recipe.wgrad_x, -2, of_x);
     else if (x_apart)
       x = Side{matrix(values_in(at, *next++, of_x)), -2, std::nullopt};
-    if (w_gathered)
+    if (w_gathered) {
       w_rows = gathered(at, "saved", std::span(saved).subspan(w_at, w_parts), recipe.dgrad_w, of_w,
-                        static_cast<bool>(of_x.groups)),
+                        static_cast<bool>(of_x.groups));
       next += w_parts;
-    else if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
+    } else if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
       w_values = values_in(at, *next++, of_w, static_cast<bool>(of_x.groups));
     else if (w_apart)
       w = weight_of(at, "saved", *next++, recipe.dgrad_dy, recipe.dgrad_w, -2, of_w,

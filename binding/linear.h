@@ -53,9 +53,8 @@ std::vector<Tensor> quantize_input_op(Tensor x, Text recipe, bool dw,
 // the forward with these dx and dw has made; with dw, x's wgrad operand if that forward has not
 // made it (x_apart), or x itself, which is quantized here where the recipe says so; with dx
 // likewise w's dgrad operand (w_apart), or the three tensors along its rows, or w itself; and where
-// bits are drawn the seed. With
-// skip_dx or skip_dw that gradient is left out all the same. With w_turned dw lies as [K, N] does,
-// or [E, K, N], where w does.
+// bits are drawn the seed. With skip_dx or skip_dw that gradient is left out all the same. With
+// w_turned dw lies as [K, N] does, or [E, K, N], where w does.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,

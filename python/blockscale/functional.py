@@ -51,12 +51,11 @@ def linear(
 
     Saved for backward: x's wgrad operand (when w needs a gradient) and w's dgrad operand (when x
     does), each quantized, or x and w themselves where the recipe has that operand in high precision
-    or does not keep it (`keep_x`, `keep_w`), or what FSDP2 has gathered of w as codes; and the key
-    of dy's random bits. Nothing more. Recipes
-    without quantized operands are `F.linear`, with what that asks of its arguments. Layers that
-    read the same large x (1 << 23 elements), one after another, quantize it once and save one
-    operand: in eager code a change of x between them that PyTorch does not count, such as
-    `x.data.mul_(2)`, is not seen (blockscale/shared_input.py).
+    or does not keep it (`keep_x`, `keep_w`), or the codes of w that FSDP2 has gathered; and the key
+    of dy's random bits. Nothing more. Recipes without quantized operands are `F.linear`, with what
+    that asks of its arguments. Layers that read the same large x (1 << 23 elements), one after
+    another, quantize it once and save one operand: in eager code a change of x between them that
+    PyTorch does not count, such as `x.data.mul_(2)`, is not seen (blockscale/shared_input.py).
 
     x, w and bias may be DTensors, w cut over the ranks of a mesh by rows or columns, and the result
     is one then: blockscale/distributed.py says how.
