@@ -19,6 +19,7 @@ EXAMPLES = {
     "expert_parallel.py": (("-m", *ON_RANKS), "are those of one process"),
     "fsdp2.py": (("-m", *ON_RANKS), "hold the same weights"),
     "moe_layer.py": ((), "nvfp4"),
+    "published_checkpoint.py": ((), "0.weight_scale_inv"),
     "quantize_and_inspect.py": ((), "fp8_1x128"),
 }
 

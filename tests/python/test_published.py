@@ -1,9 +1,11 @@
-"""Published checkpoints: what Transformers and compressed-tensors make of codes and scales, bit for
-bit; skipped where they are not installed (run with 5.24 and 0.20)."""
+"""Published checkpoints, as examples/python/published_checkpoint.py writes and reads them: what
+Transformers and compressed-tensors make of them, bit for bit; skipped where they are not installed
+(run with 5.24 and 0.20)."""
 
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,70 +14,56 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-
-def repeated(q: bs.QuantizedTensor) -> torch.Tensor:
-    """Scales of square blocks, one for each row."""
-    return q.scales.repeat_interleave(q.spec.block[0], 0)[: q.shape[0]]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "form", "scheme"),
-    [
-        ("nvfp4", "nvfp4-pack-quantized", "NVFP4A16"),
-        ("mxfp4", "mxfp4-pack-quantized", "MXFP4A16"),
-        ("mxfp8", "mxfp8-quantized", "MXFP8A16"),
-    ],
+EXAMPLE = runpy.run_path(
+    str(Path(__file__).resolve().parents[2] / "examples" / "python" / "published_checkpoint.py")
 )
-def test_compressed_tensors_decompresses_to_the_same_bits(
-    recipe: str, form: str, scheme: str
-) -> None:
-    base: Any = pytest.importorskip("compressed_tensors.compressors.base")
-    schemes: Any = pytest.importorskip("compressed_tensors.quantization.quant_scheme")
-    spec = bs.recipe(recipe).fprop_w
-    assert spec is not None
-    q = bs.quantize(torch.randn(96, 256) * 0.02, spec)
-    scales = repeated(q)
-    if q.outer is None:
-        scales = scales.view(torch.uint8)
-    parts = {"weight" if recipe == "mxfp8" else "weight_packed": q.codes, "weight_scale": scales}
-    if q.outer is not None:
-        parts["weight_global_scale"] = 1 / q.outer[None]
-    compressor = base.BaseCompressor.get_value_from_registry(form)
-    known = schemes.QuantizationScheme(targets=["Linear"], **schemes.PRESET_SCHEMES[scheme])
-    got = compressor.decompress(parts, known)["weight"]
-    assert torch.equal(got, q.dequantize(got.dtype))
+NAMES = ("nvfp4", "mxfp4", "mxfp8", "fp8_blockwise")
 
 
-def test_transformers_loads_a_model_trained_in_fp8(tmp_path: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
+def llama(transformers: Any) -> Any:
+    """In which some layers have no whole blocks of 128."""
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=256, intermediate_size=320, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=256, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    bs.convert(model, "fp8_blockwise", skip=["lm_head"])
-    state = model.state_dict()
-    want = dict(state)
-    for name, layer in model.named_modules():
-        if isinstance(layer, bs.nn.Linear):
-            assert layer.recipe.fprop_w is not None
-            q = bs.quantize(layer.weight.detach(), layer.recipe.fprop_w)
-            state[f"{name}.weight"], state[f"{name}.weight_scale_inv"] = q.codes, q.scales
-            want[f"{name}.weight"] = q.dequantize(torch.float32)
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    left = {"modules_to_not_convert": ["lm_head"]}
-    blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    written = config.to_dict() | {"quantization_config": {"quant_method": "fp8"} | blocks | left}
+    return transformers.LlamaForCausalLM(config).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_transformers_loads_what_was_trained(recipe: str, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    eight = recipe == "fp8_blockwise"
+    if not eight:
+        pytest.importorskip("compressed_tensors")
+    model = llama(transformers)
+    bs.convert(model, recipe, skip=["lm_head"])
+    write = EXAMPLE["for_fp8" if eight else "for_compressed_tensors"]
+    tensors, config = write(model, model.state_dict())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    written = model.config.to_dict() | {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(written))
+
+    want = model.state_dict()
+    left = config["modules_to_not_convert" if eight else "ignore"]
+    narrow = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert left == [*(narrow if eight else ()), "lm_head"]
+    for name, layer in model.named_modules():
+        if isinstance(layer, bs.nn.Linear) and name not in left:
+            spec = layer.recipe.fprop_w
+            assert spec is not None
+            want[f"{name}.weight"] = bs.quantize(layer.weight.detach(), spec).dequantize()
+    how: Any = (
+        transformers.FineGrainedFP8Config(dequantize=True, modules_to_not_convert=left)
+        if eight
+        else transformers.CompressedTensorsConfig(run_compressed=False)
+    )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        quantization_config=transformers.FineGrainedFP8Config(dequantize=True, **left),
-        dtype=torch.float32,
+        tmp_path, quantization_config=how, dtype=torch.bfloat16
     )
     found = loaded.state_dict()
-    assert found.keys() == want.keys()
-    for name, values in found.items():
-        assert torch.equal(values, want[name]), name
+    for name, values in want.items():
+        assert torch.equal(found[name], values), name
 
 
 def test_experts_of_gpt_oss_are_read() -> None:
