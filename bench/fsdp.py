@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import importlib.metadata
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from blockscale.cli.bench_clock import between_events
 from common import SQUARES, options, recipe, write
-from model import BLOCKS, LENGTH, WIDTH, blocks
+from model import BLOCKS, LENGTH, WIDTH, blocks, figures, step
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -101,18 +100,10 @@ class Training:
         self.times: dict[int, list[float]] = {batch: [] for batch in BATCHES}
 
     def step(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[int, int]:
-        """Bytes that the forward left for the backward, and most of a step, beside what a rank
-        keeps of weights and optimizer."""
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        y = self.model(x)
-        held = torch.cuda.memory_allocated() - before - y.nbytes
-        y.backward(dy)
-        self.optimizer.step()
-        most = torch.cuda.max_memory_allocated() - before
-        self.optimizer.zero_grad()
+        """Of `model.py`; weights and optimizer were there before."""
+        found = step(self.model, x, dy, self.optimizer.step)
         self.case.after_step(self.model)
-        return held, most
+        return found
 
 
 def check(x: torch.Tensor) -> None:
@@ -151,15 +142,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for batch, (x, dy) in data.items():
         for training in trainings:
-            held, most = training.step(x, dy)
-            times, of_bf16 = training.times[batch], trainings[0].times[batch]
-            ms = statistics.median(times)
-            row: dict[str, Any] = {"model": training.case.name, "gathers": training.case.gathers}
-            row |= {"ranks": ranks, "tokens": batch * LENGTH, "ms": round(ms, 2)}
-            row |= {"tokens_per_s": round(batch * LENGTH / ms * 1e3)}
-            ratio = statistics.median(a / b for a, b in zip(of_bf16, times, strict=True))
-            row |= {"x_bf16": round(ratio, 3)}
-            rows.append(row | {"gb_held": round(held / 1e9, 3), "gb_most": round(most / 1e9, 3)})
+            times, of_bf16 = (one.times[batch] for one in (training, trainings[0]))
+            row = {"model": training.case.name, "gathers": training.case.gathers}
+            size = {"ranks": ranks, "tokens": batch * LENGTH}
+            rows.append(row | size | figures(times, of_bf16, batch * LENGTH, training.step(x, dy)))
             if rank == 0:
                 print(rows[-1], flush=True)
     if rank == 0:

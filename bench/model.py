@@ -112,17 +112,35 @@ def variants() -> dict[str, Callable[[nn.Module], object]]:
     return found
 
 
-def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[int, int]:
-    """A forward and backward; bytes that the forward left for the backward, and most of both."""
+def step(
+    model: nn.Module,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    update: Callable[[], object] = lambda: None,
+) -> tuple[int, int]:
+    """A forward, a backward and what comes of the gradients; bytes that the forward left for the
+    backward, and most of all, beside what was there before."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = model(x)
     held = torch.cuda.memory_allocated() - before - y.nbytes
     y.backward(dy)
+    update()
     most = torch.cuda.max_memory_allocated() - before
     for parameter in model.parameters():
         parameter.grad = None
     return held, most
+
+
+def figures(
+    times: list[float], of_bf16: list[float], tokens: int, memory: tuple[int, int]
+) -> dict[str, Any]:
+    """Of steps of so many ms and BF16's in turn, and of what `step` returned."""
+    ms = statistics.median(times)
+    ratio = statistics.median(a / b for a, b in zip(of_bf16, times, strict=True))
+    held, most = (round(size / 1e9, 3) for size in memory)
+    found = {"ms": round(ms, 2), "tokens_per_s": round(tokens / ms * 1e3)}
+    return found | {"x_bf16": round(ratio, 3), "gb_held": held, "gb_most": most}
 
 
 def main() -> None:
@@ -149,14 +167,8 @@ def main() -> None:
             times[key].append(took / 1e3)
     rows: list[dict[str, Any]] = []
     for key, model in models.items():
-        held, most = step(model, x, dy)
-        ms = statistics.median(times[key])
-        of_bf16 = statistics.median(
-            a / b for a, b in zip(times["bf16", key[1]], times[key], strict=True)
-        )
-        row = {"model": key[0], "compiled": key[1], "ms": round(ms, 2)}
-        row |= {"tokens_per_s": round(BATCH * LENGTH / ms * 1e3), "x_bf16": round(of_bf16, 3)}
-        rows.append(row | {"gb_held": round(held / 1e9, 3), "gb_most": round(most / 1e9, 3)})
+        found = figures(times[key], times["bf16", key[1]], BATCH * LENGTH, step(model, x, dy))
+        rows.append({"model": key[0], "compiled": key[1]} | found)
         print(rows[-1], flush=True)
     peer = importlib.metadata.version("torchao") if "torchao tensorwise" in variants() else "none"
     write(rows, f"{BLOCKS} blocks; torchao {peer}", given)

@@ -240,7 +240,7 @@ class ShardedWeight(WeightOfFsdp):
         metadata: Any,
         param_dtype: torch.dtype,
         *,
-        out: Any = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The parameter that a layer sees. Its codes and scales are FSDP2's memory, which the next
         gather fills once more, as it does for a graph that has saved them; and so is its outer
@@ -248,6 +248,7 @@ class ShardedWeight(WeightOfFsdp):
         may have been first."""
         if metadata is None:
             return None if out is not None else (all_gather_outputs[0], ())
+        assert out is None or isinstance(out, GatheredWeight)
         recipe, s, shape, outer = metadata
         codes, scales, *outers = all_gather_outputs
         with torch.inference_mode(False), torch.no_grad():

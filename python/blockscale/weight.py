@@ -22,7 +22,8 @@ class QuantizedWeight:
         shape: of the weight, [N, K] or [E, N, K].
         backward: whether the operand of x's gradient is there.
         operands: the memory of fprop's and of dgrad's, uint8 each, of those that the recipe
-            quantizes; or what FSDP2 has gathered of one along the rows (`is_gathered`).
+            quantizes; or, where FSDP2 has gathered codes, those of fprop's with its scales and
+            outer scale.
     """
 
     recipe: Recipe
