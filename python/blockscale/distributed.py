@@ -82,9 +82,9 @@ def linear_over_mesh(
     }
     of_x, of_dx, of_bias, of_y = plans[cut]
     local = (
-        x.redistribute(mesh, [of_x]).to_local(grad_placements=[of_dx]),
+        _placed(x, of_x).to_local(grad_placements=[of_dx]),
         w.to_local(grad_placements=[placement]),
-        None if row is None else row.redistribute(mesh, [of_bias]).to_local(),
+        None if row is None else _placed(row, of_bias).to_local(),
     )
     needs = tuple(grad and t is not None and t.requires_grad for t in local)
     adds_bias = cut != 1 or mesh.get_local_rank() == 0
@@ -92,6 +92,13 @@ def linear_over_mesh(
     shape = torch.Size((*x.shape[:-1], w.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, mesh, [of_y], run_check=False, shape=shape, stride=stride)
+
+
+def _placed(tensor: DTensor, placement: Placement) -> DTensor:
+    """Redistributed, where it is not so already: PyTorch's own call would then add the gradient up
+    over ranks, for every layer that reads the tensor and before their gradients are summed."""
+    same = tensor.placements == (placement,)
+    return tensor if same else tensor.redistribute(tensor.device_mesh, [placement])
 
 
 def experts_here(weight: torch.Tensor) -> torch.Tensor:
