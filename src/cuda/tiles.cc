@@ -29,6 +29,10 @@ int64_t clusters_of(const TileShape& t, int multiprocessors) {
   return std::max(1, (t.cluster == 4 ? multiprocessors * 10 / 11 : multiprocessors) / t.cluster);
 }
 
+int64_t unit_count(const TileShape& t, const GemmSize& s) {
+  return s.groups * ceil_div(s.rows, t.unit_rows()) * ceil_div(s.columns, t.unit_columns());
+}
+
 // Cycles of one block of 128 along K in one CTA: the slowest of what it keeps busy.
 double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const bool square = s.square;
@@ -65,8 +69,7 @@ double least_cost(const GemmSize& s) { return tile_cost(kBf16Tiles[choose_tile(s
 }  // namespace
 
 double tile_cost(const TileShape& t, const GemmSize& s) {
-  const int64_t units =
-      s.groups * ceil_div(s.rows, t.unit_rows()) * ceil_div(s.columns, t.unit_columns());
+  const int64_t units = unit_count(t, s);
   const int64_t clusters = clusters_of(t, s.multiprocessors);
   // What splits K does not stay for a second tile.
   if (t.split && (units > clusters || s.grouped)) return std::numeric_limits<double>::infinity();
@@ -117,6 +120,15 @@ int choose_band(const TileShape& t, const GemmSize& s) {
   // A square of what runs at once, in elements.
   const double side = std::sqrt(clusters * t.unit_rows() * t.unit_columns());
   return std::max(1, static_cast<int>(std::lround(side / t.unit_rows())));
+}
+
+int choose_turns(const TileShape& t, const GemmSize& s) {
+  constexpr double kStay = 80000;  // 50 us; to leave and to begin takes 4
+  // FP8 has half the bytes for as many operations, and loses what the turns cost.
+  if (s.scaled) return 1;
+  const int64_t tiles = unit_count(t, s) / clusters_of(t, s.multiprocessors);  // of a cluster
+  const auto turns = static_cast<int64_t>(tile_cost(t, s) / kStay);
+  return static_cast<int>(std::clamp<int64_t>(turns, 1, std::max<int64_t>(tiles, 1)));
 }
 
 }  // namespace blockscale::cuda

@@ -146,6 +146,27 @@ TEST(Tiles, ConcurrentTilesFormASquare) {
   }
 }
 
+// Clusters leave now and then in BF16, where a product takes long, and never without a tile each.
+TEST(Tiles, ClustersTakeTurns) {
+  GemmSize s = dense(8192, 8192, 8192 * 2);
+  EXPECT_EQ(choose_turns(kTiles[0], s), 1);
+  s.scaled = false;
+  int last = 1;
+  for (const int64_t rows : {1, 128, 1024, 4096, 8192, 65536}) {
+    s.rows = rows;
+    for (const TileShape& t : kBf16Tiles) {
+      const int turns = choose_turns(t, s);
+      const int64_t units = (rows + t.unit_rows() - 1) / t.unit_rows() * (8192 / t.unit_columns());
+      EXPECT_GE(turns, 1);
+      EXPECT_TRUE(turns == 1 || turns * (s.multiprocessors / t.cluster) <= units);
+    }
+    const int turns = choose_turns(kBf16Tiles[0], s);
+    EXPECT_GE(turns, last);
+    last = turns;
+  }
+  EXPECT_GT(last, 8);
+}
+
 TEST(Divisor, DividesExactly) {
   constexpr int64_t kMost = 0x7FFFFFFF;
   testing::Random random(1);
