@@ -166,8 +166,9 @@ class Bf16GemmTest : public HopperTest {};
 void run(const Case& c, uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed) + ": " + std::to_string(c.m) + " x " +
                std::to_string(c.n) + " x " + std::to_string(c.k) + ", " +
-               std::to_string(c.groups.size()) + " groups, tile " + std::to_string(c.tile) + ", turns " + std::to_string(c.turns) +
-               (c.f32 ? ", FP32" : ", BF16") + (c.exact ? ", exact" : ", random"));
+               std::to_string(c.groups.size()) + " groups, tile " + std::to_string(c.tile) +
+               ", turns " + std::to_string(c.turns) + (c.f32 ? ", FP32" : ", BF16") +
+               (c.exact ? ", exact" : ", random"));
   Product(c, seed).run();
 }
 

@@ -210,8 +210,9 @@ class Fp8GemmTest : public HopperTest {};
 void run(const Case& c, uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed) + ": " + std::to_string(c.m) + " x " +
                std::to_string(c.n) + " x " + std::to_string(c.k) + ", grouping " +
-               std::to_string(static_cast<int>(c.grouping)) + ", tile " + std::to_string(c.tile) + ", turns " + std::to_string(c.turns) +
-               (c.square ? ", square" : ", lines") + (c.exact ? ", exact" : ", random"));
+               std::to_string(static_cast<int>(c.grouping)) + ", tile " + std::to_string(c.tile) +
+               ", turns " + std::to_string(c.turns) + (c.square ? ", square" : ", lines") +
+               (c.exact ? ", exact" : ", random"));
   Product(c, seed).run();
 }
 
