@@ -186,6 +186,8 @@ def linear_with_key(
         elif not (dx or dw or db):
             y = forward(x, w, bias, *rest)[0]
         else:
+            if not watched and torch._C._get_tracing_state() is not None:
+                _refuse_tracing(_name(offsets))
             apply: Callable[..., Any] = LinearFunction.apply if watched else _apply
             y = apply(x, w, bias, (forward, recipe, rest, db, into))
     except Exception as error:
@@ -195,6 +197,9 @@ def linear_with_key(
             product_seen(x, w, recipe, offsets, y)
         return y
     try:
+        if "setup_context" in str(failure) and torch._C._are_functorch_transforms_active():
+            got, need = "within torch.func", "no transform: derivatives of functions by backward()"
+            fail(_name(offsets), "x", got, need, "let x or w require gradients and call backward()")
         check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
         if quantized is not None and quantized.device not in (None, x.device):
             need = f"{x.device}, where x is"
@@ -250,6 +255,12 @@ def _name(offsets: torch.Tensor | None) -> str:
 def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
     remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
     fail(_name(offsets), "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
+
+
+def _refuse_tracing(operation: str) -> NoReturn:
+    """A trace would keep no gradient, and fail in PyTorch's words."""
+    need = "torch.no_grad() around it: a trace keeps no gradients"
+    fail(operation, "x", "within torch.jit.trace", need, "use torch.export, which keeps them")
 
 
 def _refuse_tangents(

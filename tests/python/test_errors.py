@@ -202,10 +202,24 @@ def test_derivatives_that_do_not_exist() -> None:
         return bs.linear(x, X, recipe="mxfp8")
 
     value_error(lambda: torch.func.jvp(along, (X,), (X,)), f"linear: {said}; use reverse mode")
+    within = "linear: x = within torch.func; need no transform: derivatives of functions by back"
+    value_error(lambda: torch.func.grad(lambda x: along(x).sum())(X), within)
     w = X.clone().requires_grad_()
     y = bs.linear(X, w, recipe="mxfp8").square().sum()
     said = "linear: create_graph = True; need False: second derivatives are not implemented; use "
     value_error(lambda: torch.autograd.grad(y, w, create_graph=True), said)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's tracer: sizes become constants
+def test_a_trace_is_one_without_gradients() -> None:
+    for recipe in ("mxfp8", "nvfp4"):
+        model = torch.nn.Sequential(torch.nn.Linear(70, 64))
+        bs.convert(model, recipe, seed=1)
+        within = "linear: x = within torch.jit.trace; need torch.no_grad() around it"
+        trace = partial(torch.jit.trace, model, X)
+        value_error(trace, within)
+        with torch.no_grad():
+            assert torch.equal(trace()(X), model(X))
 
 
 def test_no_operator_passes_for_differentiable() -> None:

@@ -1,5 +1,5 @@
-"""Tensor parallelism with PyTorch's sequence parallelism: each rank has some lines of what goes into
-a block and of what comes out, and all of them within.
+"""Tensor parallelism with PyTorch's sequence parallelism: each rank has some lines of what goes
+into a block and of what comes out, and all of them within.
 
 Converted layers exchange what PyTorch's own do: gradients of an input that several layers read are
 summed on each rank before ranks add them up.
@@ -95,7 +95,7 @@ def as_in_one_process(device: str) -> None:
     exchanged = {}
     for recipe in ("none", "fp8_blockwise", "mxfp8", "mxfp4"):
         want = results(block(recipe, device), x, dy)
-        mode = CommDebugMode()
+        mode = CommDebugMode()  # type: ignore[no-untyped-call]
         model = cut(block(recipe, device), device)
         with mode:
             got = results(model, *mine)
