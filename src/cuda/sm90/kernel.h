@@ -5,7 +5,8 @@
 // axis each, by the copy engine; two or three others multiply them with wgmma. A stage is one block
 // of scales, so after each the tensor cores' sums are multiplied by their scales and added to FP32
 // sums on the ordinary units ("promoted"), while another warpgroup keeps the tensor cores busy.
-// CTAs stay on their multiprocessor and walk over the tiles.
+// CTAs stay on their multiprocessor and walk over the tiles; in BF16 over some of them, when others
+// follow.
 //
 // In BF16 a stage has 64 values, and the tensor cores add all stages up. There `kSquare` is true: a
 // stage has one barrier for the copy engine alone.
