@@ -197,10 +197,13 @@ def linear_with_key(
             product_seen(x, w, recipe, offsets, y)
         return y
     try:
-        if "setup_context" in str(failure) and torch._C._are_functorch_transforms_active():
-            got, need = "within torch.func", "no transform: derivatives of functions by backward()"
-            fail(_name(offsets), "x", got, need, "let x or w require gradients and call backward()")
+        if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
+            raise failure
         check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
+        if "setup_context" in str(failure) and torch._C._are_functorch_transforms_active():
+            got, need = "within torch.func", "no transform of what gives gradients"
+            remedy = "use backward(), or torch.no_grad() where nothing is differentiated"
+            fail(_name(offsets), "x", got, need, remedy)
         if quantized is not None and quantized.device not in (None, x.device):
             need = f"{x.device}, where x is"
             fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
@@ -258,9 +261,9 @@ def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
 
 
 def _refuse_tracing(operation: str) -> NoReturn:
-    """A trace would keep no gradient, and fail in PyTorch's words."""
-    need = "torch.no_grad() around it: a trace keeps no gradients"
-    fail(operation, "x", "within torch.jit.trace", need, "use torch.export, which keeps them")
+    """A trace fails in PyTorch's words, or leaves x's gradient out without any."""
+    need = "torch.no_grad() around it: a trace does not keep all gradients"
+    fail(operation, "x", "within torch.jit.trace", need, "use torch.export, which does")
 
 
 def _refuse_tangents(

@@ -94,7 +94,7 @@ bool is_brief(const GemmSize& size);
 // How many units along M are walked together, so that what runs at once shares both operands in L2.
 int choose_band(const TileShape& tile, const GemmSize& size);
 // How often a launch has as many clusters as the device holds at once. Those that stay for all of
-// their tiles take up to a quarter longer in BF16, likely as they drift apart and what runs at once
+// their tiles take up to a third longer in BF16, likely as they drift apart and what runs at once
 // no longer shares operands in L2; one that leaves is followed by the next in order.
 int choose_turns(const TileShape& tile, const GemmSize& size);
 

@@ -202,8 +202,11 @@ def test_derivatives_that_do_not_exist() -> None:
         return bs.linear(x, X, recipe="mxfp8")
 
     value_error(lambda: torch.func.jvp(along, (X,), (X,)), f"linear: {said}; use reverse mode")
-    within = "linear: x = within torch.func; need no transform: derivatives of functions by back"
+    within = "linear: x = within torch.func; need no transform of what gives gradients; use back"
     value_error(lambda: torch.func.grad(lambda x: along(x).sum())(X), within)
+    narrow = torch.ones(4, 5)
+    gradient = torch.func.grad(lambda x: along(x).sum())
+    value_error(lambda: gradient(narrow), "linear: x.shape = [4, 5]")
     w = X.clone().requires_grad_()
     y = bs.linear(X, w, recipe="mxfp8").square().sum()
     said = "linear: create_graph = True; need False: second derivatives are not implemented; use "
@@ -220,6 +223,12 @@ def test_a_trace_is_one_without_gradients() -> None:
         value_error(trace, within)
         with torch.no_grad():
             assert torch.equal(trace()(X), model(X))
+    experts, ends = torch.ones(2, 9, 70, requires_grad=True), torch.tensor([1, 4])
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return bs.grouped_linear(x, experts, ends, "mxfp8")
+
+    value_error(partial(torch.jit.trace, call, X), f"grouped_{within}")
 
 
 def test_no_operator_passes_for_differentiable() -> None:

@@ -40,7 +40,7 @@ struct Gemm {
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory
   bool wide_offsets = false;      // int64 instead of int32
   int band = 0;                   // tiles along M that are walked together; chosen when 0
-  int turns = 0;                  // as many clusters as the device holds, so often; chosen when 0
+  int turns = 0;                  // times the clusters that a device holds; chosen when 0
 };
 
 // Codes have rows of `k` rounded up to 128 bytes, zero padded; scales are mn_major: for every block
