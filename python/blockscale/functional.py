@@ -186,9 +186,9 @@ def linear_with_key(
         elif not (dx or dw or db):
             y = forward(x, w, bias, *rest)[0]
         else:
-            if not watched and torch._C._get_tracing_state() is not None:
-                _refuse_tracing(_name(offsets))
-            apply: Callable[..., Any] = LinearFunction.apply if watched else _apply
+            if not compiling and (watched or torch._C._get_tracing_state() is not None):
+                _refuse_gradients(_name(offsets), "torch.func" if watched else "torch.jit.trace")
+            apply: Callable[..., Any] = LinearFunction.apply if compiling else _apply
             y = apply(x, w, bias, (forward, recipe, rest, db, into))
     except Exception as error:
         failure = error
@@ -197,13 +197,8 @@ def linear_with_key(
             product_seen(x, w, recipe, offsets, y)
         return y
     try:
-        if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
-            raise failure
-        check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
-        if "setup_context" in str(failure) and torch._C._are_functorch_transforms_active():
-            got, need = "within torch.func", "no transform of what gives gradients"
-            remedy = "use backward(), or torch.no_grad() where nothing is differentiated"
-            fail(_name(offsets), "x", got, need, remedy)
+        if torch._C._get_tracing_state() is None:  # to torch.jit.trace sizes are tensors
+            check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
         if quantized is not None and quantized.device not in (None, x.device):
             need = f"{x.device}, where x is"
             fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
@@ -260,10 +255,11 @@ def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
     fail(_name(offsets), "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
 
 
-def _refuse_tracing(operation: str) -> NoReturn:
-    """A trace fails in PyTorch's words, or leaves x's gradient out without any."""
-    need = "torch.no_grad() around it: a trace does not keep all gradients"
-    fail(operation, "x", "within torch.jit.trace", need, "use torch.export, which does")
+def _refuse_gradients(operation: str, within: str) -> NoReturn:
+    """Of what knows no autograd.Function as it is here: transforms of functions fail in PyTorch's
+    words, and so does a trace, or it leaves x's gradient out without any."""
+    need, remedy = "torch.no_grad() in it", "use backward() for gradients, or torch.export"
+    fail(operation, "x", f"within {within}", need, remedy)
 
 
 def _refuse_tangents(

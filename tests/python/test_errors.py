@@ -202,7 +202,7 @@ def test_derivatives_that_do_not_exist() -> None:
         return bs.linear(x, X, recipe="mxfp8")
 
     value_error(lambda: torch.func.jvp(along, (X,), (X,)), f"linear: {said}; use reverse mode")
-    within = "linear: x = within torch.func; need no transform of what gives gradients; use back"
+    within = "linear: x = within torch.func; need torch.no_grad() in it"
     value_error(lambda: torch.func.grad(lambda x: along(x).sum())(X), within)
     narrow = torch.ones(4, 5)
     gradient = torch.func.grad(lambda x: along(x).sum())
@@ -218,7 +218,7 @@ def test_a_trace_is_one_without_gradients() -> None:
     for recipe in ("mxfp8", "nvfp4"):
         model = torch.nn.Sequential(torch.nn.Linear(70, 64))
         bs.convert(model, recipe, seed=1)
-        within = "linear: x = within torch.jit.trace; need torch.no_grad() around it"
+        within = "linear: x = within torch.jit.trace; need torch.no_grad() in it"
         trace = partial(torch.jit.trace, model, X)
         value_error(trace, within)
         with torch.no_grad():

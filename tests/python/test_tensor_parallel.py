@@ -21,9 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -167,6 +169,69 @@ def stacked_results(model: nn.Sequential) -> list[torch.Tensor]:
     gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
     assert len(gradients) == 8
     return [y.detach() * 1, x.grad, *gradients]
+
+
+class Shared(nn.Module):
+    """An input that three layers read, in whole numbers as above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 256) for _ in range(3))
+        self.o = nn.Linear(256, 64)
+        torch.manual_seed(3)
+        for parameter in self.parameters():
+            parameter.data = whole_numbers(*parameter.shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.o(self.q(x) + self.k(x).flip(0) + self.v(x))
+        return y
+
+
+# Each rank has some lines of what goes in and of what comes out.
+SHARED: dict[str, ParallelStyle] = {
+    "": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+    "q": ColwiseParallel(),
+    "k": ColwiseParallel(),
+    "v": ColwiseParallel(),
+    "o": RowwiseParallel(output_layouts=Shard(0)),
+}
+
+
+def shared_input(device: str) -> None:
+    """Its gradients are summed before ranks add them up: they exchange what PyTorch's layers do."""
+    mesh = init_device_mesh(device, (2,))
+    torch.manual_seed(4)
+    x, dy = (whole_numbers(16, 64).to(device) for _ in range(2))
+    exchanged = []
+    for recipe in ("bf16", "mxfp8", "mxfp4", "fp8_blockwise"):
+        found = []
+        for parallel in (False, True):
+            model = Shared().to(device)
+            if recipe != "bf16":
+                bs.convert(model, recipe, seed=5)
+            here = slice(None)
+            if parallel:
+                parallelize_module(model, mesh, SHARED)
+                here = slice(8 * mesh.get_local_rank(), 8 * mesh.get_local_rank() + 8)
+            mine = x[here].clone().requires_grad_()
+            with CommDebugMode() as seen:  # type: ignore[no-untyped-call]
+                y = model(mine)
+                y.backward(dy[here])
+            assert mine.grad is not None
+            gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+            found.append([y.detach(), mine.grad, *gradients])
+        exchanged.append(seen.get_comm_counts())
+        mine_of_one = [value[here] if i < 2 else value for i, value in enumerate(found[0])]
+        if recipe != "fp8_blockwise":  # its scales are no powers of two
+            assert len(gradients) == 8
+            assert all(map(torch.equal, found[1], mine_of_one)), recipe
+    assert exchanged[0]
+    assert exchanged == exchanged[:1] * 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_input_that_layers_share(device: str, tmp_path: Path) -> None:
+    on_ranks(shared_input, tmp_path, device, device=device)
 
 
 def waiting(model: nn.Sequential) -> nn.Sequential:
