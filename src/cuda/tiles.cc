@@ -122,13 +122,8 @@ int choose_band(const TileShape& t, const GemmSize& s) {
   return std::max(1, static_cast<int>(std::lround(side / t.unit_rows())));
 }
 
-int choose_turns(const TileShape& t, const GemmSize& s) {
-  constexpr double kStay = 80000;  // 50 us; to leave and to begin takes 4
-  // FP8 has half the bytes for as many operations, and loses what the turns cost.
-  if (s.scaled) return 1;
-  const int64_t tiles = unit_count(t, s) / clusters_of(t, s.multiprocessors);  // of a cluster
-  const auto turns = static_cast<int64_t>(tile_cost(t, s) / kStay);
-  return static_cast<int>(std::clamp<int64_t>(turns, 1, std::max<int64_t>(tiles, 1)));
+bool is_dynamic(const TileShape& t, const GemmSize& s) {
+  return unit_count(t, s) > clusters_of(t, s.multiprocessors);
 }
 
 }  // namespace blockscale::cuda

@@ -93,9 +93,9 @@ bool pays(const GemmSize& size);
 bool is_brief(const GemmSize& size);
 // How many units along M are walked together, so that what runs at once shares both operands in L2.
 int choose_band(const TileShape& tile, const GemmSize& size);
-// How often a launch has as many clusters as the device holds at once. Those that stay for all of
-// their tiles take up to a third longer in BF16, likely as they drift apart and what runs at once
-// no longer shares operands in L2; one that leaves is followed by the next in order.
-int choose_turns(const TileShape& tile, const GemmSize& size);
+// Whether clusters draw their tiles one by one. With a share from the start they take up to a third
+// longer in BF16, likely as they drift apart and what runs at once no longer shares operands in L2,
+// and up to twice as long beside another kernel that has some of the multiprocessors.
+bool is_dynamic(const TileShape& tile, const GemmSize& size);
 
 }  // namespace blockscale::cuda

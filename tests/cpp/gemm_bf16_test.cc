@@ -18,6 +18,7 @@ namespace {
 
 using sm90::Bf16Gemm;
 using sm90::Grouping;
+using sm90::Schedule;
 
 struct Case {
   int64_t m = 0, n = 0, k = 0;
@@ -28,7 +29,8 @@ struct Case {
   bool wrong = false;  // the last group ends behind the rows
   DType bias_dtype = DType::f32;
   bool exact = true;
-  int tile = -1, turns = 0;
+  int tile = -1;
+  Schedule schedule = Schedule::chosen;
   int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
 };
 
@@ -78,7 +80,7 @@ class Product {
       if (c_.unit) g.storage_unit = static_cast<int>(c_.unit);
       g.groups = static_cast<int>(groups_), g.group_rows = rows;
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
-      g.tile = c_.tile, g.turns = c_.turns;
+      g.tile = c_.tile, g.schedule = c_.schedule;
       return sm90::bf16_gemm(g, nullptr);
     });
     if (::testing::Test::HasFatalFailure()) return;
@@ -167,8 +169,8 @@ void run(const Case& c, uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed) + ": " + std::to_string(c.m) + " x " +
                std::to_string(c.n) + " x " + std::to_string(c.k) + ", " +
                std::to_string(c.groups.size()) + " groups, tile " + std::to_string(c.tile) +
-               ", turns " + std::to_string(c.turns) + (c.f32 ? ", FP32" : ", BF16") +
-               (c.exact ? ", exact" : ", random"));
+               ", schedule " + std::to_string(static_cast<int>(c.schedule)) +
+               (c.f32 ? ", FP32" : ", BF16") + (c.exact ? ", exact" : ", random"));
   Product(c, seed).run();
 }
 
@@ -176,7 +178,7 @@ void run(const Case& c, uint64_t seed) {
 Case drawn(Random& random, int tile) {
   constexpr int64_t kSizes[] = {1, 7, 64, 127, 128, 129, 300};
   Case c;
-  c.tile = tile, c.turns = static_cast<int>(random.below(4));
+  c.tile = tile, c.schedule = static_cast<Schedule>(random.below(3));
   c.m = random.pick(kSizes), c.n = random.pick(kSizes), c.k = random.pick(kSizes);
   c.f32 = random.one_in(2);
   c.accumulate = c.f32 && random.one_in(3);
@@ -208,12 +210,12 @@ TEST_F(Bf16GemmTest, EveryTileEveryTail) {
 }
 
 // More tiles than a device has multiprocessors, so that clusters have several each.
-TEST_F(Bf16GemmTest, ClustersFollowEachOther) {
+TEST_F(Bf16GemmTest, EverySchedule) {
   Case c;
   c.tile = cuda::kBf16TileCount - 1;
   c.k = 70, c.n = 1300, c.outer = true;
-  for (const int turns : {1, 2, 3, 100}) {
-    c.turns = turns, c.m = 1100, c.groups.clear(), c.unit = 0;
+  for (const Schedule schedule : {Schedule::fixed, Schedule::dynamic}) {
+    c.schedule = schedule, c.m = 1100, c.groups.clear(), c.unit = 0;
     run(c, 1);
     c.groups = {400, 0, 1, 499, 200}, c.behind = 37;
     run(c, 2);

@@ -22,6 +22,7 @@ namespace {
 
 using sm90::Fp8Gemm;
 using sm90::Grouping;
+using sm90::Schedule;
 
 struct Case {
   Grouping grouping = Grouping::dense;
@@ -32,7 +33,8 @@ struct Case {
   bool factors = false;
   DType bias_dtype = DType::f32;
   bool exact = true;
-  int tile = -1, turns = 0;
+  int tile = -1;
+  Schedule schedule = Schedule::chosen;
   bool spread = false;  // groups of rows start at multiples of 4 among the scales
   int64_t behind = 0;   // rows of no group
   int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
@@ -95,7 +97,7 @@ class Product {
       g.group_rows = c_.grouping == Grouping::rows ? c_.m : c_.k;
       g.a_scale_line = scale_rows_, g.a_scale_unit = c_.spread ? 4 : 1;
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
-      g.tile = c_.tile, g.turns = c_.turns;
+      g.tile = c_.tile, g.schedule = c_.schedule;
       return sm90::fp8_gemm(g, nullptr);
     });
     if (::testing::Test::HasFatalFailure()) return;
@@ -211,8 +213,8 @@ void run(const Case& c, uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed) + ": " + std::to_string(c.m) + " x " +
                std::to_string(c.n) + " x " + std::to_string(c.k) + ", grouping " +
                std::to_string(static_cast<int>(c.grouping)) + ", tile " + std::to_string(c.tile) +
-               ", turns " + std::to_string(c.turns) + (c.square ? ", square" : ", lines") +
-               (c.exact ? ", exact" : ", random"));
+               ", schedule " + std::to_string(static_cast<int>(c.schedule)) +
+               (c.square ? ", square" : ", lines") + (c.exact ? ", exact" : ", random"));
   Product(c, seed).run();
 }
 
@@ -220,7 +222,7 @@ void run(const Case& c, uint64_t seed) {
 Case drawn(Random& random, int tile) {
   constexpr int64_t kSizes[] = {1, 7, 64, 127, 128, 129, 300};
   Case c;
-  c.tile = tile, c.turns = static_cast<int>(random.below(4));
+  c.tile = tile, c.schedule = static_cast<Schedule>(random.below(3));
   c.m = random.pick(kSizes), c.n = random.pick(kSizes), c.k = random.pick(kSizes);
   c.square = random.one_in(2);
   c.a_e5m2 = random.one_in(3), c.b_e5m2 = random.one_in(3);
@@ -260,14 +262,19 @@ TEST_F(Fp8GemmTest, EveryTileEveryTail) {
 }
 
 // More tiles than a device has multiprocessors, so that clusters have several each.
-TEST_F(Fp8GemmTest, ClustersFollowEachOther) {
-  Case c;
-  c.tile = 5, c.k = 70, c.n = 1300;  // 64 x 32
-  for (const int turns : {1, 2, 3, 100}) {
-    c.turns = turns, c.grouping = Grouping::dense, c.m = 1100, c.groups.clear();
-    run(c, 1);
-    c.grouping = Grouping::rows, c.groups = {400, 0, 1, 499, 200}, c.behind = 37;
-    run(c, 2);
+TEST_F(Fp8GemmTest, EverySchedule) {
+  for (const int tile : {0, 1, 5}) {
+    for (const Schedule schedule : {Schedule::fixed, Schedule::dynamic}) {
+      Case c;
+      c.tile = tile, c.schedule = schedule, c.square = tile != 1;
+      c.k = 70, c.n = 1300, c.m = tile == 5 ? 1100 : 6200;
+      run(c, 1);
+      c.grouping = Grouping::rows, c.groups = {400, 0, 1, c.m - 601, 200}, c.behind = 37;
+      run(c, 2);
+      c.grouping = Grouping::contraction, c.groups = {0, 30, 0, 0, 5, 35}, c.behind = 0;
+      c.m = 300 * (tile == 5 ? 1 : 4);
+      run(c, 3);
+    }
   }
 }
 

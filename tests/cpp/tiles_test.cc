@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "divisor.h"
 #include "testing.h"
 
@@ -146,25 +148,18 @@ TEST(Tiles, ConcurrentTilesFormASquare) {
   }
 }
 
-// Clusters leave now and then in BF16, where a product takes long, and never without a tile each.
-TEST(Tiles, ClustersTakeTurns) {
-  GemmSize s = dense(8192, 8192, 8192 * 2);
-  EXPECT_EQ(choose_turns(kTiles[0], s), 1);
-  s.scaled = false;
-  int last = 1;
-  for (const int64_t rows : {1, 128, 1024, 4096, 8192, 65536}) {
-    s.rows = rows;
-    for (const TileShape& t : kBf16Tiles) {
-      const int turns = choose_turns(t, s);
-      const int64_t units = (rows + t.unit_rows() - 1) / t.unit_rows() * (8192 / t.unit_columns());
-      EXPECT_GE(turns, 1);
-      EXPECT_TRUE(turns == 1 || turns * (s.multiprocessors / t.cluster) <= units);
-    }
-    const int turns = choose_turns(kBf16Tiles[0], s);
-    EXPECT_GE(turns, last);
-    last = turns;
+// What splits K never has more tiles than clusters, and cannot draw.
+TEST(Tiles, ClustersDrawWhereTheyHaveSeveralTiles) {
+  for (const TileShape& t : kTiles) {
+    const int clusters = 132 / t.cluster;
+    GemmSize s = dense(t.unit_rows(), t.unit_columns() * (t.cluster == 4 ? 30 : clusters), 4096);
+    EXPECT_FALSE(is_dynamic(t, s));
+    s.columns += 1;
+    EXPECT_TRUE(is_dynamic(t, s));
+    if (t.split) EXPECT_EQ(tile_cost(t, s), std::numeric_limits<double>::infinity());
+    s.columns = t.unit_columns(), s.groups = 150, s.grouped = true;
+    EXPECT_TRUE(is_dynamic(t, s));
   }
-  EXPECT_GT(last, 8);
 }
 
 TEST(Divisor, DividesExactly) {

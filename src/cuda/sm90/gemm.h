@@ -16,6 +16,11 @@ inline constexpr int kMaxGroups = 1024;  // the table of a launch's groups lies 
 // Which dimension the groups divide.
 enum class Grouping : int { dense, rows, contraction };
 
+// How clusters come to their tiles: each has its share from the start, or draws the next when it
+// has done one. Dynamic ones are fixed where nothing is left to draw from (counters.h). No bit
+// depends on it.
+enum class Schedule : int { chosen, fixed, dynamic };
+
 // D = alpha * (A B^T) [+ bias] [+ D].
 //   dense        A [m, k],    B [n, k],    D [m, n]
 //   rows         A [m, k],    B [g, n, k], D [m, n]: rows of A by group
@@ -40,7 +45,7 @@ struct Gemm {
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory
   bool wide_offsets = false;      // int64 instead of int32
   int band = 0;                   // tiles along M that are walked together; chosen when 0
-  int turns = 0;                  // times the clusters that a device holds; chosen when 0
+  Schedule schedule = Schedule::chosen;
 };
 
 // Codes have rows of `k` rounded up to 128 bytes, zero padded; scales are mn_major: for every block

@@ -10,6 +10,7 @@
 
 #include "blockscale/spec.h"
 #include "cuda/attribute.h"
+#include "cuda/sm90/counters.h"
 #include "cuda/sm90/gemm.h"
 #include "cuda/sm90/multiply.h"
 #include "cuda/tensor_map.h"
@@ -143,11 +144,11 @@ void set_output(GemmParams& p, const Gemm& g) {
                        static_cast<int>(128 / size), 64);
 }
 
-// Clusters of one launch: those that the device holds at once, `turns` times, or where the host
-// knows of fewer units, one each.
+// Clusters of one launch: those that the device holds at once, or where the host knows of fewer
+// units, one each.
 template <class T>
-int cluster_count(const Problem& p, int turns, int multiprocessors) {
-  const int most = multiprocessors / T::kCluster * turns;
+int cluster_count(const Problem& p, int multiprocessors) {
+  const int most = multiprocessors / T::kCluster;
   if (p.grouping == Grouping::rows) return most;
   const int64_t units = static_cast<int64_t>(p.group_units.by()) * p.groups;
   return units < most || T::kSplit ? static_cast<int>(units) : most;
@@ -179,7 +180,8 @@ cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStre
   set_output<T>(p, g);
 
   cudaLaunchConfig_t config{};
-  const int clusters = cluster_count<T>(p.problem, g.turns, multiprocessors);
+  const int clusters = cluster_count<T>(p.problem, multiprocessors);
+  if (!T::kSplit && g.schedule == Schedule::dynamic) p.problem.counter = counter_of(stream);
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));
   config.blockDim = dim3(T::kThreads);
   config.dynamicSmemBytes = shared_bytes<T, kSquare>(g.grouping == Grouping::dense ? 0 : g.groups);

@@ -5,15 +5,13 @@
 // axis each, by the copy engine; two or three others multiply them with wgmma. A stage is one block
 // of scales, so after each the tensor cores' sums are multiplied by their scales and added to FP32
 // sums on the ordinary units ("promoted"), while another warpgroup keeps the tensor cores busy.
-// CTAs stay on their multiprocessor and walk over the tiles; in BF16 over some of them, when others
-// follow.
+// CTAs stay on their multiprocessor and walk over the tiles.
 //
 // In BF16 a stage has 64 values, and the tensor cores add all stages up. There `kSquare` is true: a
 // stage has one barrier for the copy engine alone.
 #pragma once
 
-#include "cuda/sm90/problem.h"
-#include "cuda/sm90/ptx.h"
+#include "cuda/sm90/scheduler.h"
 #include "cuda/sm90/wgmma.h"
 
 namespace blockscale::sm90 {
@@ -95,7 +93,9 @@ inline constexpr int kScaleBytes =  // of a stage
 template <class T, bool kSquare>
 inline constexpr int kBarriersAt = T::kScalesAt + T::kStages* kScaleBytes<T, kSquare>;
 template <class T, bool kSquare>
-inline constexpr int kStartsAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierBytes;
+inline constexpr int kMailboxAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierBytes;
+template <class T, bool kSquare>
+inline constexpr int kStartsAt = kMailboxAt<T, kSquare> + Mailbox::kBytes;
 // `groups` is 0 for a dense product. The base is aligned by hand.
 template <class T, bool kSquare>
 constexpr int shared_bytes(int groups) {
@@ -162,18 +162,18 @@ struct ScaleCopy {
 
 // The blocks of all units of this CTA in order: `start` sees each unit's work once, `bring` each
 // block when its stage is free.
-template <class T, bool kSquare, class Start>
+template <class T, bool kSquare, class Units, class Start>
 BLOCKSCALE_DEVICE void for_each_block(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const WorkBefore* starts, int rank, Start start) {
-  const int units = unit_count(p.problem, starts);
-  const int step = static_cast<int>(gridDim.x) / T::kCluster;
-  int group = 0;
+                                      Units& units, Start start) {
   Ring<T::kStages> ring;
-  for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
-    const Work w = work_of<T>(p.problem, starts, unit, rank, group);
-    if (unit < step) after_previous();  // the first tile was found meanwhile
+  for (int turn = 0;; ++turn) {
+    const Work w = units.next(turn);
+    if (w.blocks < 0) break;
+    if (turn == 0) after_previous();  // the first tile was found meanwhile
     const auto bring = start(w, p.problem.grouping == Grouping::rows ? w.group : 0);
+    if (w.blocks == 0) units.ask();
     for (int i = 0; i < w.blocks; ++i, ring.next()) {
+      if (i == w.blocks - 1) units.ask();  // the answer comes while the stage gets free
       barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
       bring(w.first_block + i, ring.stage);
     }
@@ -188,11 +188,11 @@ BLOCKSCALE_DEVICE void for_each_block(const GemmParams& p, const Shared<T, kSqua
 // share is brought by the first.
 template <class T, bool kSquare>
 BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                   const WorkBefore* starts, int rank) {
+                                   Scheduler<T> scheduler) {
   constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
   constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
   constexpr bool kBrings = T::kScaled && kBringsScales<T, kSquare>;
-  for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
+  for_each_block(p, shared, scheduler, [&](const Work& w, int b_batch) {
     const int first = w.scale_row / 4 * 4;
     const float* a_scales = p.a_scales + first;
     const int values = (w.scale_row - first + T::kRows + 3) / 4 * 4;
@@ -202,11 +202,12 @@ BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
       const uint32_t full = shared.full(stage);
       const int k = block * kBlock + shift;
       barrier_expect(full, p.stage_bytes + scale_bytes);
-      if (kBrings && (!kShareA || rank == 0))
+      if (kBrings && (!kShareA || scheduler.first()))
         copy_bytes<kShareA>(shared.a_scales(stage), a_scales + int64_t{1} * block * p.a_scale_line,
                             scale_bytes, full);
-      if (!kShareA || rank == 0) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
-      if (!kShareB || rank == 0) copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
+      if (!kShareA || scheduler.first()) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
+      if (!kShareB || scheduler.first())
+        copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
     };
   });
 }
@@ -214,10 +215,11 @@ BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
 // And one warp of scales: small copies hold the copy engine up.
 template <class T, bool kSquare>
 BLOCKSCALE_DEVICE void bring_scales(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                    const WorkBefore* starts, int rank) {
+                                    const Mailbox& mailbox) {
   const int lane = lane_index(), n = p.problem.n;
+  const Reader reader{mailbox};
   const int b_scale_line = ((kSquare ? (n + kBlock - 1) / kBlock : n) + 3) / 4 * 4;
-  for_each_block(p, shared, starts, rank, [&](const Work& w, int b_batch) {
+  for_each_block(p, shared, reader, [&](const Work& w, int b_batch) {
     const float* b_line = p.b_scales + b_batch * p.b_scale_group;
     const ScaleCopy<T::kRows + 4> a_scales(p.a_scales, p.a_scale_line, w.scale_row, lane);
     const ScaleCopy<kSquare ? 8 : T::kColumns> b_scales(

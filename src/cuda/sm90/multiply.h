@@ -34,7 +34,7 @@ struct Multiplier {
   Ring<T::kStages> ring;
 
   BLOCKSCALE_DEVICE void release(int stage) const {
-    if (tells) barrier_arrive(empty_there + stage * kBarrierBytes);
+    if (tells) barrier_arrive_there(empty_there + stage * kBarrierBytes);
   }
   BLOCKSCALE_DEVICE uint64_t a_tile(int stage) const {
     return tile_descriptor(a_tiles + stage * (T::kABytes / 16));
@@ -206,25 +206,23 @@ struct Multiplier {
 
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
-                                      const WorkBefore* starts, int rank) {
+                                      const Mailbox& mailbox, int rank) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int group_index = warp / 4, lane = lane_index();
   // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
   const int group_row = T::kSideBySide ? 0 : group_index * 64;
   const int group_column = T::kSideBySide ? group_index * T::kN : 0;
   const int thread_row = warp % 4 * 16 + lane / 4;
-  const int units = unit_count(p.problem, starts);
-  const int step = static_cast<int>(gridDim.x) / T::kCluster;
   const uint32_t a_tiles = tile_low_word(shared.a(0) + group_row * kBlock);
   const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
-  int group = 0;
   const bool tells = lane < T::kSharing;
   const uint32_t empty_there = barrier_of(shared.empty(0), T::kSplit ? rank : tells ? lane : 0);
   Multiplier<T, kSquare, kAE5m2, kBE5m2> multiplier{shared,  lane,  group_column, a_tiles,
                                                     b_tiles, tells, empty_there,  {}};
-  for (int unit = static_cast<int>(blockIdx.x) / T::kCluster; unit < units; unit += step) {
-    const Work w = work_of<T>(p.problem, starts, unit, rank, group);
-    if (unit < step) after_previous();  // the first tile was found meanwhile
+  for (int turn = 0;; ++turn) {
+    const Work w = mailbox.read(turn);
+    if (w.blocks < 0) break;
+    if (turn == 0) after_previous();  // the first tile was found meanwhile
     const int row = w.row + group_row, column = w.column + group_column;
     const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
     const bool whole = last_wave + 64 <= w.row_end || w.row_end == p.problem.m;
@@ -274,7 +272,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   extern __shared__ uint8_t memory[];
   const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
-  auto* starts = reinterpret_cast<WorkBefore*>(memory + (base - start) + kStartsAt<T, kSquare>);
+  uint8_t* const tables = memory + (base - start);
+  auto* starts = reinterpret_cast<WorkBefore*>(tables + kStartsAt<T, kSquare>);
+  constexpr int kWorkAt = kMailboxAt<T, kSquare> + Mailbox::kWorkAt;
+  const Mailbox mailbox{shared.base + kMailboxAt<T, kSquare>,
+                        reinterpret_cast<Work*>(tables + kWorkAt)};
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
@@ -282,6 +284,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       barrier_init(shared.full(i), kBringsScales<T, kSquare> ? 1 : 1 + 32);
       barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
     }
+    mailbox.init(T::kGroups * 4 + (kBringsScales<T, kSquare> ? 0 : 1));  // and the one for scales
     barrier_init_done();
     if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
   }
@@ -303,8 +306,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (threadIdx.x >= 128 * T::kGroups) {
     registers_down<T::kCopyRegisters>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
-    if (warp == 0 && elect_one()) bring_tiles<T, kSquare>(p, shared, starts, rank);
-    if (!kBringsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, starts, rank);
+    if (warp == 0 && elect_one())
+      bring_tiles<T, kSquare>(p, shared, {p.problem, starts, mailbox, rank});
+    if (!kBringsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, mailbox);
     // Nobody else writes rows of no group.
     if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add)
       fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, warp - 2);
@@ -312,7 +316,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if constexpr (T::kSplit) cluster_sync();  // that of add_parts
   } else {
     registers_up<T::kMathRegisters>();
-    multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, starts, rank);
+    multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, mailbox, rank);
     __syncwarp();
   }
   // No CTA leaves while the other may still write to it or arrive at its barriers.

@@ -28,18 +28,21 @@ struct Problem {
   int units_down = 0;               // along M; rows: not used
   Divisor band;                     // units along M that are walked together, for the L2 cache
   Divisor band_units, group_units;  // of a band; of a group of the contraction axis
+  int counter = -1;                 // of a dynamic schedule; else it is fixed
 };
 
-// The work of a cluster for one output tile pair.
-struct Work {
+// The work of a CTA for one unit.
+struct alignas(16) Work {
   int row, row_end;  // first row in A and D, and the end of its group
   int scale_row;     // where the first row's scales of A lie
   int column;
   int group;
-  int first_block, blocks;  // along K
+  int first_block, blocks;  // along K; fewer than 0: there is no more work
   int shift = 0;            // BF16: bytes by which they lie behind such blocks of the storage
   int last_steps = kSteps;  // and wgmmas of the last one
 };
+
+BLOCKSCALE_DEVICE Work no_work() { return {0, 0, 0, 0, 0, 0, -1}; }
 
 BLOCKSCALE_DEVICE int64_t group_end(const Problem& p, int group) {
   if (group < 0) return 0;
@@ -106,10 +109,11 @@ BLOCKSCALE_DEVICE int unit_count(const Problem& p, const WorkBefore* starts) {
   return static_cast<int>(p.group_units.by()) * p.groups;
 }
 
-// The work of CTA `rank` in unit `unit`; `group` is where the last call left off, 0 at first.
+// The work of CTA `rank` in unit `unit`, which is behind that of the last call. `place` is where
+// that left off among the groups, and then among their tails, 0 at first.
 template <class Tile>
 BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int unit, int rank,
-                               int& group) {
+                               int& place) {
   Work w{0, p.m, 0, 0, 0, 0, p.k_blocks};
   int units_down = p.units_down;
   auto left = static_cast<uint32_t>(unit);
@@ -117,11 +121,13 @@ BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int u
     // Tails come last: what takes less time evens out what the clusters have done until then.
     const int across = static_cast<int>(p.units_across.by()), whole = starts[p.groups].work;
     const bool tail = unit >= whole;
-    if (tail && unit - static_cast<int>(gridDim.x) / Tile::kCluster < whole) group = 0;
+    const int passed = tail ? p.groups : 0;
+    place = max(place, passed);
     const auto before = [&](int g) {
       return tail ? whole + starts[g].tails() * across : starts[g].work;
     };
-    while (unit >= before(group + 1)) ++group;
+    while (unit >= before(place - passed + 1)) ++place;
+    const int group = w.group = place - passed;
     left -= before(group);
     units_down =
         static_cast<int>(p.units_across.quotient(starts[group + 1].work - starts[group].work));
@@ -130,7 +136,7 @@ BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int u
     w.scale_row = w.row + starts[group].gaps();
     if (tail) units_down = 1;
   } else if (p.grouping == Grouping::contraction) {
-    group = static_cast<int>(p.group_units.divide(left));
+    const int group = w.group = static_cast<int>(p.group_units.divide(left));
     w.first_block = starts[group].work;
     w.blocks = starts[group + 1].work - starts[group].work;
     if constexpr (!Tile::kScaled) {  // these were steps
@@ -141,17 +147,16 @@ BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int u
       w.last_steps = steps - (w.blocks - 1) * kSteps;
     }
   }
-  w.group = group;
   const int most = static_cast<int>(p.band.by());
   const int first = static_cast<int>(p.band_units.divide(left)) * most;
   const int height = min(most, units_down - first), here = static_cast<int>(left);
   const int across = height == most ? static_cast<int>(p.band.quotient(left)) : here / height;
   const int down = first + here - across * height;
-  const int place = Tile::kSplit ? 0 : rank;
-  const int row = down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : place * Tile::kRows);
+  const int neighbour = Tile::kSplit ? 0 : rank;
+  const int row = down * Tile::kUnitRows + (Tile::kPairsColumns ? 0 : neighbour * Tile::kRows);
   w.row += row;
   w.scale_row += row;
-  w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? place * Tile::kColumns : 0);
+  w.column = across * Tile::kUnitColumns + (Tile::kPairsColumns ? neighbour * Tile::kColumns : 0);
   if constexpr (Tile::kSplit) {
     const int first = w.blocks * rank / Tile::kCluster;
     w.blocks = w.blocks * (rank + 1) / Tile::kCluster - first;

@@ -42,7 +42,10 @@ BLOCKSCALE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// The same barrier of CTA `rank` of the cluster, for barrier_arrive.
+BLOCKSCALE_DEVICE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same barrier of CTA `rank` of the cluster, for barrier_arrive_there.
 BLOCKSCALE_DEVICE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
@@ -50,7 +53,7 @@ BLOCKSCALE_DEVICE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
 }
 // What the barriers order are the copy engine's writes and the tensor cores' reads, so neither here
 // nor in the wait is a wider scope than the default asked for: that would flush caches.
-BLOCKSCALE_DEVICE void barrier_arrive(uint32_t barrier_there) {
+BLOCKSCALE_DEVICE void barrier_arrive_there(uint32_t barrier_there) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier_there) : "memory");
 }
 BLOCKSCALE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -147,6 +150,20 @@ BLOCKSCALE_DEVICE float load_shared(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
+}
+BLOCKSCALE_DEVICE int load_shared_int(uint32_t address) {
+  int v;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+// Four bytes to a CTA of the cluster, and as many to what its barrier expects: barrier_of's
+// addresses, both of one CTA.
+BLOCKSCALE_DEVICE void send(uint32_t address_there, int value, uint32_t barrier_there) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
+          address_there),
+      "r"(value), "r"(barrier_there)
+      : "memory");
 }
 BLOCKSCALE_DEVICE float2 load_shared2(uint32_t address) {
   float2 v;

@@ -1,0 +1,35 @@
+// Counters that a dynamic schedule draws from lie in device memory and are 0 between launches.
+// Which one a launch may use:
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+
+namespace blockscale::sm90 {
+
+inline constexpr int kCounters = 1 << 16;  // of a device
+
+// Hands out numbers below `count` that nobody uses at the same time, or -1 when there are no more.
+class CounterNumbers {
+ public:
+  CounterNumbers(int of_streams, int count) : of_streams_(of_streams), count_(count) {}
+
+  // A stream's own, as its kernels follow each other. `id`: unlike its handle, no later one's.
+  int of_stream(uint64_t id);
+  // For a launch that is captured, and no other: nobody knows what its graph will run beside.
+  int of_captured();
+
+ private:
+  const int of_streams_, count_;
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, int> streams_;
+  int captured_ = 0;
+};
+
+// For a launch on this stream of the current device, or -1.
+int counter_of(cudaStream_t stream);
+
+}  // namespace blockscale::sm90

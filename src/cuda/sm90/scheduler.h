@@ -1,0 +1,128 @@
+// Which units a cluster computes, and how its warps learn of them.
+//
+// Fixed: cluster c of n has units c, c + n, c + 2n... Dynamic: clusters draw them from a counter in
+// global memory. Those that run faster, or began while others had no multiprocessor yet, take more,
+// and what runs at once lies together.
+//
+// The thread that brings codes is ahead of all others, and finds out for them: it posts the work of
+// its CTA's units one after another in shared memory. In a dynamic schedule that of a cluster's
+// first CTA draws, and tells the other's what it has drawn.
+#pragma once
+
+#include "cuda/sm90/counters.h"
+#include "cuda/sm90/problem.h"
+#include "cuda/sm90/ptx.h"
+
+namespace blockscale::sm90 {
+
+// All are 0 when no launch that draws from them is running: who draws the last number puts the
+// counter back.
+static __device__ uint32_t counters[kCounters];
+
+// Where a CTA's units are posted: slots in shared memory, used by turns.
+struct Mailbox {
+  static constexpr int kSlots = 4;
+  // A slot has a full and an empty barrier for what is posted; in clusters the same for the number
+  // that one CTA tells another, and the number.
+  static constexpr int kSlotBytes = 40, kWorkAt = kSlots * kSlotBytes;
+  static constexpr int kBytes = kWorkAt + kSlots * static_cast<int>(sizeof(Work));
+  uint32_t base;
+  Work* posted;
+
+  BLOCKSCALE_DEVICE static uint32_t phase(int turn) { return turn / kSlots % 2; }
+  BLOCKSCALE_DEVICE uint32_t full(int turn) const { return base + turn % kSlots * kSlotBytes; }
+  BLOCKSCALE_DEVICE uint32_t empty(int turn) const { return full(turn) + 8; }
+  BLOCKSCALE_DEVICE uint32_t number_full(int turn) const { return full(turn) + 16; }
+  BLOCKSCALE_DEVICE uint32_t number_empty(int turn) const { return full(turn) + 24; }
+  BLOCKSCALE_DEVICE uint32_t number(int turn) const { return full(turn) + 32; }
+
+  // By one thread, before anything else. `readers`: warps that read what is posted.
+  BLOCKSCALE_DEVICE void init(int readers) const {
+    for (int i = 0; i < kSlots; ++i) {
+      barrier_init(full(i), 1), barrier_init(empty(i), 32 * readers);
+      barrier_init(number_full(i), 1), barrier_init(number_empty(i), 1);
+    }
+  }
+  BLOCKSCALE_DEVICE void post(int turn, const Work& w) const {
+    barrier_wait(empty(turn), phase(turn) ^ 1);
+    posted[turn % kSlots] = w;
+    barrier_arrive(full(turn));
+  }
+  // For all lanes of a warp.
+  BLOCKSCALE_DEVICE Work read(int turn) const {
+    barrier_wait(full(turn), phase(turn));
+    const Work w = posted[turn % kSlots];
+    barrier_arrive(empty(turn));
+    return w;
+  }
+};
+
+// What follows the units of its CTA, one after another until there are none.
+struct Reader {
+  const Mailbox& mailbox;
+  BLOCKSCALE_DEVICE Work next(int turn) const { return mailbox.read(turn); }
+  BLOCKSCALE_DEVICE void ask() const {}
+};
+
+// The same for the thread that brings codes, which finds them.
+template <class T>
+class Scheduler {
+ public:
+  BLOCKSCALE_DEVICE Scheduler(const Problem& problem, const WorkBefore* starts,
+                              const Mailbox& mailbox, int rank)
+      : problem_(problem),
+        starts_(starts),
+        mailbox_(mailbox),
+        rank_(rank),
+        count_(unit_count(problem, starts)) {
+    if (dynamic()) after_previous();
+    ask();
+  }
+  BLOCKSCALE_DEVICE Work next(int turn) {
+    const int unit = dynamic() ? next_drawn(turn) : cluster() + turn * clusters();
+    const Work w = unit < count_ ? work_of<T>(problem_, starts_, unit, rank_, place_) : no_work();
+    mailbox_.post(turn, w);
+    return w;
+  }
+  // Whether this is the cluster's first CTA.
+  BLOCKSCALE_DEVICE bool first() const { return T::kCluster == 1 || rank_ == 0; }
+  // For the next number, some time before it is needed.
+  BLOCKSCALE_DEVICE void ask() {
+    if (!dynamic() || !first()) return;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(number_)
+                 : "l"(counters + problem_.counter)
+                 : "memory");
+  }
+
+ private:
+  static BLOCKSCALE_DEVICE int clusters() { return static_cast<int>(gridDim.x) / T::kCluster; }
+  static BLOCKSCALE_DEVICE int cluster() { return static_cast<int>(blockIdx.x) / T::kCluster; }
+  BLOCKSCALE_DEVICE bool dynamic() const { return !T::kSplit && problem_.counter >= 0; }
+
+  BLOCKSCALE_DEVICE int next_drawn(int turn) {
+    if (first() && number_ == count_ + clusters() - 1) counters[problem_.counter] = 0;
+    if constexpr (T::kCluster > 1) first() ? tell(turn) : hear(turn);
+    return number_;
+  }
+  BLOCKSCALE_DEVICE void tell(int turn) const {
+    barrier_wait(mailbox_.number_empty(turn), Mailbox::phase(turn) ^ 1);
+    send(barrier_of(mailbox_.number(turn), 1), number_, barrier_of(mailbox_.number_full(turn), 1));
+    // This CTA stays until the other's last arrival.
+    if (number_ >= count_) barrier_wait(mailbox_.number_empty(turn), Mailbox::phase(turn));
+  }
+  BLOCKSCALE_DEVICE void hear(int turn) {
+    barrier_expect(mailbox_.number_full(turn), sizeof number_);
+    barrier_wait(mailbox_.number_full(turn), Mailbox::phase(turn));
+    number_ = load_shared_int(mailbox_.number(turn));
+    barrier_arrive_there(barrier_of(mailbox_.number_empty(turn), 0));
+  }
+
+  const Problem& problem_;
+  const WorkBefore* const starts_;
+  const Mailbox& mailbox_;
+  const int rank_, count_;  // numbers from the count of units on are none
+  int place_ = 0, number_ = 0;
+};
+
+}  // namespace blockscale::sm90
