@@ -60,6 +60,22 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def of_fsdp(model: torch.nn.Module) -> set[int]:
+    """The parameters that fully_shard has cut, by identity, whatever they are at the moment: those
+    of the outermost module stay gathered after a forward without a backward, plain like others."""
+    found: set[int] = set()
+    for module in model.modules():
+        if not is_sharded(module):
+            continue
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.11 has one, or none
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for parameter in group.fsdp_params if group is not None else ():
+                at = parameter._module_info
+                found.add(id(at.module._parameters[at.param_name]))
+    return found
+
+
 class Layer(torch.nn.Module):
     """What modules with a recipe have in common: it, the count of forwards, and their seeds."""
 
@@ -368,14 +384,15 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
 
     Raises:
         TypeError, ValueError: nothing in the model is converted; a weight is a DTensor, which is
-            cut or gathered elsewhere (but for experts that are divided over ranks and not sharded
-            besides); within another one. Within it: a step of an optimizer of
+            cut or gathered elsewhere, or fully_shard has cut it (but for experts that are divided
+            over ranks and not sharded besides); within another one. Within it: a step of an optimizer of
             these weights, before it does anything; and a forward that is not compiled, where its
-            layer's weight has changed since (but by `.data`, by a foreach function where it is a
-            DTensor, or where it was made in inference mode: PyTorch does not count such changes).
+            layer's weight has changed since (but by `.data`, as `model.half()` and
+            `vector_to_parameters` do, by a foreach function where it is a DTensor, or where it was
+            made in inference mode: PyTorch does not count such changes).
     """
     layers = converted_layers("quantized_weights", model)
-    sharded = {id(m) for outer in model.modules() if is_sharded(outer) for m in outer.modules()}
+    cut = of_fsdp(model)
     for name, layer in layers.items():
         if layer._kept is not None:
             need = "no other quantized_weights() around it"
@@ -383,11 +400,12 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
         for weight in layer.matrices():
             got = ""
             divided = isinstance(layer, GroupedLinear) and is_dtensor(weight)
-            divided = divided and id(layer) not in sharded
-            if not (divided or is_plain(weight)):
+            if id(weight) in cut or not (divided or is_plain(weight)):
                 got, need = f"a {type(weight).__name__}", "a plain tensor"
+                if is_plain(weight):
+                    got, need = "gathered by FSDP2 for now", "a weight that fully_shard has not cut"
             elif isinstance(layer, WeightLayer) and weight.shape != layer.weight_shape:
-                got = f"{list(weight.shape)}, flattened or gone to another rank"
+                got = f"{list(weight.shape)}, flattened, replaced or gone to another rank"
                 need = f"the whole of it, {list(layer.weight_shape)}"
             if got:
                 remedy = "leave it out: each forward quantizes what it has gathered"

@@ -153,7 +153,12 @@ class RngState:
         with torch.inference_mode(False):
             offset, upcoming = self.offset.clone(), self.upcoming.clone()
         own = {"root": None, "stepped": False, "offset": offset, "upcoming": upcoming}
-        return {**self.__dict__, **own}
+        state = {**self.__dict__, **own}
+        state.pop("sent", None)
+        # A process that is being started gets their memory by numbers of open files, which are to
+        # stay open until it has begun.
+        self.sent = offset, upcoming
+        return state
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.regions = Regions()  # which models pickled before it was there do not have

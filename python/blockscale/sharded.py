@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from blockscale._errors import fail
-from blockscale.nn import Layer, WeightLayer, converted_layers
+from blockscale.nn import Layer, WeightLayer, converted_layers, of_fsdp
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
 from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
@@ -68,6 +68,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
             Later, in a forward: it is cut along another dimension than the first.
     """
     layers = converted_layers("quantized_all_gather", model)
+    cut = of_fsdp(model)
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -80,8 +81,9 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
         if weight is None or holders[id(weight)] > 1 or gathered_spec(layer.recipe) is None:
             continue
         named = f"{name}.weight".lstrip(".")
-        if not (is_plain(weight) or isinstance(weight, ShardedWeight)):
-            got, need = f"a {type(weight).__name__}", "a plain tensor"
+        if id(weight) in cut or not (is_plain(weight) or isinstance(weight, ShardedWeight)):
+            got = "gathered by FSDP2" if is_plain(weight) else f"a {type(weight).__name__}"
+            need = "a plain tensor"
             remedy = "call it before fully_shard, and not after parallelize_module"
             fail("quantized_all_gather", named, got, need, remedy)
         chosen[named] = layer
@@ -113,8 +115,11 @@ def gathered_spec(recipe: Recipe) -> Spec | None:
 
 def spec_in_use(layer: Layer) -> Spec | None:
     """Of W, where FSDP2 gathers the layer's codes."""
-    weight: Any = layer._parameters.get("weight")
-    cut = is_dtensor(weight) and isinstance(weight._local_tensor, ShardedWeight)
+    if not isinstance(layer, WeightLayer) or layer._retype is None:
+        return None
+    # Once fully_shard has it, it is a DTensor or what has been gathered, never the piece itself.
+    weight = layer._parameters.get("weight")
+    cut = weight is not None and not isinstance(weight, ShardedWeight)
     return gathered_spec(layer.recipe) if cut else None
 
 

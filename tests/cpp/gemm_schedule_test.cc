@@ -1,7 +1,10 @@
-// Counters of dynamic schedules: launches that run at the same time have different ones.
+// Dynamic schedules: the bits of fixed ones, and launches at the same time that do not disturb each
+// other.
 #ifdef BLOCKSCALE_CUDA
 #include <array>
+#include <chrono>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "cuda/sm90/counters.h"
@@ -12,32 +15,176 @@ namespace blockscale::testing {
 namespace {
 
 using sm90::CounterNumbers;
+using sm90::Grouping;
 using sm90::Schedule;
 
 TEST(CounterNumbers, AreOneStreamsOrOneLaunchsOwn) {
   CounterNumbers numbers(3, 5);
-  const int first = numbers.of_stream(70), captured = numbers.of_captured();
+  const int first = numbers.of_stream(70), captured = numbers.take();
   const int second = numbers.of_stream(7), third = numbers.of_stream(0);
   EXPECT_EQ(numbers.of_stream(70), first);
   EXPECT_EQ(numbers.of_stream(1), -1);
   EXPECT_EQ(numbers.of_stream(7), second);
-  const int last = numbers.of_captured();
-  EXPECT_EQ(numbers.of_captured(), -1);
-  EXPECT_EQ(numbers.of_captured(), -1);
+  const int last = numbers.take();
+  EXPECT_EQ(numbers.take(), -1);
   EXPECT_EQ((std::set{first, second, third, captured, last}), (std::set{0, 1, 2, 3, 4}));
+  numbers.give_back(captured);
+  EXPECT_EQ(numbers.take(), captured);
+  EXPECT_EQ(numbers.take(), -1);
 }
 
-constexpr int64_t kM = 1100, kN = 1300, kK = 256;
+class ScheduleTest : public HopperTest {};
 
-// The operands of one product, and what a fixed schedule makes of them.
-class Product {
+// A graph with what `work` launches.
+template <class Work>
+cudaGraph_t captured(cudaStream_t stream, const Work& work) {
+  cudaGraph_t graph{};
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  work();
+  check(cudaStreamEndCapture(stream, &graph));
+  return graph;
+}
+
+TEST_F(ScheduleTest, EveryStreamAndEveryCapturedLaunchHasACounter) {
+  cudaStream_t one = new_stream(), other = new_stream();
+  const int first = sm90::counter_of(one), second = sm90::counter_of(other);
+  const int of_default = sm90::counter_of(nullptr);
+  EXPECT_EQ(sm90::counter_of(one), first);
+  EXPECT_EQ(sm90::counter_of(cudaStreamLegacy), of_default);
+  int in_thread = -1, here = sm90::counter_of(cudaStreamPerThread);
+  std::thread([&] { in_thread = sm90::counter_of(cudaStreamPerThread); }).join();
+  delete_stream(other);
+  other = new_stream();
+  const int third = sm90::counter_of(other);
+  std::set<int> all{first, second, third, of_default, in_thread, here};
+  EXPECT_EQ(all.size(), 6u);
+  EXPECT_GE(*all.begin(), 0);
+
+  std::array<int, 3> launches{};
+  const auto ask = [&] {
+    for (int& launch : launches) launch = sm90::counter_of(one);
+  };
+  const cudaGraph_t graph = captured(one, ask);
+  const std::set<int> of_graph(launches.begin(), launches.end());
+  EXPECT_EQ(of_graph.size(), 3u);
+  EXPECT_GE(*of_graph.begin(), 0);
+  for (const int number : of_graph) EXPECT_EQ(all.count(number), 0u);
+  // What is instantiated from a graph keeps its counters.
+  cudaGraphExec_t run{};
+  check(cudaGraphInstantiate(&run, graph, 0));
+  check(cudaGraphDestroy(graph));
+  const cudaGraph_t later = captured(one, ask);
+  for (const int number : launches) EXPECT_EQ(of_graph.count(number), 0u);
+  check(cudaGraphDestroy(later));
+  check(cudaGraphExecDestroy(run));
+  // They are given back a little later.
+  std::set<int> again;
+  for (int wait = 0; wait < 500 && again != of_graph; ++wait) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    check(cudaGraphDestroy(captured(one, ask)));
+    for (const int number : launches)
+      if (of_graph.count(number)) again.insert(number);
+  }
+  EXPECT_EQ(again, of_graph);
+  delete_stream(one);
+  delete_stream(other);
+}
+
+// Codes of FP8, or values of BF16, of up to about 2.
+Memory random_bytes(int64_t size) {
+  Random random(static_cast<uint64_t>(size));
+  std::vector<uint8_t> all(static_cast<size_t>(size));
+  for (uint8_t& byte : all) byte = static_cast<uint8_t>(random.below(0x40));
+  return Memory(all);
+}
+Memory poisoned(int64_t size) {
+  return Memory(std::vector<uint8_t>(static_cast<size_t>(size), 0xFF));
+}
+std::vector<uint8_t> bytes(const Memory& memory, int64_t size) {
+  std::vector<uint8_t> all(static_cast<size_t>(size));
+  memory.read(all.data(), size);
+  return all;
+}
+
+// Products of so many units that a cluster has ten and more, or six over groups along K: all slots
+// of the mailbox are used again.
+class ManyUnits {
  public:
-  Product() {
-    multiply(want_, Schedule::fixed, nullptr);
+  // `g` has its scales and a tile; `width` bytes a value.
+  template <class G, class Launch>
+  void compare(G g, int width, Launch launch) {
+    g.a = a_.as<void>(), g.b = b_.as<void>();
+    g.m = kM, g.n = kN, g.k = kBytes / width;
+    with_both(g, 1, launch);
+    g.grouping = Grouping::rows, g.groups = kGroups, g.group_rows = kM;
+    for (const auto* ends : {&some_, &all_}) {  // with late tails, too
+      g.offsets = ends->template as<void>();
+      with_both(g, 1, launch);
+    }
+    g.grouping = Grouping::contraction, g.groups = 8, g.offsets = along_.as<void>();
+    g.m = 1700, g.n = 1600, g.k = g.group_rows = 8 * 128;
+    with_both(g, 8, launch);
+  }
+  const Memory& ones() const { return ones_; }
+
+  static constexpr int64_t kM = 7000, kN = 6700, kBytes = 256, kGroups = 16;
+
+ private:
+  template <class G, class Launch>
+  static void with_both(G g, int64_t matrices, Launch launch) {
+    const int64_t size = matrices * g.m * g.n * 2;
+    const Memory fixed = poisoned(size), dynamic = poisoned(size);
+    g.d_stride = g.n;
+    g.schedule = Schedule::fixed, g.d = fixed.template as<void>();
+    check(launch(g, nullptr));
+    g.schedule = Schedule::dynamic, g.d = dynamic.template as<void>();
+    check(launch(g, nullptr));
     check(cudaDeviceSynchronize());
+    EXPECT_TRUE(bytes(dynamic, size) == bytes(fixed, size))
+        << "tile " << g.tile << ", grouping " << static_cast<int>(g.grouping);
+  }
+  static std::vector<int32_t> ends(int64_t group, int64_t count) {
+    std::vector<int32_t> all;
+    for (int64_t g = 1; g <= count; ++g) all.push_back(static_cast<int32_t>(g * group));
+    return all;
   }
 
-  // In 64 x 32: several tiles for each multiprocessor.
+  const Memory a_ = random_bytes(kM * kBytes), b_ = random_bytes(kGroups * kN * kBytes);
+  const Memory ones_{std::vector<float>(kGroups * kN * kBytes / 128, 1.0f)};
+  const Memory all_{ends(kM / kGroups, kGroups)}, along_{ends(100, 8)};
+  const Memory some_{std::vector<int32_t>{0, 9, 9, 700, 3000, 3001, 3064, 3100, 4000, 4200, 4900,
+                                          5400, 5400, 6100, 6500, 6900}};
+};
+
+TEST_F(ScheduleTest, ManyUnitsHaveTheBitsOfAFixedSchedule) {
+  ASSERT_GE(sm90::counter_of(nullptr), 0);
+  ManyUnits many;
+  for (const int tile : {0, 1, 2}) {
+    for (const bool square : {true, false}) {
+      sm90::Fp8Gemm g;
+      g.a_scales = g.b_scales = many.ones().as<float>(), g.b_square = square;
+      g.a_scale_line = many.kM;
+      g.tile = tile;
+      many.compare(g, 1, sm90::fp8_gemm);
+    }
+    sm90::Bf16Gemm g;
+    g.stride = many.kBytes / 2;
+    g.tile = tile;
+    many.compare(g, 2, sm90::bf16_gemm);
+  }
+}
+
+// A product of 60 tiles of 64 x 32 with a long K: two of them run at the same time.
+class LongProduct {
+ public:
+  static constexpr int64_t kM = 384, kN = 320, kK = 1 << 15, kBytes = kM * kN * 4;
+
+  LongProduct() {
+    const Memory d = poisoned(kBytes);
+    multiply(d, Schedule::fixed, nullptr);
+    check(cudaDeviceSynchronize());
+    want_ = bytes(d, kBytes);
+  }
   void multiply(const Memory& d, Schedule schedule, cudaStream_t stream) const {
     sm90::Fp8Gemm g;
     g.m = kM, g.n = kN, g.k = kK;
@@ -47,60 +194,47 @@ class Product {
     g.tile = 5, g.schedule = schedule;
     check(sm90::fp8_gemm(g, stream));
   }
-  bool is_in(const Memory& d) const { return values(d) == values(want_); }
-  static Memory cleared() { return Memory(std::vector<float>(static_cast<size_t>(kM * kN))); }
+  bool is_in(const Memory& d) const { return bytes(d, kBytes) == want_; }
 
  private:
-  static std::vector<uint8_t> codes(int64_t lines) {
-    Random random(static_cast<uint64_t>(lines));
-    std::vector<uint8_t> all(static_cast<size_t>(lines * kK));
-    for (uint8_t& code : all) code = static_cast<uint8_t>(random.below(0x70));
-    return all;
-  }
-  static std::vector<float> values(const Memory& d) {
-    std::vector<float> all(static_cast<size_t>(kM * kN));
-    d.read(all.data(), kM * kN * 4);
-    return all;
-  }
-
-  const Memory a_{codes(kM)}, b_{codes(kN)}, ones_{std::vector<float>(kM * kK / 128 + 4, 1.0f)};
-  const Memory want_ = cleared();
+  const Memory a_ = random_bytes(kM * kK), b_ = random_bytes(kN * kK);
+  const Memory ones_{std::vector<float>(kM * kK / 128, 1.0f)};
+  std::vector<uint8_t> want_;
 };
 
-class ScheduleTest : public HopperTest {};
-
 TEST_F(ScheduleTest, StreamsSideBySide) {
-  const Product product;
+  const LongProduct product;
   const std::array streams{new_stream(), new_stream()};
-  for (int repeat = 0; repeat < 20; ++repeat) {
-    const std::array d{product.cleared(), product.cleared(), product.cleared(), product.cleared()};
-    for (size_t i = 0; i < 4; ++i) product.multiply(d[i], Schedule::dynamic, streams[i % 2]);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    std::vector<Memory> d;
+    for (int i = 0; i < 6; ++i) d.push_back(poisoned(product.kBytes));
+    for (size_t i = 0; i < d.size(); ++i) product.multiply(d[i], Schedule::dynamic, streams[i % 2]);
     check(cudaDeviceSynchronize());
     for (const Memory& one : d) ASSERT_TRUE(product.is_in(one)) << "repeat " << repeat;
   }
   for (cudaStream_t stream : streams) delete_stream(stream);
 }
 
-// Both are captured on one stream, and run on two.
+// Both are captured on one stream, and run on two, beside what is not captured.
 TEST_F(ScheduleTest, GraphsSideBySide) {
-  const Product product;
-  const std::array streams{new_stream(), new_stream()};
-  const std::array d{product.cleared(), product.cleared(), product.cleared()};
+  const LongProduct product;
+  const std::array streams{new_stream(), new_stream(), new_stream()};
+  std::vector<Memory> d;
+  for (int i = 0; i < 5; ++i) d.push_back(poisoned(product.kBytes));
   std::array<cudaGraphExec_t, 2> runs{};
   for (size_t i = 0; i < 2; ++i) {
-    cudaGraph_t graph{};
-    check(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeThreadLocal));
-    for (int launch = 0; launch < 3; ++launch)
-      product.multiply(d[i], Schedule::dynamic, streams[0]);
-    check(cudaStreamEndCapture(streams[0], &graph));
+    const cudaGraph_t graph = captured(streams[0], [&] {
+      product.multiply(d[2 * i], Schedule::dynamic, streams[0]);
+      product.multiply(d[2 * i + 1], Schedule::dynamic, streams[0]);
+    });
     check(cudaGraphInstantiate(&runs[i], graph, 0));
     check(cudaGraphDestroy(graph));
   }
-  for (int repeat = 0; repeat < 20; ++repeat) {
-    for (const Memory& one : d) check(cudaMemset(one.as<void>(), 0, kM * kN * 4));
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    for (const Memory& one : d) check(cudaMemset(one.as<void>(), 0xFF, product.kBytes));
     check(cudaDeviceSynchronize());
     for (size_t i = 0; i < 2; ++i) check(cudaGraphLaunch(runs[i], streams[i]));
-    product.multiply(d[2], Schedule::dynamic, streams[0]);
+    product.multiply(d[4], Schedule::dynamic, streams[2]);
     check(cudaDeviceSynchronize());
     for (const Memory& one : d) ASSERT_TRUE(product.is_in(one)) << "repeat " << repeat;
   }

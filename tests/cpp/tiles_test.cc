@@ -148,7 +148,7 @@ TEST(Tiles, ConcurrentTilesFormASquare) {
   }
 }
 
-// What splits K never has more tiles than clusters, and cannot draw.
+// What splits K never has more tiles than clusters.
 TEST(Tiles, ClustersDrawWhereTheyHaveSeveralTiles) {
   for (const TileShape& t : kTiles) {
     const int clusters = 132 / t.cluster;

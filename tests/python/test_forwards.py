@@ -281,6 +281,22 @@ def test_another_process_counts_for_itself() -> None:
     assert bs.rng_state(model)["step"] == 0
 
 
+def multiply(model: nn.Module, x: torch.Tensor, results: Any) -> None:
+    results.put((model(x).tolist(), bs.rng_state(model)["forward"]))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_process_is_started_with_a_model(method: str) -> None:
+    context = torch.multiprocessing.get_context(method)
+    model, results = net(), context.SimpleQueue()
+    child = context.Process(target=multiply, args=(model, batch(0), results))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    y = model(batch(0)).tolist()
+    assert results.get() == (y, bs.rng_state(model)["forward"])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
     """A fused optimizer is called for it all the same, and finds out on the device."""

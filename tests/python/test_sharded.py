@@ -241,8 +241,18 @@ def use(device: str, folder: str) -> None:
     stays = sharded(device, "nvfp4", True, reshard_after_forward=False)
     with torch.no_grad():
         stays(x)
+    refused(lambda: bs.convert(stays, "mxfp8"), "recipe = mxfp8 for '0.up', whose codes FSDP2 gat")
+    refused(lambda: bs.revert(stays), "revert: model = '0.up', whose codes FSDP2 gathers; need")
     bs.convert(stays, mixed)
     stays(x)[:, :1].sum().backward()
+    # What is gathered for now as values looks as if nobody had cut it.
+    stays = sharded(device, "nvfp4", False, reshard_after_forward=False)
+    with torch.no_grad():
+        stays(x)
+    assert type(stays[0].get_parameter("up.weight")) is nn.Parameter
+    refused(lambda: bs.quantized_all_gather(stays), "0.up.weight = gathered by FSDP2; need a plain")
+    said = "0.up.weight = gathered by FSDP2 for now; need a weight that fully_shard has not cut"
+    refused(lambda: bs.quantized_weights(stays).__enter__(), said)
     freed = sharded(device, "nvfp4", True)
     for block in (freed[0], freed[2]):
         block.set_unshard_in_backward(False)  # type: ignore[operator]

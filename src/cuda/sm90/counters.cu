@@ -1,6 +1,38 @@
 #include "cuda/sm90/counters.h"
 
 namespace blockscale::sm90 {
+namespace {
+
+// Each device has its own counters, and takes of these numbers what it needs. Never destroyed:
+// graphs may be later than anything else.
+CounterNumbers& numbers() {
+  static CounterNumbers& all = *new CounterNumbers(1 << 14, kCounters);
+  return all;
+}
+
+void CUDART_CB give_back(void* number) {
+  numbers().give_back(static_cast<int>(reinterpret_cast<intptr_t>(number)));
+}
+
+// The graph gives it back, and calls for it from another thread, which may not use CUDA.
+int of_graph(cudaGraph_t graph) {
+  const int number = numbers().take();
+  if (number < 0) return -1;
+  cudaUserObject_t held{};
+  void* const name = reinterpret_cast<void*>(static_cast<intptr_t>(number));
+  cudaError_t e = cudaUserObjectCreate(&held, name, give_back, 1, cudaUserObjectNoDestructorSync);
+  if (e != cudaSuccess) {
+    numbers().give_back(number);
+  } else {
+    e = cudaGraphRetainUserObject(graph, held, 1, cudaGraphUserObjectMove);
+    if (e != cudaSuccess) (void)cudaUserObjectRelease(held);
+  }
+  if (e == cudaSuccess) return number;
+  (void)cudaGetLastError();  // a failed question is no error of the launch
+  return -1;
+}
+
+}  // namespace
 
 int CounterNumbers::of_stream(uint64_t id) {
   const std::lock_guard lock(mutex_);
@@ -11,21 +43,35 @@ int CounterNumbers::of_stream(uint64_t id) {
   return number;
 }
 
-int CounterNumbers::of_captured() {
+int CounterNumbers::take() {
   const std::lock_guard lock(mutex_);
-  return of_streams_ + captured_ < count_ ? of_streams_ + captured_++ : -1;
+  if (!free_.empty()) {
+    const int number = free_.back();
+    free_.pop_back();
+    return number;
+  }
+  return of_streams_ + taken_ < count_ ? of_streams_ + taken_++ : -1;
+}
+
+void CounterNumbers::give_back(int number) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(number);
 }
 
 int counter_of(cudaStream_t stream) {
-  // Each device has its own counters, and takes of these numbers what it needs.
-  static CounterNumbers numbers(1024, kCounters);
   cudaStreamCaptureStatus capture{};
+  cudaGraph_t graph{};
   unsigned long long id = 0;
+  // In this order: to be asked for its name ends the capture of a stream.
   cudaError_t e = cudaStreamIsCapturing(stream, &capture);
-  if (e == cudaSuccess && capture != cudaStreamCaptureStatusNone) return numbers.of_captured();
-  if (e == cudaSuccess) e = cudaStreamGetId(stream, &id);
-  if (e == cudaSuccess) return numbers.of_stream(id);
-  (void)cudaGetLastError();  // a failed question is no error of the launch
+  if (e == cudaSuccess && capture == cudaStreamCaptureStatusActive) {
+    e = cudaStreamGetCaptureInfo(stream, &capture, nullptr, &graph);
+    if (e == cudaSuccess) return of_graph(graph);
+  } else if (e == cudaSuccess && capture == cudaStreamCaptureStatusNone) {
+    e = cudaStreamGetId(stream, &id);
+    if (e == cudaSuccess) return numbers().of_stream(id);
+  }
+  (void)cudaGetLastError();  // as above
   return -1;
 }
 

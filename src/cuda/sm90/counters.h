@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace blockscale::sm90 {
 
@@ -19,17 +20,21 @@ class CounterNumbers {
 
   // A stream's own, as its kernels follow each other. `id`: unlike its handle, no later one's.
   int of_stream(uint64_t id);
-  // For a launch that is captured, and no other: nobody knows what its graph will run beside.
-  int of_captured();
+  // For one captured launch, until its graph is gone.
+  int take();
+  void give_back(int number);
 
  private:
   const int of_streams_, count_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, int> streams_;
-  int captured_ = 0;
+  int taken_ = 0;  // at most at once
+  std::vector<int> free_;
 };
 
-// For a launch on this stream of the current device, or -1.
+// For a launch on this stream of the current device, or -1. A captured launch keeps its own as long
+// as there is its graph or what was instantiated from it: these may run beside anything but each
+// other, as they write to the same memory.
 int counter_of(cudaStream_t stream);
 
 }  // namespace blockscale::sm90

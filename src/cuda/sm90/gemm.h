@@ -17,7 +17,7 @@ inline constexpr int kMaxGroups = 1024;  // the table of a launch's groups lies 
 enum class Grouping : int { dense, rows, contraction };
 
 // How clusters come to their tiles: each has its share from the start, or draws the next when it
-// has done one. Dynamic ones are fixed where nothing is left to draw from (counters.h). No bit
+// has done one. A dynamic schedule is fixed where there is no counter for it (counters.h). No bit
 // depends on it.
 enum class Schedule : int { chosen, fixed, dynamic };
 

@@ -222,7 +222,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   for (int turn = 0;; ++turn) {
     const Work w = mailbox.read(turn);
     if (w.blocks < 0) break;
-    if (turn == 0) after_previous();  // the first tile was found meanwhile
+    if (turn == 0) after_previous();
     const int row = w.row + group_row, column = w.column + group_column;
     const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
     const bool whole = last_wave + 64 <= w.row_end || w.row_end == p.problem.m;

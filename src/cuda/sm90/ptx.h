@@ -20,6 +20,24 @@ BLOCKSCALE_DEVICE float load_after(const float* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
 }
+// What is in device memory before `value` is added: in any order with what else this thread reads
+// and writes, or after all of it.
+BLOCKSCALE_DEVICE int add_relaxed(int& at, int value) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(&at), "r"(value)
+               : "memory");
+  return before;
+}
+BLOCKSCALE_DEVICE int add_ordered(int& at, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(&at), "r"(value)
+               : "memory");
+  return before;
+}
 // Brings a tensor map to where the copy engine reads it from.
 BLOCKSCALE_DEVICE void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

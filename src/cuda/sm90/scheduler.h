@@ -15,9 +15,12 @@
 
 namespace blockscale::sm90 {
 
-// All are 0 when no launch that draws from them is running: who draws the last number puts the
-// counter back.
-static __device__ uint32_t counters[kCounters];
+// Numbers drawn so far, and clusters that have had their last: that of a launch puts both back to
+// 0, so that they are 0 when no launch uses them.
+struct Counter {
+  int drawn, done;
+};
+static __device__ Counter counters[kCounters];
 
 // Where a CTA's units are posted: slots in shared memory, used by turns.
 struct Mailbox {
@@ -89,10 +92,7 @@ class Scheduler {
   // For the next number, some time before it is needed.
   BLOCKSCALE_DEVICE void ask() {
     if (!dynamic() || !first()) return;
-    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
-                 : "=r"(number_)
-                 : "l"(counters + problem_.counter)
-                 : "memory");
+    number_ = add_relaxed(counters[problem_.counter].drawn, 1);
   }
 
  private:
@@ -101,15 +101,21 @@ class Scheduler {
   BLOCKSCALE_DEVICE bool dynamic() const { return !T::kSplit && problem_.counter >= 0; }
 
   BLOCKSCALE_DEVICE int next_drawn(int turn) {
-    if (first() && number_ == count_ + clusters() - 1) counters[problem_.counter] = 0;
     if constexpr (T::kCluster > 1) first() ? tell(turn) : hear(turn);
+    if (first() && number_ >= count_) end(turn);
     return number_;
+  }
+  // How many clusters there are does not depend on what is in device memory, such as offsets.
+  BLOCKSCALE_DEVICE void end(int turn) const {
+    Counter& counter = counters[problem_.counter];
+    if (add_ordered(counter.done, 1) == clusters() - 1) counter = {0, 0};
+    if constexpr (T::kCluster > 1)  // this CTA stays until the other has heard all
+      for (int i = max(0, turn - Mailbox::kSlots + 1); i <= turn; ++i)
+        barrier_wait(mailbox_.number_empty(i), Mailbox::phase(i));
   }
   BLOCKSCALE_DEVICE void tell(int turn) const {
     barrier_wait(mailbox_.number_empty(turn), Mailbox::phase(turn) ^ 1);
     send(barrier_of(mailbox_.number(turn), 1), number_, barrier_of(mailbox_.number_full(turn), 1));
-    // This CTA stays until the other's last arrival.
-    if (number_ >= count_) barrier_wait(mailbox_.number_empty(turn), Mailbox::phase(turn));
   }
   BLOCKSCALE_DEVICE void hear(int turn) {
     barrier_expect(mailbox_.number_full(turn), sizeof number_);
