@@ -385,9 +385,9 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     Raises:
         TypeError, ValueError: nothing in the model is converted; a weight is a DTensor, which is
             cut or gathered elsewhere, or fully_shard has cut it (but for experts that are divided
-            over ranks and not sharded besides); within another one. Within it: a step of an optimizer of
-            these weights, before it does anything; and a forward that is not compiled, where its
-            layer's weight has changed since (but by `.data`, as `model.half()` and
+            over ranks and not sharded besides); within another one. Within it: a step of an
+            optimizer of these weights, before it does anything; and a forward that is not compiled,
+            where its layer's weight has changed since (but by `.data`, as `model.half()` and
             `vector_to_parameters` do, by a foreach function where it is a DTensor, or where it was
             made in inference mode: PyTorch does not count such changes).
     """
