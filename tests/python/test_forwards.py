@@ -287,7 +287,7 @@ def multiply(model: nn.Module, x: torch.Tensor, results: Any) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_process_is_started_with_a_model(method: str) -> None:
-    context = torch.multiprocessing.get_context(method)
+    context: Any = torch.multiprocessing.get_context(method)
     model, results = net(), context.SimpleQueue()
     child = context.Process(target=multiply, args=(model, batch(0), results))
     child.start()
