@@ -141,6 +141,7 @@ class RngState:
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         self.stepped = False  # whether an optimizer counts its steps here
         self.regions = Regions()
+        self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # see __getstate__
         # The device is named: under `with torch.device("meta")` the default is no real memory. And
         # what is made in inference mode could not change in training.
         with torch.inference_mode(False):
@@ -152,13 +153,11 @@ class RngState:
         # of these tensors, and count here as well.
         with torch.inference_mode(False):
             offset, upcoming = self.offset.clone(), self.upcoming.clone()
-        own = {"root": None, "stepped": False, "offset": offset, "upcoming": upcoming}
-        state = {**self.__dict__, **own}
-        state.pop("sent", None)
         # A process that is being started gets their memory by numbers of open files, which are to
         # stay open until it has begun.
         self.sent = offset, upcoming
-        return state
+        own = {"root": None, "stepped": False, "sent": None}
+        return {**self.__dict__, **own, "offset": offset, "upcoming": upcoming}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.regions = Regions()  # which models pickled before it was there do not have
@@ -210,11 +209,19 @@ class RngState:
             # Through .data, as below.
             self.regions.recall(self.offset.data)
             return
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._are_functorch_transforms_active():
+            with torch._C._DisableFuncTorch():  # a count is no function's argument
+                self._begin()
+        else:
+            self._begin()
+        if not compiling:
+            self.regions.note(self.offset)
+
+    def _begin(self) -> None:
         self.offset.copy_(self.upcoming)
         if torch.is_grad_enabled():
             self.upcoming.add_(1)
-        if not torch.compiler.is_compiling():
-            self.regions.note(self.offset)
 
     def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: make recomputation in its backward see this forward's offset.

@@ -281,6 +281,24 @@ def test_another_process_counts_for_itself() -> None:
     assert bs.rng_state(model)["step"] == 0
 
 
+def test_a_forward_within_a_transform_of_functions() -> None:
+    model, x = net(), batch(0).detach()
+    seen = []
+
+    def without_gradient(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            seen.append(model(x).sum())
+        return x.sum()
+
+    gradient = torch.func.grad(without_gradient)(x)
+    assert torch.equal(gradient, torch.ones_like(x))
+    with torch.no_grad():
+        assert torch.equal(seen[0], model(x).sum())
+    assert bs.rng_state(model)["forward"] == 0
+    with pytest.raises(ValueError, match=r"^linear: x = within torch.func; need torch.no_grad"):
+        torch.func.grad(lambda x: model(x).sum())(x)
+
+
 def multiply(model: nn.Module, x: torch.Tensor, results: Any) -> None:
     results.put((model(x).tolist(), bs.rng_state(model)["forward"]))
 
