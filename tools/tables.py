@@ -70,5 +70,6 @@ def where(result: Row, with_copy: bool = True) -> str:
     machine = origin.get("gpu") or origin.get("cpu") or origin["device"]
     if "gpu" not in origin and "cores" in origin:
         machine += f", {origin['cores']} cores, {processor_name(origin['instruction_set'])}"
-    date, commit = origin["date"][:10], origin["commit"][:12]
+    date, (commit, changes, _) = origin["date"][:10], origin["commit"].partition("+")
+    commit = commit[:12] + (" with changes" if changes else "")
     return f"{machine}, {copy}torch {origin['torch']}, {date}, commit {commit}."

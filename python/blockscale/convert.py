@@ -106,8 +106,10 @@ def convert(
         A Report, which prints as a table: each module, its recipe, or why it was left alone.
 
     Raises:
-        TypeError, ValueError: an unknown recipe, a rule, skip or experts that match nothing, or a
-            model with nothing to convert. Nothing is changed then.
+        TypeError, ValueError: an unknown recipe, a rule, skip or experts that match nothing, a
+            model with nothing to convert, or a part of a converted one; a recipe that does not run
+            where a layer lies; a layer that is to change while FSDP2 gathers its codes, or that
+            something else has changed since it was converted. Nothing is changed then.
     """
     _check_types(model, rules, skip, seed, experts)
     model = _unwrapped(model)
@@ -169,7 +171,7 @@ def revert(model: torch.nn.Module) -> list[str]:
 
     Raises:
         TypeError, ValueError: not a model, or a converted layer has another class or forward by
-            now, such as fully_shard's.
+            now, such as fully_shard's, or FSDP2 gathers its codes.
     """
     check_model("revert", model)
     model = _unwrapped(model)

@@ -259,6 +259,7 @@ def _refuse_gradients(operation: str, within: str) -> NoReturn:
     """Of what knows no autograd.Function as it is here: transforms of functions fail in PyTorch's
     words, and so does a trace, or it leaves x's gradient out without any."""
     need, remedy = "torch.no_grad() in it", "use backward() for gradients, or torch.export"
+    need += " and no vmap" if within == "torch.func" else ""
     fail(operation, "x", f"within {within}", need, remedy)
 
 

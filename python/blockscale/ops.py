@@ -280,9 +280,9 @@ def matmul(
     On a GPU both operands are decoded to BF16 without their outer scales, which is exact (but for
     values below 2^-126, which are rounded to multiples of 2^-133), they are multiplied with FP32
     sums, and outer scales and bias are applied to those. What has outer scales, or a bias of
-    another dtype than bfloat16, goes to a BF16 GEMM of our own on compute capability 9.0 (H100,
-    H200); the rest, and few rows times few columns over a long contraction axis, to PyTorch's, as
-    all does on other GPUs. Specs with FP32 block scales
+    another dtype than bfloat16, and what is small, goes to a BF16 GEMM of our own on compute
+    capability 9.0 (H100, H200); the rest, and few rows times few columns over a long contraction
+    axis, to PyTorch's, as all does on other GPUs. Specs with FP32 block scales
     (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: their own block-scaled GEMM runs on GPUs of
     compute capability 9.0 (H100, H200), and others refuse them. There it multiplies two operands
     of `mxfp4` too, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes become

@@ -64,7 +64,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
         The names of the weights that are gathered as codes where each rank has whole blocks.
 
     Raises:
-        TypeError, ValueError: nothing in the model is converted, or a weight is a DTensor already.
+        TypeError, ValueError: nothing in the model is converted, a weight is a DTensor already, or
+            fully_shard has cut it, though it may be gathered for now.
             Later, in a forward: it is cut along another dimension than the first.
     """
     layers = converted_layers("quantized_all_gather", model)
@@ -82,8 +83,9 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
             continue
         named = f"{name}.weight".lstrip(".")
         if id(weight) in cut or not (is_plain(weight) or isinstance(weight, ShardedWeight)):
-            got = "gathered by FSDP2" if is_plain(weight) else f"a {type(weight).__name__}"
-            need = "a plain tensor"
+            got, need = f"a {type(weight).__name__}", "a plain tensor"
+            if is_plain(weight):
+                got, need = "gathered by FSDP2 for now", "a weight that fully_shard has not cut"
             remedy = "call it before fully_shard, and not after parallelize_module"
             fail("quantized_all_gather", named, got, need, remedy)
         chosen[named] = layer

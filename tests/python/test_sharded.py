@@ -250,8 +250,8 @@ def use(device: str, folder: str) -> None:
     with torch.no_grad():
         stays(x)
     assert type(stays[0].get_parameter("up.weight")) is nn.Parameter
-    refused(lambda: bs.quantized_all_gather(stays), "0.up.weight = gathered by FSDP2; need a plain")
     said = "0.up.weight = gathered by FSDP2 for now; need a weight that fully_shard has not cut"
+    refused(lambda: bs.quantized_all_gather(stays), said)
     refused(lambda: bs.quantized_weights(stays).__enter__(), said)
     freed = sharded(device, "nvfp4", True)
     for block in (freed[0], freed[2]):

@@ -1,4 +1,4 @@
-// What one launch multiplies and in which order: the three schedules (dense, row-grouped,
+// What one launch multiplies and in which order: the three groupings (dense, row-grouped,
 // contraction-grouped) are an enumeration of tiles, and the kernel below them is one.
 #pragma once
 
