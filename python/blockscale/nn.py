@@ -76,6 +76,13 @@ def of_fsdp(model: torch.nn.Module) -> set[int]:
     return found
 
 
+def got_and_need(weight: torch.Tensor) -> tuple[str, str]:
+    """Of the refusal of a weight that is not whole and plain, or only seems so (`of_fsdp`)."""
+    if is_plain(weight):
+        return "gathered by FSDP2 for now", "a weight that fully_shard has not cut"
+    return f"a {type(weight).__name__}", "a plain tensor"
+
+
 class Layer(torch.nn.Module):
     """What modules with a recipe have in common: it, the count of forwards, and their seeds."""
 
@@ -401,9 +408,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
             got = ""
             divided = isinstance(layer, GroupedLinear) and is_dtensor(weight)
             if id(weight) in cut or not (divided or is_plain(weight)):
-                got, need = f"a {type(weight).__name__}", "a plain tensor"
-                if is_plain(weight):
-                    got, need = "gathered by FSDP2 for now", "a weight that fully_shard has not cut"
+                got, need = got_and_need(weight)
             elif isinstance(layer, WeightLayer) and weight.shape != layer.weight_shape:
                 got = f"{list(weight.shape)}, flattened, replaced or gone to another rank"
                 need = f"the whole of it, {list(layer.weight_shape)}"

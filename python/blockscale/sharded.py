@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from blockscale._errors import fail
-from blockscale.nn import Layer, WeightLayer, converted_layers, of_fsdp
+from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need, of_fsdp
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
 from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
@@ -83,9 +83,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
             continue
         named = f"{name}.weight".lstrip(".")
         if id(weight) in cut or not (is_plain(weight) or isinstance(weight, ShardedWeight)):
-            got, need = f"a {type(weight).__name__}", "a plain tensor"
-            if is_plain(weight):
-                got, need = "gathered by FSDP2 for now", "a weight that fully_shard has not cut"
+            got, need = got_and_need(weight)
             remedy = "call it before fully_shard, and not after parallelize_module"
             fail("quantized_all_gather", named, got, need, remedy)
         chosen[named] = layer

@@ -44,10 +44,7 @@ cudaError_t bf16_gemm(const Bf16Gemm& g, cudaStream_t stream) {
   const cuda::GemmSize size = bf16_size(g, multiprocessors);
   Bf16Gemm chosen = g;
   if (g.tile < 0) chosen.tile = cuda::choose_tile(size);
-  if (g.band <= 0) chosen.band = cuda::choose_band(cuda::kBf16Tiles[chosen.tile], size);
-  const cuda::TileShape& tile = cuda::kBf16Tiles[chosen.tile];
-  if (g.schedule == Schedule::chosen)
-    chosen.schedule = cuda::is_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
+  choose_order(chosen, cuda::kBf16Tiles[chosen.tile], size);
   return kLaunches[static_cast<size_t>(chosen.tile)](chosen, device, multiprocessors, stream);
 }
 

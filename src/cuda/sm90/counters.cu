@@ -14,7 +14,7 @@ void CUDART_CB give_back(void* number) {
   numbers().give_back(static_cast<int>(reinterpret_cast<intptr_t>(number)));
 }
 
-// The graph gives it back, and calls for it from another thread, which may not use CUDA.
+// The graph gives it back when it is gone: CUDA calls give_back(), which may not call CUDA.
 int of_graph(cudaGraph_t graph) {
   const int number = numbers().take();
   if (number < 0) return -1;

@@ -45,10 +45,7 @@ cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream) {
   Fp8Gemm chosen = g;
   if (g.tile < 0) chosen.tile = cuda::choose_tile(size);
   if (size.grouped && cuda::kTiles[chosen.tile].split) return cudaErrorInvalidValue;
-  if (g.band <= 0) chosen.band = cuda::choose_band(cuda::kTiles[chosen.tile], size);
-  const cuda::TileShape& tile = cuda::kTiles[chosen.tile];
-  if (g.schedule == Schedule::chosen)
-    chosen.schedule = cuda::is_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
+  choose_order(chosen, cuda::kTiles[chosen.tile], size);
   const Table& launches =
       g.b_square ? table_for<true>(g.a_e5m2, g.b_e5m2) : table_for<false>(g.a_e5m2, g.b_e5m2);
   return launches[chosen.tile](chosen, device, multiprocessors, stream);

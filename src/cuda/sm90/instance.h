@@ -46,6 +46,13 @@ inline cuda::GemmSize size_of(const Gemm& g, int block, int multiprocessors) {
   return s;
 }
 
+// What is left to choose when there is a tile.
+inline void choose_order(Gemm& g, const cuda::TileShape& tile, const cuda::GemmSize& size) {
+  if (g.band <= 0) g.band = cuda::choose_band(tile, size);
+  if (g.schedule == Schedule::chosen)
+    g.schedule = cuda::is_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
+}
+
 // Two waves of a warpgroup become four of half the columns where every column has a scale: two of
 // them fit in registers beside the sums, and all four share their scales.
 template <int kIndex, bool kSquare>
@@ -181,7 +188,7 @@ cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStre
 
   cudaLaunchConfig_t config{};
   const int clusters = cluster_count<T>(p.problem, multiprocessors);
-  if (!T::kSplit && g.schedule == Schedule::dynamic) p.problem.counter = counter_of(stream);
+  if (g.schedule == Schedule::dynamic) p.problem.counter = counter_of(stream);
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));
   config.blockDim = dim3(T::kThreads);
   config.dynamicSmemBytes = shared_bytes<T, kSquare>(g.grouping == Grouping::dense ? 0 : g.groups);

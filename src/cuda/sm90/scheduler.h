@@ -98,6 +98,7 @@ class Scheduler {
  private:
   static BLOCKSCALE_DEVICE int clusters() { return static_cast<int>(gridDim.x) / T::kCluster; }
   static BLOCKSCALE_DEVICE int cluster() { return static_cast<int>(blockIdx.x) / T::kCluster; }
+  // What splits K has a cluster for every unit.
   BLOCKSCALE_DEVICE bool dynamic() const { return !T::kSplit && problem_.counter >= 0; }
 
   BLOCKSCALE_DEVICE int next_drawn(int turn) {
