@@ -2,6 +2,7 @@
 // by where its tensors lie; a device without one is refused by name, where the dispatcher would
 // only say that nothing is registered. Autograd and fake kernels are Python, over these.
 #include "boundary.h"
+#include "gpu/gpu.h"
 #include "linear.h"
 #include "matmul.h"
 #include "told.h"
@@ -146,6 +147,23 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
   return matmul(at, a.view, b.view, bias, out_dtype, sizes);
 }
 
+// Sets the offset of the forward that begins, and that of the next one if this one counts; returns a
+// copy of the first. PyTorch's operators would be three launches.
+Tensor begin_forward_op(Tensor offset, Tensor upcoming, bool counts) {
+  const Place at("begin_forward", "offset", offset);
+  auto* const here = const_cast<int64_t*>(key_of(at, "offset", offset));
+  auto* const next = const_cast<int64_t*>(key_of(at, "upcoming", upcoming));
+  Tensor copy = empty({}, ScalarType::Long, at.device());
+  auto* const kept = static_cast<int64_t*>(copy.mutable_data_ptr());
+  if (at.cuda()) {
+    gpu::begin_forward(here, next, kept, counts, at.stream());
+  } else {
+    *here = *kept = *next;
+    if (counts) ++*next;
+  }
+  return copy;
+}
+
 }  // namespace
 }  // namespace blockscale::binding
 
@@ -203,6 +221,7 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "linear_backward_into(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool db, "
       "Tensor? offsets, Tensor(a!) into, ScalarType? x_dtype=None, ScalarType? bias_dtype=None, "
       "bool skip_dx=False, bool x_apart=False, bool w_apart=False) -> (Tensor dx, Tensor db)");
+  m.def("begin_forward(Tensor(a!) offset, Tensor(b!) upcoming, bool counts) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
@@ -221,4 +240,5 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   m.impl("quantize_input", TORCH_BOX(&Told<&quantize_input_op>::call));
   m.impl("linear_backward", TORCH_BOX(&Told<&linear_backward_op>::call));
   m.impl("linear_backward_into", TORCH_BOX(&Told<&linear_backward_into_op>::call));
+  m.impl("begin_forward", TORCH_BOX(&Told<&begin_forward_op>::call));
 }

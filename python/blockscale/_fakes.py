@@ -427,6 +427,12 @@ def _fake_linear_backward_into(
     return made[0] if dx else none, made[-1] if db else none.clone()
 
 
+def _fake_begin_forward(
+    offset: torch.Tensor, upcoming: torch.Tensor, counts: bool
+) -> torch.Tensor:
+    return offset.new_empty(())
+
+
 _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "quantize": _fake_quantize,
     "quantize_dual": _fake_quantize_dual,
@@ -442,6 +448,7 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "quantize_input": _fake_quantize_input,
     "linear_backward": _fake_linear_backward,
     "linear_backward_into": _fake_linear_backward_into,
+    "begin_forward": _fake_begin_forward,
 }
 for _name, _fake in _FAKES.items():
     register_fake(_name, _fake)

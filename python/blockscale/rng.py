@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _disable_current_modes
 
+from blockscale import _core as _core  # loads the operators
 from blockscale._errors import any_int, fail, fail_type
 from blockscale.tensor import check_plain
 
@@ -24,6 +25,8 @@ _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are far apart
 _ROLES: Final = {"x": 1, "w": 2, "dy": 3}
 _FORWARD_BITS: Final = 16
+# What PyTorch's Python calls in the end, as no mode and no compiler is to see it.
+_begin_forward: Final = torch.ops.blockscale.begin_forward.default._op
 
 
 def _signed(value: int) -> int:
@@ -135,6 +138,9 @@ class RngState:
     and compiled code see the changes, and nothing waits for the device.
     """
 
+    # A copy of the offset of the forward that runs, where there is one.
+    begun: torch.Tensor | None = None
+
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draws = False  # whether any layer does: forwards count only then
@@ -156,7 +162,7 @@ class RngState:
         # A process that is being started gets their memory by numbers of open files, which are to
         # stay open until it has begun.
         self.sent = offset, upcoming
-        own = {"root": None, "stepped": False, "sent": None}
+        own = {"root": None, "stepped": False, "sent": None, "begun": None}
         return {**self.__dict__, **own, "offset": offset, "upcoming": upcoming}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -219,9 +225,15 @@ class RngState:
             self.regions.note(self.offset)
 
     def _begin(self) -> None:
-        self.offset.copy_(self.upcoming)
-        if torch.is_grad_enabled():
-            self.upcoming.add_(1)
+        counts = torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            self.offset.copy_(self.upcoming)
+            if counts:
+                self.upcoming.add_(1)
+            return
+        self.begun = _begin_forward(self.offset, self.upcoming, counts)
+        # PyTorch counts no change that another library's operator makes.
+        torch.autograd.graph.increment_version((self.offset, self.upcoming))
 
     def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: make recomputation in its backward see this forward's offset.
@@ -244,8 +256,10 @@ class RngState:
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not t.is_leaf]
         if not tensors:
             return
-        with _disable_current_modes():
-            value = self.offset.clone()
+        value, self.begun = self.begun, None
+        if value is None:
+            with _disable_current_modes():
+                value = self.offset.clone()
 
         def restore(_: torch.Tensor) -> None:
             # Through .data: what a compiled block saved of this offset is this very value again,

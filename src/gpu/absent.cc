@@ -15,6 +15,7 @@ std::string unavailable() {
 
 std::string failure() { return ""; }
 
+void begin_forward(int64_t*, int64_t*, int64_t*, bool, const Stream&) { refuse("begin_forward"); }
 void quantize(std::span<const Quantization>, const Stream&, const WordCopy&) { refuse("quantize"); }
 void amax(const ConstMatrix&, const QuantSpec&, int, const Groups&, float*, const Stream&) {
   refuse("amax");

@@ -114,22 +114,22 @@ void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   start(kKernel, blocks, kThreads, kBytes, stream, p, out, before);
 }
 
-// The same down the columns of one tile, which a block of threads loads straight from global
-// memory.
+// Down the columns of one tile, which a block of threads loads straight from global memory.
+struct Found {
+  uint32_t largest = 0, before = 0;
+};
 template <class In, bool kTransform, bool kBoth>
-BLOCKSCALE_DEVICE void amax_of_tile(const Source& x, const Side& side, const TileAt& at, float* out,
-                                    float* before) {
+BLOCKSCALE_DEVICE Found amax_of_tile(const Source& x, const Side& side, const TileAt& at) {
   const ColumnPart<Pass{Encoder::fp4_nearest, Format::e4m3}> part;
   typename In::Tile::Columns in[2];
   part.load(In{}, x, at, in);
-  uint32_t largest = 0, plain = 0;
+  Found found;
 #pragma unroll
   for (const auto& columns : in) {
-    largest = max(largest, amax_of_columns<kTransform>(columns, side));
-    if constexpr (kBoth) plain = max(plain, amax_of_columns<false>(columns, side));
+    found.largest = max(found.largest, amax_of_columns<kTransform>(columns, side));
+    if constexpr (kBoth) found.before = max(found.before, amax_of_columns<false>(columns, side));
   }
-  add_to(out + at.batch, largest);
-  if constexpr (kBoth) add_to(before + at.batch, plain);
+  return found;
 }
 
 // FP32 and FP16 with contiguous columns.
@@ -139,7 +139,9 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
   after_previous();
   const TileAt at = direct_tile(kSidewaysShift);
   if (at.column >= p.x.columns) return;
-  amax_of_tile<FloatsIn, kTransform, kBoth>(p.x, p.row, at, out, before);
+  const Found found = amax_of_tile<FloatsIn, kTransform, kBoth>(p.x, p.row, at);
+  add_to(out + at.batch, found.largest);
+  if constexpr (kBoth) add_to(before + at.batch, found.before);
 }
 void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   const auto run = [&](auto kernel) {
@@ -154,11 +156,12 @@ void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream st
     run(amax_floats_kernel<true, false>);
 }
 
-// Two small inputs, a tile for each block of threads; the second without a transform.
+// Small inputs, a tile for each block of threads; the second without a transform.
 struct AmaxTiles {
   Source x;
   Side side;
   float *out, *before;
+  int parts;               // whether each tile has words of its own
   Divisor matrix, across;  // tiles of a matrix, and beside each other
   uint32_t tiles;
 
@@ -170,15 +173,44 @@ struct AmaxTiles {
 struct AmaxPair {
   AmaxTiles first, second;
 };
+
+// What a block of threads has found, in all.
+BLOCKSCALE_DEVICE uint32_t block_max(uint32_t found, uint32_t* of_warps) {
+  found = warp_max(found > kInfBits ? kNanBits : found);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = found;
+  __syncthreads();
+  uint32_t largest = of_warps[0];
+#pragma unroll
+  for (int i = 1; i < kDirectThreads / 32; ++i) largest = max(largest, of_warps[i]);
+  return largest;
+}
+template <class In, bool kTransform, bool kBoth>
+BLOCKSCALE_DEVICE void take_tile(const AmaxTiles& p, uint32_t n) {
+  __shared__ uint32_t of_warps[2][kDirectThreads / 32];
+  const uint32_t number = n;
+  const TileAt at = p.at(n);
+  const Found found = amax_of_tile<In, kTransform, kBoth>(p.x, p.side, at);
+  if (!p.parts) {
+    add_to(p.out + at.batch, found.largest);
+    if constexpr (kBoth) add_to(p.before + at.batch, found.before);
+    return;
+  }
+  const uint32_t largest = block_max(found.largest, of_warps[0]);
+  if (threadIdx.x == 0) p.out[number] = bit_cast<float>(largest);
+  if constexpr (kBoth) {
+    const uint32_t before = block_max(found.before, of_warps[1]);
+    if (threadIdx.x == 0) p.before[number] = bit_cast<float>(before);
+  }
+}
 template <class In, bool kTransform, bool kBoth>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     amax_pair_kernel(const __grid_constant__ AmaxPair p) {
   after_previous();
   const AmaxTiles &a = p.first, &b = p.second;
   if (blockIdx.x < a.tiles)
-    amax_of_tile<In, kTransform, kBoth>(a.x, a.side, a.at(blockIdx.x), a.out, a.before);
+    take_tile<In, kTransform, kBoth>(a, blockIdx.x);
   else
-    amax_of_tile<In, false, false>(b.x, b.side, b.at(blockIdx.x - a.tiles), b.out, nullptr);
+    take_tile<In, false, false>(b, blockIdx.x - a.tiles);
 }
 template <class In>
 void launch_pair(const AmaxPair& p, NativeStream stream) {
@@ -195,32 +227,35 @@ void launch_pair(const AmaxPair& p, NativeStream stream) {
 
 AmaxTiles tiles_of(const Amax& amax) {
   const int64_t across = ceil_div(amax.x.columns, kTile);
-  const int64_t matrix = across * ceil_div(amax.x.rows, kTile);
   AmaxTiles t{};
   t.x = source_of(amax.x);
   t.side.out.spec = amax.spec;
   t.side.set_transform(amax.spec.hadamard);
-  t.out = amax.out, t.before = amax.before;
-  t.matrix = Divisor(matrix), t.across = Divisor(across);
-  t.tiles = static_cast<uint32_t>(matrix * amax.x.batch);
+  t.out = amax.out, t.before = amax.before, t.parts = amax.parts;
+  t.matrix = Divisor(across * ceil_div(amax.x.rows, kTile)), t.across = Divisor(across);
+  t.tiles = static_cast<uint32_t>(tiles_in(amax.x));
   return t;
+}
+// Whether the kernel above can read it: the first one, or one without a transform.
+bool by_tiles(const Amax& m) {
+  const bool down = m.spec.hadamard.dim == 0 || (m.spec.hadamard.dim == kRun && m.axis == -2);
+  // Bytes of the rows of a tile are counted in 32 bits.
+  const bool near = m.x.row_stride >= 0 && m.x.row_stride < 1 << 22;
+  return down && near && !m.groups && m.x.column_stride == 1 && tiles_in(m.x) != 0 &&
+         (m.x.dtype != DType::bf16 || is_aligned(m.x));
 }
 // Whether one launch reads both: where the device has so little to do that the host is waited for.
 bool small_pair(const Amax& a, const Amax& b) {
   constexpr int64_t kTilesEach = 8;  // of a multiprocessor
-  const auto tiles = [](const ConstMatrix& x) {
-    return ceil_div(x.columns, kTile) * ceil_div(x.rows, kTile) * x.batch;
-  };
-  const auto direct = [](const Amax& m) {
-    const bool down = m.spec.hadamard.dim == 0 || (m.spec.hadamard.dim == kRun && m.axis == -2);
-    // Bytes of the rows of a tile are counted in 32 bits.
-    const bool near = m.x.row_stride >= 0 && m.x.row_stride < 1 << 22;
-    return down && near && !m.groups && m.x.column_stride == 1 &&
-           m.x.rows * m.x.columns * m.x.batch != 0 && (m.x.dtype != DType::bf16 || is_aligned(m.x));
-  };
-  return direct(a) && direct(b) && b.spec.hadamard.dim == 0 &&
+  return by_tiles(a) && by_tiles(b) && b.spec.hadamard.dim == 0 &&
          (a.x.dtype == DType::bf16) == (b.x.dtype == DType::bf16) &&
-         tiles(a.x) + tiles(b.x) <= kTilesEach * multiprocessors(current_device());
+         tiles_in(a.x) + tiles_in(b.x) <= kTilesEach * multiprocessors(current_device());
+}
+void launch_tiles(const AmaxPair& pair, DType dtype, NativeStream stream) {
+  if (dtype == DType::bf16)
+    launch_pair<Bf16In<true>>(pair, stream);
+  else
+    launch_pair<FloatsIn>(pair, stream);
 }
 
 template <class Loader, bool kGrouped>
@@ -243,19 +278,8 @@ void launch_on_axis(QuantizeParams& p, int axis, float* out, float* before, Nati
     launch_on_axis<Loader, false>(p, axis, out, before, stream);
 }
 
-}  // namespace
-
-void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
-          const Stream& stream) {
-  const int64_t matrices = groups ? groups.count : x.batch;
-  if (matrices == 0) return;
-  clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
-  add_amax({x, spec, axis, groups, out, nullptr}, stream);
-  check_launch("amax");
-}
-
-void add_amax(const Amax& amax, const Stream& stream) {
-  const auto& [x, spec, axis, groups, out, before] = amax;
+void add_one(const Amax& amax, const Stream& stream) {
+  const auto& [x, spec, axis, groups, out, before, parts] = amax;
   const bool wide = spec.hadamard.dim > kRun;
   ConstQuantized operand;  // only its shape is of interest
   operand.spec = spec, operand.axis = axis, operand.groups = groups;
@@ -288,17 +312,41 @@ void add_amax(const Amax& amax, const Stream& stream) {
     launch_on_axis<UnalignedLoader>(p, axis, out, before, native(stream));
 }
 
-void add_amaxes(const Amax& a, const Amax& b, const Stream& stream) {
-  if (small_pair(b, a) && !small_pair(a, b)) return add_amaxes(b, a, stream);
-  if (!small_pair(a, b)) {
-    add_amax(a, stream);
-    return add_amax(b, stream);
+}  // namespace
+
+void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups, float* out,
+          const Stream& stream) {
+  const int64_t matrices = groups ? groups.count : x.batch;
+  if (matrices == 0) return;
+  clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
+  add_one({x, spec, axis, groups, out, nullptr, false}, stream);
+  check_launch("amax");
+}
+
+bool come_in_parts(std::span<const Amax> amaxes) {
+  constexpr int64_t kTilesEach = 4;  // of a multiprocessor: all that read them read every word
+  int64_t tiles = 0;
+  for (const Amax& a : amaxes) tiles += a.x.batch == 1 ? tiles_in(a.x) : 1 << 30;
+  if (tiles > kTilesEach * multiprocessors(current_device())) return false;
+  if (amaxes.size() == 1) return by_tiles(amaxes[0]);
+  return amaxes.size() == 2 &&
+         (small_pair(amaxes[0], amaxes[1]) || small_pair(amaxes[1], amaxes[0]));
+}
+
+void add_amaxes(std::span<const Amax> amaxes, const Stream& stream) {
+  if (amaxes.size() == 2) {
+    const Amax &a = amaxes[0], &b = amaxes[1];
+    const bool in_order = small_pair(a, b);
+    if (in_order || small_pair(b, a)) {
+      const Amax &first = in_order ? a : b, &second = in_order ? b : a;
+      return launch_tiles({tiles_of(first), tiles_of(second)}, a.x.dtype, native(stream));
+    }
   }
-  const AmaxPair pair{tiles_of(a), tiles_of(b)};
-  if (a.x.dtype == DType::bf16)
-    launch_pair<Bf16In<true>>(pair, native(stream));
-  else
-    launch_pair<FloatsIn>(pair, native(stream));
+  for (const Amax& a : amaxes)
+    if (a.parts)
+      launch_tiles({tiles_of(a), {}}, a.x.dtype, native(stream));
+    else
+      add_one(a, stream);
 }
 
 }  // namespace blockscale::gpu

@@ -12,6 +12,14 @@ __global__ void copy_kernel(WordCopy word) {
   *word.to = *word.from;
 }
 
+__global__ void begin_forward_kernel(int64_t* offset, int64_t* upcoming, int64_t* copy,
+                                     int64_t step) {
+  after_previous();
+  const int64_t now = *upcoming;
+  *offset = *copy = now;
+  *upcoming = now + step;
+}
+
 }  // namespace
 
 std::string unavailable() {
@@ -42,6 +50,12 @@ int lines_of_a_thread(int64_t runs, int most) {
 
 void copy(const WordCopy& word, const Stream& stream) {
   start(copy_kernel, 1, 1, 0, native(stream), word);
+}
+
+void begin_forward(int64_t* offset, int64_t* upcoming, int64_t* copy, bool counts,
+                   const Stream& stream) {
+  start(begin_forward_kernel, 1, 1, 0, native(stream), offset, upcoming, copy, int64_t{counts});
+  check_launch("begin_forward");
 }
 
 }  // namespace blockscale::gpu

@@ -14,6 +14,11 @@ std::string unavailable();
 // well. To be asked when something has failed.
 std::string failure();
 
+// *offset = *copy = *upcoming, which then moves on by one if the forward counts: of a model's random
+// bits.
+void begin_forward(int64_t* offset, int64_t* upcoming, int64_t* copy, bool counts,
+                   const Stream& stream);
+
 // One input, or two: amaxes that are not given are found for both at once.
 void quantize(std::span<const Quantization> inputs, const Stream& stream,
               const WordCopy& word = {});

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <span>
 
 #include "blockscale/status.h"
 #include "gpu/gpu.h"
@@ -130,17 +131,23 @@ inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis
   return y;
 }
 // An amax to be found, into `out`, which holds zeros; and max |x| before a transform of 16 into
-// `before`, if given and there are no groups.
+// `before`, if given and there are no groups. In parts: a word for each tile of a matrix, whatever
+// they hold, so that nothing is cleared before.
 struct Amax {
   ConstMatrix x;
   QuantSpec spec;
   int axis;
   Groups groups;
   float *out, *before;
+  bool parts;
 };
-void add_amax(const Amax& amax, const Stream& stream);
-// Of two inputs; small ones in one launch.
-void add_amaxes(const Amax& a, const Amax& b, const Stream& stream);
+// Of one input or two; small ones in one launch.
+void add_amaxes(std::span<const Amax> amaxes, const Stream& stream);
+// Whether they can be found in parts.
+bool come_in_parts(std::span<const Amax> amaxes);
+inline int64_t tiles_in(const ConstMatrix& x) {
+  return ceil_div(x.columns, kTile) * ceil_div(x.rows, kTile) * x.batch;
+}
 // The scales of one matrix in the workspace: words of FP32, or of four blocks of a line. They lie
 // as FP32 scales do in `mn_major`.
 struct AsideWords {

@@ -47,6 +47,7 @@ def op_samples(device: torch.device) -> list[Sample]:
         *linear_samples(of),
         *gathered_samples(of),
         *grouped_linear_samples(of),
+        *(("begin_forward", (*(t.clone() for t in of.key), counts)) for counts in (True, False)),
     ]
 
 

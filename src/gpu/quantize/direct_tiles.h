@@ -366,8 +366,8 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
   auto loaded = [&] {
     constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
     const int warp = static_cast<int>(threadIdx.x / 32);
-    if (kRowOuter && warp == 0) direct.outer[0] = outer_of(p.row, at.batch);
-    if (kColumnOuter && warp == 1) direct.outer[1] = outer_of(p.column, at.batch);
+    if (kRowOuter && warp == 0) direct.outer[0] = outer_by_warp(p.row, at.batch);
+    if (kColumnOuter && warp == 1) direct.outer[1] = outer_by_warp(p.column, at.batch);
     if (kGrouped) place(warp - 2);
     if (kRowOuter || kColumnOuter || kGrouped) __syncthreads();
   };

@@ -113,7 +113,8 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
   using Memory = CopiedMemory<Row, Column>;
   const auto tiles = [&] { launch_tiles<Row, Column, Aligned>(p, stream); };
   constexpr int kBytes = sizeof(Memory), kRounds = 8;
-  if (!p.copies || kBytes > shared_limit(current_device())) return tiles();
+  const bool parts = p.row.amax_parts != 0 || p.column.amax_parts != 0;  // which it does not read
+  if (!p.copies || parts || kBytes > shared_limit(current_device())) return tiles();
   const int most = prepare<kKernel>(kBytes);
   if (p.tiles < kRounds * Memory::kRows * most) return tiles();
   const int bands = static_cast<int>(ceil_div(p.tiles_across, kSideways));

@@ -91,12 +91,30 @@ GroupRule rule_of(const Quantized& out, const StoredShape& s) {
   return r;
 }
 
-Side side_of(const Quantized& out, const QuantizeOptions& o) {
+// One of the operands of an input, if any.
+struct Output {
+  const Quantized* to = nullptr;
+  QuantizeOptions options{};
+  int amax_parts = 0;
+
+  bool transforms() const { return to->spec.hadamard.dim != 0; }
+  bool wide() const { return to->spec.hadamard.dim > kRun; }
+  bool lacks_amax() const { return to && to->spec.outer && !options.amax; }
+};
+struct Work {
+  ConstMatrix x;
+  Output row, column;
+  Matrix row_values;
+};
+
+Side side_of(const Output& operand) {
+  const Quantized& out = *operand.to;
+  const QuantizeOptions& o = operand.options;
   Side s{};
   s.out = out;
   s.shape = out.shape();
   s.element = ElementFacts(out.spec.element);
-  s.amax = o.amax;
+  s.amax = o.amax, s.amax_parts = operand.amax_parts;
   s.seed = o.device_seed;
   s.offset = o.device_offset;
   s.rng = o.device_seed ? Rng{o.device_seed_step, 0} : o.rng.value_or(Rng{});
@@ -136,52 +154,51 @@ Side side_of(const Quantized& out, const QuantizeOptions& o) {
 }
 
 // Gives specs with an outer scale the amaxes that the caller has not given: both of an input from
-// one read where at most one of them follows a transform.
-void find_amaxes(std::span<Quantization> inputs, const Stream& stream) {
-  const auto lacks = [](const Quantized* out, const QuantizeOptions& o) {
-    return out && out->spec.outer && !o.amax;
-  };
-  int64_t words = 0;
-  for (const Quantization& q : inputs)
-    for (const auto& [out, options] :
-         {std::pair(q.row, &q.row_options), std::pair(q.column, &q.column_options)})
-      if (lacks(out, *options)) words += out->matrices();
-  if (words == 0) return;
-  const int64_t bytes = words * static_cast<int64_t>(sizeof(float));
-  float* found = static_cast<float*>(stream.workspace(bytes));
-  clear_async(found, static_cast<size_t>(bytes), native(stream));
+// one read where at most one of them follows a transform. In parts, if what comes next reads them.
+void find_amaxes(std::span<Work> works, bool reads_parts, const Stream& stream) {
   Amax asked[4];
-  int count = 0;
-  for (Quantization& q : inputs) {
-    const bool row = lacks(q.row, q.row_options), column = lacks(q.column, q.column_options);
-    const auto next = [&](const Quantized& out) {
-      return std::exchange(found, found + out.matrices());
+  Output* of[4][2];  // what `out` is for, and `before`
+  size_t count = 0;
+  int64_t words = 0;
+  for (Work& w : works) {
+    const auto ask = [&](Output& first, Output* before) {
+      asked[count] = {w.x,     first.to->spec, first.to->axis, first.to->groups,
+                      nullptr, nullptr,        false};
+      of[count][0] = &first, of[count++][1] = before;
+      words += (before && first.transforms() ? 2 : 1) * first.to->matrices();
     };
-    const auto ask = [&](const Quantized& out, QuantizeOptions& o) {
-      float* const to = next(out);
-      asked[count++] = {q.x, out.spec, out.axis, out.groups, to, nullptr};
-      o.amax = to;
-    };
-    const auto transforms = [](const Quantized& out) { return out.spec.hadamard.dim != 0; };
-    const auto wide = [](const Quantized& out) { return out.spec.hadamard.dim > kRun; };
-    if (row && column && !q.row->groups && !wide(*q.row) && !wide(*q.column) &&
-        !(transforms(*q.row) && transforms(*q.column))) {
-      const bool row_first = transforms(*q.row);
-      const Quantized& first = row_first ? *q.row : *q.column;
-      QuantizeOptions& plain = row_first ? q.column_options : q.row_options;
-      QuantizeOptions& other = row_first ? q.row_options : q.column_options;
-      ask(first, other);
-      if (transforms(first))
-        plain.amax = asked[count - 1].before = next(first);
-      else
-        plain.amax = other.amax;
-    } else {
-      if (row) ask(*q.row, q.row_options);
-      if (column) ask(*q.column, q.column_options);
+    const bool row = w.row.lacks_amax(), column = w.column.lacks_amax();
+    const bool one_read = row && column && !w.row.to->groups && !w.row.wide() && !w.column.wide() &&
+                          !(w.row.transforms() && w.column.transforms());
+    if (one_read) {
+      const bool row_first = w.row.transforms();
+      ask(row_first ? w.row : w.column, row_first ? &w.column : &w.row);
+      continue;
     }
+    if (row) ask(w.row, nullptr);
+    if (column) ask(w.column, nullptr);
   }
-  if (count == 2) return add_amaxes(asked[0], asked[1], stream);
-  for (int i = 0; i < count; ++i) add_amax(asked[i], stream);
+  if (count == 0) return;
+  const bool parts = reads_parts && come_in_parts({asked, count});
+  if (parts) words = 2 * (tiles_in(asked[0].x) + (count == 2 ? tiles_in(asked[1].x) : 0));
+  const int64_t bytes = words * static_cast<int64_t>(sizeof(float));
+  float* next = static_cast<float*>(stream.workspace(bytes));
+  if (!parts) clear_async(next, static_cast<size_t>(bytes), native(stream));
+  for (size_t i = 0; i < count; ++i) {
+    Amax& a = asked[i];
+    const auto give = [&](Output& to, const float* words) {
+      to.options.amax = words;
+      if (parts) to.amax_parts = static_cast<int>(tiles_in(a.x));
+    };
+    const int64_t each = parts ? tiles_in(a.x) : of[i][0]->to->matrices();
+    a.parts = parts;
+    a.out = std::exchange(next, next + each);
+    give(*of[i][0], a.out);
+    if (!of[i][1]) continue;
+    if (of[i][0]->transforms()) a.before = std::exchange(next, next + each);
+    give(*of[i][1], a.before ? a.before : a.out);
+  }
+  add_amaxes({asked, count}, stream);
 }
 
 // Whether scales of both directions go to the workspace first, as words, and are turned then: where
@@ -214,14 +231,13 @@ void set_aside(Side& side) {
 }
 
 // `aside`: scales are in the workspace.
-void quantize_into(const ConstMatrix& x, const Quantized* row_out,
-                   const QuantizeOptions& row_options, const Quantized* column_out,
-                   const QuantizeOptions& column_options, bool aside, const Stream& stream) {
-  const bool wide = (row_out && row_out->spec.hadamard.dim > kRun) ||
-                    (column_out && column_out->spec.hadamard.dim > kRun);
+void quantize_into(const ConstMatrix& x, const Output& row_of, const Output& column_of, bool aside,
+                   const Stream& stream) {
+  const Quantized *row_out = row_of.to, *column_out = column_of.to;
+  const bool wide = (row_out && row_of.wide()) || (column_out && column_of.wide());
   if (wide && row_out && column_out) {  // two different inputs then
-    quantize_into(x, row_out, row_options, nullptr, {}, aside, stream);
-    quantize_into(x, nullptr, {}, column_out, column_options, aside, stream);
+    quantize_into(x, row_of, {}, aside, stream);
+    quantize_into(x, {}, column_of, aside, stream);
     return;
   }
   const Groups groups = (row_out ? row_out : column_out)->groups;
@@ -238,8 +254,8 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
   QuantizeParams p{};
   ConstMatrix y = x;
   Pass row, column;
-  if (row_out) p.row = side_of(*row_out, row_options);
-  if (column_out) p.column = side_of(*column_out, column_options);
+  if (row_out) p.row = side_of(row_of);
+  if (column_out) p.column = side_of(column_of);
   if (aside && row_out) set_aside(p.row);
   if (aside && column_out) set_aside(p.column);
   if (positions) planned();
@@ -270,24 +286,36 @@ void quantize_into(const ConstMatrix& x, const Quantized* row_out,
   }
 }
 
-void quantize_one(const Quantization& q, const Stream& stream) {
-  if (!q.row || !q.column || !turns_scales(q.x, *q.row, *q.column))
-    return quantize_into(q.x, q.row, q.row_options, q.column, q.column_options, false, stream);
-  const Quantized to[] = {*q.row, *q.column};
-  const Quantized aside[] = {with_scales_aside(*q.row, stream),
-                             with_scales_aside(*q.column, stream)};
-  quantize_into(q.x, &aside[0], q.row_options, &aside[1], q.column_options, true, stream);
+void quantize_one(const Work& w, const Stream& stream) {
+  Output row = w.row, column = w.column;
+  if (!row.to || !column.to || !turns_scales(w.x, *row.to, *column.to))
+    return quantize_into(w.x, row, column, false, stream);
+  const Quantized to[] = {*row.to, *column.to};
+  const Quantized aside[] = {with_scales_aside(to[0], stream), with_scales_aside(to[1], stream)};
+  row.to = &aside[0], column.to = &aside[1];
+  quantize_into(w.x, row, column, true, stream);
   turn_scales(aside, to, stream);
 }
 
+// Whether a small input, of few tiles, is for a kernel that takes one of them in a block of
+// threads: such blocks read amaxes in parts.
+bool goes_by_tiles(const Work& w) {
+  const auto takes = [](const Output& o) { return o.to && !o.to->groups && !o.wide(); };
+  return takes(w.row) && takes(w.column) && w.x.batch == 1 && w.x.column_stride == 1 &&
+         w.row.to->spec.outer && w.column.to->spec.outer &&
+         find(pass_of(w.row.to->spec), pass_of(w.column.to->spec));
+}
+
 // The compiled kernel for both inputs at once, or null: small ones, in one launch.
-const PairEntry* pair_of(std::span<const Quantization> inputs) {
+const PairEntry* pair_of(std::span<const Work> inputs) {
   constexpr int64_t kTilesEach = 4;  // of a multiprocessor
   if (inputs.size() != 2) return nullptr;
   Pass row[2], column[2];
   int64_t tiles = 0;
   for (int i = 0; i < 2; ++i) {
-    const auto& [x, row_out, column_out, row_options, column_options, values] = inputs[i];
+    const ConstMatrix& x = inputs[i].x;
+    const Matrix& values = inputs[i].row_values;
+    const Quantized *row_out = inputs[i].row.to, *column_out = inputs[i].column.to;
     const auto takes = [](const Quantized& out) { return out.spec.hadamard.dim <= kRun; };
     if (!row_out || row_out->groups || !takes(*row_out) || (column_out && !takes(*column_out)) ||
         x.batch != 1 || !is_bf16_rows(x) || !is_aligned(x) || x.rows * x.columns == 0 ||
@@ -306,21 +334,21 @@ const PairEntry* pair_of(std::span<const Quantization> inputs) {
   return nullptr;
 }
 
-void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
-                   const WordCopy& word, const Stream& stream) {
+void quantize_pair(const PairEntry& pair, std::span<const Work> inputs, const WordCopy& word,
+                   const Stream& stream) {
   PairParams p{};
   p.word = word;
   dim3 grid(1, 1, 2);
   for (int i = 0; i < 2; ++i) {
-    const auto& [x, row_out, column_out, row_options, column_options, values] = inputs[i];
+    const auto& [x, row, column, values] = inputs[i];
     p.of[i].x = source_of(x);
     if (values.data)
       p.values[i] = {static_cast<uint16_t*>(values.data), values.row_stride,
-                     Decoder::of(row_out->spec.scale)};
-    p.of[i].row = side_of(*row_out, row_options);
-    if (column_out) p.of[i].column = side_of(*column_out, column_options);
+                     Decoder::of(row.to->spec.scale)};
+    p.of[i].row = side_of(row);
+    if (column.to) p.of[i].column = side_of(column);
     p.of[i].sideways = kSidewaysShift;
-    for (const Quantized* out : {row_out, column_out})
+    for (const Quantized* out : {row.to, column.to})
       if (out) fill_padding(*out, stream);
     const auto down = static_cast<unsigned>(ceil_div(x.rows, kTile));
     const auto across = static_cast<unsigned>(ceil_div(x.columns, kTile * kSideways));
@@ -333,10 +361,11 @@ void quantize_pair(const PairEntry& pair, std::span<const Quantization> inputs,
 // rows is the transpose's down the columns, byte for byte. `made` are the operands in these words.
 // Random bits are drawn by axis, and groups are of rows; such inputs stay what they are. No kernel
 // writes values of an operand down the columns: they are left to the caller.
-Quantization by_rows(Quantization q, Quantized (&made)[2]) {
-  if (q.x.row_stride != 1 || q.x.column_stride == 1) return q;
+Work by_rows(const Quantization& q, Quantized (&made)[2]) {
+  const Work as_given{q.x, {q.row, q.row_options}, {q.column, q.column_options}, q.row_values};
+  if (q.x.row_stride != 1 || q.x.column_stride == 1) return as_given;
   for (const Quantized* out : {q.row, q.column})
-    if (out && (out->groups || out->spec.stochastic())) return q;
+    if (out && (out->groups || out->spec.stochastic())) return as_given;
   const auto turned = [&](const Quantized* out, Quantized& to) -> const Quantized* {
     if (!out) return nullptr;
     to = *out;
@@ -351,8 +380,10 @@ Quantization by_rows(Quantization q, Quantized (&made)[2]) {
   ConstMatrix x = q.x;
   std::swap(x.rows, x.columns);
   std::swap(x.row_stride, x.column_stride);
-  return {x, turned(q.column, made[0]), turned(q.row, made[1]), from(q.column_options),
-          from(q.row_options)};
+  return {x,
+          {turned(q.column, made[0]), from(q.column_options)},
+          {turned(q.row, made[1]), from(q.row_options)},
+          {}};
 }
 
 // The values that are asked for.
@@ -375,7 +406,8 @@ void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
 }  // namespace
 
 void quantize(std::span<const Quantization> inputs, const Stream& stream, const WordCopy& word) {
-  Quantization given[2], all[2];
+  Quantization given[2];
+  Work all[2];
   Quantized turned[2][2];
   size_t count = 0;
   for (const Quantization& q : inputs) {
@@ -384,8 +416,9 @@ void quantize(std::span<const Quantization> inputs, const Stream& stream, const 
     all[count] = by_rows(q, turned[count]);
     ++count;
   }
-  find_amaxes({all, count}, stream);
-  if (const PairEntry* const pair = pair_of({all, count})) {
+  const PairEntry* const pair = pair_of({all, count});
+  find_amaxes({all, count}, pair || (count == 1 && goes_by_tiles(all[0])), stream);
+  if (pair) {
     quantize_pair(*pair, {all, count}, word, stream);
     for (size_t i = 0; i < count; ++i)
       if (all[i].row_values.data) given[i].row_values = {};  // written

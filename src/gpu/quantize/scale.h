@@ -12,6 +12,7 @@ struct Side {
   StoredShape shape;
   ElementFacts element;
   const float* amax;  // of every matrix of the batch; for specs with an outer scale
+  int amax_parts;     // not 0: of one matrix, the largest of so many
   const int64_t* seed;
   const int64_t* offset;  // device memory, or null: then `rng`
   Rng rng;                // else its seed is added
@@ -51,15 +52,25 @@ struct Outer {
   float unusual;   // 0, or NaN where 1 / (scale * dec) may be no normal number
 };
 BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / kE2m1Max, 1, kInfBits, 0}; }
-BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
-  if (!s.out.spec.outer) return no_outer();
-  const float a = s.amax[batch];
+BLOCKSCALE_DEVICE Outer outer_from(const Side& s, float a) {
   if (!is_finite(a)) return {0, bit_cast<float>(kNanBits), 0, bit_cast<float>(kNanBits)};
   const OuterScale outer = s.out.spec.scale == Format::e4m3 ? outer_scale(Format::e4m3, a)
                                                             : outer_scale(Format::ue5m3, a);
   const bool ordinary = outer.dec > exp2i(-90) && outer.dec < exp2i(90);
   return {__fmul_rn(outer.enc, 1.0f / kE2m1Max), outer.dec, kInfBits,
           ordinary ? 0.0f : bit_cast<float>(kNanBits)};
+}
+BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
+  return s.out.spec.outer ? outer_from(s, s.amax[batch]) : no_outer();
+}
+// The same by a whole warp, which may find its amax in parts. The order of bits is that of
+// magnitudes, NaN above all.
+BLOCKSCALE_DEVICE Outer outer_by_warp(const Side& s, int64_t batch) {
+  if (s.amax_parts == 0) return outer_of(s, batch);
+  uint32_t largest = 0;
+  for (int i = static_cast<int>(threadIdx.x % 32); i < s.amax_parts; i += 32)
+    largest = max(largest, bit_cast<uint32_t>(s.amax[i]));
+  return outer_from(s, bit_cast<float>(warp_max(largest)));
 }
 
 // The matrix at hand: what changes with the batch.
