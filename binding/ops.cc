@@ -147,8 +147,8 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
   return matmul(at, a.view, b.view, bias, out_dtype, sizes);
 }
 
-// Sets the offset of the forward that begins, and that of the next one if this one counts; returns a
-// copy of the first. PyTorch's operators would be three launches.
+// Sets the offset of the forward that begins, and that of the next one if this one counts; returns
+// a copy of the first. PyTorch's operators would be three launches.
 Tensor begin_forward_op(Tensor offset, Tensor upcoming, bool counts) {
   const Place at("begin_forward", "offset", offset);
   auto* const here = const_cast<int64_t*>(key_of(at, "offset", offset));

@@ -6,7 +6,7 @@ import difflib
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -72,6 +72,16 @@ def integer(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def any_device(operation: str, device: Any) -> torch.device:
+    """What `.to()` is given, refused where it names no device."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError):
+        named = isinstance(device, str | torch.dtype)
+        got = repr(device) if named else f"a {type(device).__name__}"
+        raise TypeError(message(operation, "device", got, "a device")) from None
 
 
 def any_int(operation: str, argument: str, value: object, need: str = "an int") -> int:

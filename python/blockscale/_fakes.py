@@ -427,9 +427,7 @@ def _fake_linear_backward_into(
     return made[0] if dx else none, made[-1] if db else none.clone()
 
 
-def _fake_begin_forward(
-    offset: torch.Tensor, upcoming: torch.Tensor, counts: bool
-) -> torch.Tensor:
+def _fake_begin_forward(offset: torch.Tensor, upcoming: torch.Tensor, counts: bool) -> torch.Tensor:
     return offset.new_empty(())
 
 

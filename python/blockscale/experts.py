@@ -10,12 +10,14 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.utils._pytree import tree_leaves
 
 from blockscale._errors import fail
-from blockscale.functional import linear_with_key
+from blockscale.functional import autocast_dtype, linear_with_key
 from blockscale.nn import Kept, Layer
-from blockscale.rng import as_tensor, layer_seed
+from blockscale.rng import as_tensor, checkpointed_region, layer_seed
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 _MOST_PRODUCTS: Final = 16  # in a forward: seeds are made ahead, as compiled code cannot hash names
@@ -30,13 +32,18 @@ def matrices_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def is_experts(module: torch.nn.Module) -> bool:
     """Whether it could be: a module of PyTorch's own that holds such a parameter is something
     else, as convolutions and containers of parameters are."""
-    theirs = type(module).__module__.startswith("torch.nn.")
+    kind = type(module)
+    if is_parametrized(module):  # whose class is one that PyTorch has made of another
+        kind = kind.__bases__[0]
+    theirs = kind.__module__.startswith("torch.nn.")
     return isinstance(module, Experts) or (not theirs and len(matrices_of(module)) > 0)
 
 
 def why_not(module: torch.nn.Module) -> str:
     """Why `convert` cannot take a module that holds matrices for experts; "" when it can."""
     kind = type(module)
+    if is_parametrized(module) and not isinstance(module, Experts):
+        return f"{kind.__name__} is parametrized: convert it first, then parametrize it"
     if any(is_experts(inner) for inner in module.modules() if inner is not module):
         return f"{kind.__name__} has experts inside, which multiply by themselves"
     if kind.forward is torch.nn.Module.forward:
@@ -79,26 +86,27 @@ class Experts(Layer):
         # Which way round a matrix is multiplied shows in a forward.
         if not self.quantizes_ahead():
             return []
-        self._kept = _Ahead(backward)
+        vars(self)["_kept"] = _Ahead(backward)
         return self.matrices()
 
     def _seed_of(self, seed: int, name: str) -> torch.Tensor:
-        self._name = name
+        vars(self)["_name"] = name
         seeds = (layer_seed(seed, f"{name}#{i}") for i in range(_MOST_PRODUCTS))
         return torch.stack([as_tensor(value, torch.device("cpu")) for value in seeds])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if "recipe" not in vars(self):
-            self._refuse("an instance that convert has not seen", "call bs.convert")
+            got = "an instance that convert has not seen"
+            self._refuse(got, "a converted one", "call bs.convert")
         products = _Products(self)
         with products:
             result = super().forward(*args, **kwargs)
         # Without gradients a library may multiply otherwise, such as for the few rows of decoding.
-        if products.count == 0 and torch.is_grad_enabled() and not _has_no_rows(args, kwargs):
-            remedy = (
-                "choose the implementation that does (Transformers: set_experts_implementation)"
-            )
-            self._refuse("a forward without grouped_mm", f"{remedy}, or name it in skip=")
+        multiplies = products.count > 0 or self.recipe.high_precision or _has_no_rows(args, kwargs)
+        if not multiplies and _needs_gradients(result):
+            which = "that does (Transformers: set_experts_implementation)"
+            remedy = f"choose the implementation {which}, or name it in skip="
+            self._refuse("a forward without grouped_mm", "grouped_mm", remedy)
         return result
 
     def product(
@@ -108,12 +116,16 @@ class Experts(Layer):
         key = None
         if self.recipe.stochastic:
             if index >= _MOST_PRODUCTS:
-                self._refuse("more products in a forward", f"at most {_MOST_PRODUCTS} have seeds")
+                need = f"{_MOST_PRODUCTS} at most, as many as have seeds"
+                self._refuse(f"more than {_MOST_PRODUCTS} products in a forward", need, "")
             seeds, offset = self._key(x)
             key = seeds[index], offset
         made = self._operands(index, w)
-        y = linear_with_key(x, w, None, self.recipe, key, offsets, None, made)
-        return y.to(x.dtype)  # grouped_mm knows no autocast
+        call = (x, w, None, self.recipe, key, offsets, None, made)
+        if autocast_dtype(x) is None:
+            return linear_with_key(*call)
+        with torch.autocast(x.device.type, enabled=False):  # which grouped_mm knows nothing of
+            return linear_with_key(*call)
 
     def _operands(self, index: int, w: torch.Tensor) -> QuantizedWeight | None:
         """Of w, where it is a matrix of this module and nothing computed from it."""
@@ -132,9 +144,9 @@ class Experts(Layer):
         kept.check_version(self._name or "experts")
         return kept.operands
 
-    def _refuse(self, got: str, remedy: str) -> NoReturn:
+    def _refuse(self, got: str, need: str, remedy: str) -> NoReturn:
         name = vars(self).get("_name") or "experts"
-        fail(self.plain.__name__ if self.plain else "experts", name, got, "grouped_mm", remedy)
+        fail(self.plain.__name__ if self.plain else "experts", name, got, need, remedy)
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe}")))
@@ -155,15 +167,23 @@ def _has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in given)
 
 
+def _needs_gradients(result: Any) -> bool:
+    tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def experts_class(plain: type[torch.nn.Module]) -> type[Experts]:
-    """The class that `convert` makes of another: one for each."""
-    if plain not in _CLASSES:
+    """The class that `convert` makes of another: one for each, which keeps it, so that both go when
+    nobody uses them."""
+    made: type[Experts] | None = vars(plain).get(_CLASS)
+    if made is None:
         attributes = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-        _CLASSES[plain] = type(f"Quantized{plain.__name__}", (Experts, plain), attributes)
-    return _CLASSES[plain]
+        made = type(f"Quantized{plain.__name__}", (Experts, plain), attributes)
+        setattr(plain, _CLASS, made)
+    return made
 
 
-_CLASSES: dict[type[torch.nn.Module], type[Experts]] = {}
+_CLASS: Final = "_blockscale_experts"
 
 
 def _empty(plain: type[torch.nn.Module]) -> Experts:
@@ -179,6 +199,7 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.experts = experts
         self.grad = torch.is_grad_enabled()
+        self.region = _region()
         self.count = 0
 
     def __torch_function__(
@@ -198,17 +219,30 @@ class _Products(TorchFunctionMode):
         self.count += 1
         if self.experts.recipe.high_precision:
             return func(*args, **named)
+        # Checkpointing inside would recompute it outside of this mode; the reentrant kind shows
+        # itself by having no gradients.
+        remedy = "checkpoint the whole module from outside"
         if self.grad and not torch.is_grad_enabled():
-            # Reentrant checkpointing would recompute it outside of this mode.
-            remedy = "checkpoint the whole module from outside, or put no_grad around all of it"
-            self.experts._refuse("a product without gradients in a forward with them", remedy)
+            got = "a product without gradients in a forward with them"
+            remedy += ", or put no_grad around all of it"
+            self.experts._refuse(got, "grouped_mm with them", remedy)
+        if _region() is not self.region:
+            got = "a product in a checkpointed part of a forward"
+            self.experts._refuse(got, "grouped_mm outside of one", remedy)
         y = self.experts.product(index, x, w.transpose(-2, -1), offsets)
         return y if out_dtype is None else y.to(out_dtype)
+
+
+def _region() -> Any:
+    """The region of torch.utils.checkpoint that runs, which compiled code does not ask for."""
+    return None if torch.compiler.is_compiling() else checkpointed_region()
 
 
 def _is_grouped_mm(func: Any) -> bool:
     if func is torch._grouped_mm:  # torch.nn.functional.grouped_mm is this
         return True
+    if isinstance(func, torch._ops.OpOverload):
+        func = func.overloadpacket
     # The second is what Transformers calls where PyTorch's own does not compile.
     return isinstance(func, torch._ops.OpOverloadPacket) and (
         func._qualified_op_name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")

@@ -179,7 +179,7 @@ def linear_with_key(
         made_x = None
         if dw and recipe.quantizes_x and not exporting and (compiling or not watched):
             made_x = quantized_input(x, text, offsets)
-        rest = (text, dx, dw, seed, offset, offsets, _autocast_dtype(x), made, made_x)
+        rest = (text, dx, dw, seed, offset, offsets, autocast_dtype(x), made, made_x)
         forward = _forward if watched else _forward_now
         if exporting:
             y = _linear_exported(x, w, bias, rest, into)
@@ -234,12 +234,12 @@ def _linear_over_mesh(
     if not torch.compiler.is_compiling():
         dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
         check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
-    dtype = _autocast_dtype(x) or x.dtype
+    dtype = autocast_dtype(x) or x.dtype
     y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, dtype, grad)
     return y
 
 
-def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype that autocast wants of x's device, where it is enabled."""
     kind = "cuda" if x.is_cuda else "cpu"
     on = torch.is_autocast_enabled(kind) and not x.is_meta

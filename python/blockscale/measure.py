@@ -29,7 +29,8 @@ class Operand:
     Attributes:
         spec: its text, or "none" in high precision.
         amax: its largest magnitude, after a transform if there is one; NaN where one is NaN.
-        sqnr: signal to quantization noise, dB: infinite where nothing is lost.
+        sqnr: signal to quantization noise, dB: infinite where nothing is lost, minus infinity where
+            zeros alone became something else or a value overflows.
         underflow: the share of its elements other than 0 that become 0.
         saturation: the share of its elements that are cut off at the largest code.
     """

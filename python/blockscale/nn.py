@@ -19,7 +19,7 @@ from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, recipe_names
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, RngState, as_tensor, layer_seed
-from blockscale.tensor import is_dtensor, is_plain
+from blockscale.tensor import FLOATS, FLOATS_TEXT, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 
@@ -119,11 +119,13 @@ class Layer(torch.nn.Module):
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
-        self.recipe = recipe
-        self._rng_state = state
+        # Past __setattr__, of which other libraries' modules may have one that refuses.
+        own = vars(self)
+        own["recipe"], own["_rng_state"] = recipe, state
+        own.pop("_kept", None)  # of another recipe, within quantized_weights()
         state.draws |= recipe.stochastic
         with torch.inference_mode(False):  # training saves it
-            self._seed = self._seed_of(state.seed, name)
+            own["_seed"] = self._seed_of(state.seed, name)
         self._move_rng()
 
     def _seed_of(self, seed: int, name: str) -> torch.Tensor:
@@ -145,7 +147,7 @@ class Layer(torch.nn.Module):
         if device is not None and device.type != "meta":
             with torch.inference_mode(False):
                 self._rng_state.move(device)
-                self._seed = self._seed.to(device)
+                vars(self)["_seed"] = self._seed.to(device)
 
     def _apply(self, fn: Callable[..., Any], *recurse: bool, **named: bool) -> Layer:
         # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
@@ -306,14 +308,18 @@ class GroupedLinear(WeightLayer):
             least = 1 if name == "groups" else 0
             if check_int("GroupedLinear", name, value) < least:
                 fail("GroupedLinear", name, value, f"{least} or more")
-        if isinstance(device, Recipe) or device in recipe_names():
+        named_recipe = isinstance(device, str) and device.partition("[")[0] in recipe_names()
+        if isinstance(device, Recipe) or named_recipe:
             fail_type("GroupedLinear", "device", device, "a device", "pass the recipe as recipe=")
         number = any_int("GroupedLinear", "seed", seed)
+        chosen = recipe_named(recipe)
+        if not (dtype is None or dtype in FLOATS or chosen.high_precision):
+            fail("GroupedLinear", "dtype", dtype, FLOATS_TEXT)
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
         self.reset_parameters()
-        self.recipe = recipe_named(recipe)
+        self.recipe = chosen
         self.count_alone(number)
 
     @property

@@ -69,8 +69,10 @@ class Noise:
     @property
     def sqnr(self) -> float:
         """Signal to quantization noise, dB; infinite where there is no noise."""
-        if self.signal == 0.0 or self.noise == 0.0:  # a tensor of zeros, or an exact one
+        if self.noise == 0.0:  # exact, a tensor of zeros among others
             return math.inf
+        if self.signal == 0.0:  # of zeros that became something else
+            return math.nan if math.isnan(self.noise) else -math.inf
         if math.isinf(self.noise) and not math.isinf(self.signal):
             return -math.inf  # a value that overflows when decoded
         return 10.0 * math.log10(self.signal / self.noise)

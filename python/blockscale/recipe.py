@@ -464,6 +464,10 @@ def _changed_recipe(text: str) -> Recipe:
     """That of NAME[operand=spec,...]."""
     need = "NAME[operand=spec,...], such as 'fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]'"
     opens = [i for i, letter in enumerate(text) if letter == "["]
+    if len(opens) != text.count("]"):
+        fail("recipe", "name", repr(text), need, "close every bracket that is opened")
+    if len(opens) > 100:
+        fail("recipe", "name", f"{text[:60]!r}...", "at most 100 brackets")
     # The bracket that the last one closes.
     start = next((i for i in reversed(opens) if text.count("[", i) == text.count("]", i)), -1)
     changes: dict[str, Any] = {}

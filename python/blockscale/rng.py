@@ -188,7 +188,8 @@ class RngState:
 
     def set_position(self, step: int, forward: int) -> None:
         """`forward` forwards have begun since the end of `step` steps."""
-        self.offset.fill_(step << _FORWARD_BITS)
+        begun_last = max(forward - 1, 0)
+        self.offset.fill_((step << _FORWARD_BITS) + begun_last)
         self.upcoming.fill_((step << _FORWARD_BITS) + forward)
 
     def position(self) -> tuple[int, int]:
@@ -288,14 +289,14 @@ class Regions:
 
     def note(self, offset: torch.Tensor) -> None:
         """A forward begins with this offset."""
-        frame = _checkpointed()
+        frame = checkpointed_region()
         if frame is not None:
             with _disable_current_modes():  # selective checkpointing counts the model's own
                 self.offsets.setdefault(frame, []).append(offset.clone())
 
     def recall(self, offset: torch.Tensor) -> None:
         """A forward begins again, within a backward: put its offset back, if it is known."""
-        frame = _checkpointed()
+        frame = checkpointed_region()
         known = [] if frame is None else self.offsets.get(frame, [])
         if not known:
             return
@@ -308,7 +309,7 @@ class Regions:
                 offset.copy_(known[place])
 
 
-def _checkpointed() -> Any:
+def checkpointed_region() -> Any:
     """The frame of the innermost region of torch.utils.checkpoint, not reentrant, that runs or is
     recomputed here, or None. PyTorch does not tell: it is read off the hooks that keep the region
     from saving, and not found behind other such hooks."""

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from blockscale import _core
-from blockscale._errors import check_int, fail, fail_type, reword
+from blockscale._errors import any_device, check_int, fail, fail_type, reword
 from blockscale.recipe import Spec, spec
 
 # What can be quantized, and what a result can be asked for in.
@@ -228,10 +228,9 @@ class QuantizedTensor:
 
     def to(self, device: str | torch.device) -> QuantizedTensor:
         """A copy on another device (itself when it is there already)."""
+        to = any_device("QuantizedTensor.to", device)
         here = {name: getattr(self, name) for name in _LEAVES}
-        there: dict[str, Any] = {
-            name: None if t is None else t.to(device) for name, t in here.items()
-        }
+        there: dict[str, Any] = {name: None if t is None else t.to(to) for name, t in here.items()}
         if all(there[name] is t for name, t in here.items()):
             return self
         return dataclasses.replace(self, **there)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from blockscale._errors import as_pytorch_raises, fail, fail_type
+from blockscale._errors import any_device, as_pytorch_raises, fail, fail_type
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
@@ -39,7 +39,8 @@ class QuantizedWeight:
     def to(self, device: str | torch.device) -> QuantizedWeight:
         """A copy on another device. One in MXFP4 serves its own kind of device alone: `linear`
         refuses it where its GEMM reads a weight in another form."""
-        return dataclasses.replace(self, operands=[t.to(device) for t in self.operands])
+        to = any_device("QuantizedWeight.to", device)
+        return dataclasses.replace(self, operands=[t.to(to) for t in self.operands])
 
     def operands_of(
         self, w: torch.Tensor, recipe: Recipe, dx: bool, operation: str

@@ -244,12 +244,16 @@ bool by_tiles(const Amax& m) {
   return down && near && !m.groups && m.x.column_stride == 1 && tiles_in(m.x) != 0 &&
          (m.x.dtype != DType::bf16 || is_aligned(m.x));
 }
-// Whether one launch reads both: where the device has so little to do that the host is waited for.
+// Tiles of a multiprocessor up to which it is the faster one, and up to which one launch reads two
+// inputs: where the device has so little to do that the host is waited for.
+constexpr int64_t kTilesAlone = 4, kTilesOfTwo = 8;
+bool small_alone(const Amax& a) {
+  return by_tiles(a) && tiles_in(a.x) <= kTilesAlone * multiprocessors(current_device());
+}
 bool small_pair(const Amax& a, const Amax& b) {
-  constexpr int64_t kTilesEach = 8;  // of a multiprocessor
   return by_tiles(a) && by_tiles(b) && b.spec.hadamard.dim == 0 &&
          (a.x.dtype == DType::bf16) == (b.x.dtype == DType::bf16) &&
-         tiles_in(a.x) + tiles_in(b.x) <= kTilesEach * multiprocessors(current_device());
+         tiles_in(a.x) + tiles_in(b.x) <= kTilesOfTwo * multiprocessors(current_device());
 }
 void launch_tiles(const AmaxPair& pair, DType dtype, NativeStream stream) {
   if (dtype == DType::bf16)
@@ -319,18 +323,20 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
   const int64_t matrices = groups ? groups.count : x.batch;
   if (matrices == 0) return;
   clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
-  add_one({x, spec, axis, groups, out, nullptr, false}, stream);
+  const Amax one{x, spec, axis, groups, out, nullptr, false};
+  add_amaxes({&one, 1}, stream);
   check_launch("amax");
 }
 
+// Every block of threads that quantizes a tile reads all words, so that there may not be many.
 bool come_in_parts(std::span<const Amax> amaxes) {
-  constexpr int64_t kTilesEach = 4;  // of a multiprocessor: all that read them read every word
-  int64_t tiles = 0;
-  for (const Amax& a : amaxes) tiles += a.x.batch == 1 ? tiles_in(a.x) : 1 << 30;
-  if (tiles > kTilesEach * multiprocessors(current_device())) return false;
-  if (amaxes.size() == 1) return by_tiles(amaxes[0]);
-  return amaxes.size() == 2 &&
-         (small_pair(amaxes[0], amaxes[1]) || small_pair(amaxes[1], amaxes[0]));
+  for (const Amax& a : amaxes)
+    if (a.x.batch != 1) return false;
+  if (amaxes.size() == 1) return small_alone(amaxes[0]);
+  if (amaxes.size() != 2) return false;
+  const Amax &a = amaxes[0], &b = amaxes[1];
+  return tiles_in(a.x) + tiles_in(b.x) <= kTilesAlone * multiprocessors(current_device()) &&
+         (small_pair(a, b) || small_pair(b, a));
 }
 
 void add_amaxes(std::span<const Amax> amaxes, const Stream& stream) {
@@ -343,7 +349,7 @@ void add_amaxes(std::span<const Amax> amaxes, const Stream& stream) {
     }
   }
   for (const Amax& a : amaxes)
-    if (a.parts)
+    if (small_alone(a))
       launch_tiles({tiles_of(a), {}}, a.x.dtype, native(stream));
     else
       add_one(a, stream);

@@ -14,8 +14,8 @@ std::string unavailable();
 // well. To be asked when something has failed.
 std::string failure();
 
-// *offset = *copy = *upcoming, which then moves on by one if the forward counts: of a model's random
-// bits.
+// *offset = *copy = *upcoming, which then moves on by one if the forward counts: of a model's
+// random bits.
 void begin_forward(int64_t* offset, int64_t* upcoming, int64_t* copy, bool counts,
                    const Stream& stream);
 

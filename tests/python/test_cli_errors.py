@@ -182,6 +182,19 @@ def test_an_empty_path_is_not_the_working_directory(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_a_path_that_is_not_utf8(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, command, "--out", os.fsdecode(b"o\xff"))
+    assert line == f"blockscale {command}: --out = 'o\\udcff'; need a path in UTF-8; rename it"
+
+
+def test_bench_into_a_folder_that_takes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before anything is measured."""
+    line = refusal(capsys, "bench", "--out", "/proc/self")
+    assert line.startswith("blockscale bench: --out = /proc/self (")
+    assert line.endswith("); need a folder that can be written; choose another")
+
+
 def test_out_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("kept")
     line = refusal(capsys, "train", "--out", str(tmp_path))

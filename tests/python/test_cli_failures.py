@@ -64,6 +64,37 @@ def test_a_full_disk_at_a_checkpoint(every: str, file: str, text: str, tmp_path:
     assert [row["step"] for row in rows if "train_loss" in row] == [1, 2, 3, 4]
 
 
+def test_a_full_disk_at_a_metric(text: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["train", "--out", str(out), "--data", text, *SMALL, "--steps", "60"]
+    done = blockscale(*words, limit=2_000)  # which the settings fit into
+    line = f"blockscale train: {out / 'metrics.jsonl'}: File too large; the run is kept"
+    assert done.returncode == 1
+    assert done.stderr.startswith(line)
+
+
+def test_letters_that_the_output_lacks(tmp_path: Path) -> None:
+    save_file({"\u6743": torch.ones(16, 32)}, tmp_path / "x.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-m", "blockscale", "inspect", str(tmp_path / "x.safetensors"),
+         "--out", str(tmp_path / "x.png")],
+        capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mxfp8" in done.stdout
+
+
+def test_a_picture_does_not_depend_on_the_output(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(16, 32)}, tmp_path / "x.safetensors")
+    words = ["inspect", str(tmp_path / "x.safetensors"), "--out", str(tmp_path / "x.png")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "blockscale", *words], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    assert (tmp_path / "x.png").exists()
+
+
 def test_a_full_disk_at_the_beginning(text: str, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "run"
     done = blockscale("train", "--out", str(out), "--data", text, *SMALL, limit=10)

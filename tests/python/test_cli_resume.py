@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from blockscale.cli.main import main
+from blockscale.cli.run_folder import open_run, save_state
 from commands import refusal
 
 
@@ -129,10 +131,19 @@ def damaged_checkpoint(kind: str, path: Path) -> str:
         state = torch.load(path, weights_only=True)
         torch.save(state | {"run_id": "0123"}, path)
         return "(run_id '0123')"
+    elif kind in ("no step", "another model"):
+        state = torch.load(path, weights_only=True)
+        name = next(iter(state["model"]))
+        state.pop("step") if kind == "no step" else state["model"].pop(name)
+        torch.save(state, path)
+        return "(without its step)" if kind == "no step" else "(RuntimeError: Error(s) in loading"
     return "truncated, damaged or not a checkpoint)"
 
 
-@pytest.mark.parametrize("kind", ["truncated", "empty", "text", "tensor", "pickle", "other run"])
+@pytest.mark.parametrize(
+    "kind",
+    ["truncated", "empty", "text", "tensor", "pickle", "other run", "no step", "another model"],
+)
 def test_damaged_or_foreign_checkpoint(
     kind: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +155,37 @@ def test_damaged_or_foreign_checkpoint(
     assert reason in line
     assert line.endswith("; delete it to train bf16-seed0 again from its start")
     assert tree(run_folder) == before
+
+
+@pytest.mark.parametrize("where", ["file", "torch"])
+def test_ctrl_c_while_a_checkpoint_is_written(where: str, tmp_path: Path) -> None:
+    """PyTorch makes an error of its own of it."""
+
+    class Stops(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if where == "file" and self.tell() > 100:
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    class Stopping:
+        def __reduce__(self) -> Any:  # within torch.save's own Python
+            raise KeyboardInterrupt
+
+    state = {"x": torch.zeros(10000), "y": Stopping() if where == "torch" else None}
+    with pytest.raises(KeyboardInterrupt):
+        save_state(state, Stops())
+
+
+def test_a_finished_run_is_shown_where_nothing_can_be_written(run_folder: Path) -> None:
+    """What would be written is there already."""
+    done = subprocess.run(
+        [sys.executable, "-m", "blockscale", "train", "--resume", "--out", str(run_folder)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    stamp = (run_folder / "metrics.jsonl").stat().st_mtime_ns
+    open_run(run_folder, json.loads((run_folder / "settings.json").read_text()))
+    assert (run_folder / "metrics.jsonl").stat().st_mtime_ns == stamp
 
 
 Change = Callable[[dict[str, Any]], Any]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +299,11 @@ def test_what_does_not_multiply_by_grouped_mm_is_refused_in_training() -> None:
         made(rows(), ENDS)
     with torch.no_grad():
         assert made(rows(), ENDS).shape == (20, WIDTH)
+    made.requires_grad_(False)  # frozen, so that nothing is to be learned
+    assert made(rows(), ENDS).shape == (20, WIDTH)
+    made.requires_grad_(True)
+    bs.convert(holder, "bf16")  # which quantizes nothing
+    made(rows(), ENDS).float().sum().backward()
 
 
 def why(module: nn.Module, recipe: str = "mxfp8") -> dict[str, str]:
@@ -340,6 +347,9 @@ def test_what_is_left_alone_and_why() -> None:
     assert isinstance(outer.inner, bs.nn.Layer)
     assert why(Passive())["experts"].startswith("Passive has no forward")
     assert why(Choosy())["experts"].startswith("Choosy cannot be subclassed: ")
+    made = ManyExperts()
+    nn.utils.parametrize.register_parametrization(made, "up", nn.Identity())
+    assert why(made)["experts"].endswith("is parametrized: convert it first, then parametrize it")
     mixed = ManyExperts()
     mixed.add_module("conv", nn.Conv1d(2, 2, 3))
     assert why(mixed) == {"experts.conv": "Conv1d is not nn.Linear"}
@@ -377,15 +387,16 @@ def test_a_matrix_both_ways_round_within_quantized_weights() -> None:
             assert torch.equal(made(rows(), turned), want[turned])
 
 
-def test_a_checkpoint_inside_is_refused() -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_is_refused(reentrant: bool) -> None:
     class Inside(ManyExperts):
         def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = checkpoint(super().forward, x, ends, use_reentrant=True)
+            y: torch.Tensor = checkpoint(super().forward, x, ends, use_reentrant=reentrant)
             return y
 
     made = Inside()
     bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
-    with pytest.raises(ValueError, match="checkpoint the whole module from outside, or put"):
+    with pytest.raises(ValueError, match="checkpoint the whole module from outside"):
         made(rows().requires_grad_(), ENDS)
     bs.convert(nn.ModuleDict({"experts": made}), "bf16")  # what nothing is taken from
     made(rows().requires_grad_(), ENDS).float().sum().backward()
@@ -394,8 +405,46 @@ def test_a_checkpoint_inside_is_refused() -> None:
 def test_the_dtype_is_that_of_grouped_mm(device: torch.device) -> None:
     made = model("mxfp8", device).experts.float()
     x = rows(device).float()
+    want = made(x, ENDS.to(device))
     with torch.autocast(device.type, torch.bfloat16):
-        assert made(x, ENDS.to(device)).dtype == torch.float32
+        got = made(x, ENDS.to(device))
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)  # not rounded on the way
+
+
+def test_classes_go_with_what_they_were_made_of() -> None:
+    class Local(ManyExperts):
+        pass
+
+    kind = weakref.ref(Local)
+    holder = nn.ModuleDict({"experts": Local()})
+    bs.convert(holder, "mxfp8", experts=["experts"])
+    bs.revert(holder)
+    del Local, holder
+    gc.collect()
+    assert kind() is None
+
+
+def test_a_module_that_takes_no_attributes_is_converted() -> None:
+    class Frozen(ManyExperts):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "frozen" in vars(self) and not hasattr(self, name):
+                raise AttributeError(f"{name}: frozen")
+            super().__setattr__(name, value)
+
+    made = Frozen()
+    vars(made)["frozen"] = True
+    holder = nn.ModuleDict({"experts": made})
+    bs.convert(holder, "nvfp4", experts=["experts"])
+    made(rows(), ENDS).float().sum().backward()
+
+
+def test_another_recipe_within_quantized_weights() -> None:
+    made = model("mxfp8")
+    with bs.quantized_weights(made):
+        bs.convert(made, "mxfp4")
+        got = made(rows())
+    assert torch.equal(got, made(rows()))
 
 
 def test_no_rows_are_no_mistake() -> None:
@@ -443,7 +492,7 @@ def test_one_matrix_may_be_multiplied_several_times() -> None:
     made(rows(), ENDS).float().sum().backward()
     made.times = 9
     with pytest.raises(
-        ValueError, match="experts = more products in a forward; need grouped_mm; at most"
+        ValueError, match="experts = more than 16 products in a forward; need 16 at most"
     ):
         made(rows(), ENDS)
 

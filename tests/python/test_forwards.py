@@ -272,6 +272,18 @@ def test_a_run_continues_within_a_step() -> None:
     assert torch.equal(step(resumed), step(model))
 
 
+def test_what_is_called_past_the_root_continues_within_a_step() -> None:
+    """It draws as in the forward that began last."""
+    model, resumed = net(), net()
+    for i in range(2):
+        model(batch(i))
+    state = bs.rng_state(model)
+    bs.set_step(resumed, state["step"], state["forward"])
+    for one in (model, resumed):
+        one.up(batch(2)).square().sum().backward()
+    assert equal(gradients(resumed), gradients(model))
+
+
 def test_another_process_counts_for_itself() -> None:
     """What is sent to one lies in memory that both see."""
     model = net()

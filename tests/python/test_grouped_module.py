@@ -187,6 +187,10 @@ def test_bad_arguments() -> None:
         TypeError, match="device = a str; need a device; pass the recipe as recipe="
     ):
         bs.nn.GroupedLinear(2, 2, 2, "mxfp8")
+    with pytest.raises(TypeError, match="need a device; pass the recipe as recipe="):
+        bs.nn.GroupedLinear(3, 8, 8, "nvfp4[keep_w=False]")
+    with pytest.raises(ValueError, match=r"GroupedLinear: dtype = torch.float64; need float32"):
+        bs.nn.GroupedLinear(3, 8, 8, dtype=torch.float64)
     with pytest.raises(TypeError, match="GroupedLinear: in_features = a str; need an int"):
         bs.nn.GroupedLinear(1, "a", 2)  # type: ignore[arg-type]
     layer = bs.nn.GroupedLinear(2, 32, 16)

@@ -14,6 +14,7 @@ import blockscale as bs
 import pytest
 import torch
 from blockscale import functional
+from blockscale.noise import Noise
 from blockscale.recipe import GEMMS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -159,6 +160,13 @@ def test_high_precision_is_not_measured() -> None:
     assert {o.spec for o in exact.operands.values()} == {"none"}
     assert {layer for layer, _ in products} == {"2"}
     assert all(20 < p.sqnr < 40 for p in products.values())
+
+
+@pytest.mark.parametrize(("y", "want"), [(0.0, math.inf), (1.0, -math.inf), (math.nan, math.nan)])
+def test_the_noise_of_zeros(y: float, want: float) -> None:
+    noise = Noise()
+    noise.add_error(torch.zeros(2, 3), torch.full((2, 3), y))
+    assert noise.sqnr == want or (math.isnan(noise.sqnr) and math.isnan(want))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -66,6 +66,13 @@ def test_copies() -> None:
     assert deep.codes.any()
 
 
+def test_to_what_is_no_device() -> None:
+    q = bs.quantize(torch.ones(4, 32), "mxfp8")
+    for wrong in (torch.float32, "foo"):
+        with pytest.raises(TypeError, match=r"QuantizedTensor.to: device = .*; need a device"):
+            q.to(wrong)  # type: ignore[arg-type]
+
+
 def test_on_another_device() -> None:
     for q in operands():
         assert q.to("cpu") is q

@@ -188,6 +188,9 @@ def test_what_does_not_belong() -> None:
     refused(f"{name}without backward", case.w, "mxfp8", forward)
     refused("linear: quantized_weight.device = meta; need ", case.w, "mxfp8", bs.quantize_weight(
         case.w.to("meta"), "mxfp8"))  # fmt: skip
+    for wrong in (torch.float32, "foo"):
+        with pytest.raises(TypeError, match=r"QuantizedWeight.to: device = .*; need a device"):
+            kept.to(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="quantize_weight: rng = none"):
         bs.quantize_weight(case.w, RECIPES["stochastic weight"])
     with pytest.raises(TypeError, match="quantize_weight: w = a list; need a tensor"):

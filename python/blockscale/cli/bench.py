@@ -27,6 +27,7 @@ from blockscale.cli.bench_read import MEASURES, read
 from blockscale.cli.errors import CliError, Failure, device_name, out_of_memory, path_text
 from blockscale.cli.provenance import provenance
 from blockscale.cli.run_folder import (
+    check_writable,
     make_folder,
     remove_empty,
     write_atomically,
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             f"--out = {folder} ({error.strerror}); need a folder that can be made; choose another"
         ) from None
     try:
+        check_writable("--out", folder, folder)
         if args.source is None:
             found = measure(device, args.shape, console, args.only)
         written = write_and_print(folder, found, args.source is None, console)

@@ -81,6 +81,10 @@ def path_text(text: str) -> str:
     """An argparse type: a path. Python reads an empty one as the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("''; need a path; name one, or leave the option out")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # safetensors opens no other
+        raise argparse.ArgumentTypeError(f"{text!r}; need a path in UTF-8; rename it") from None
     return text
 
 

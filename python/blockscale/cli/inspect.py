@@ -10,6 +10,7 @@ import io
 import math
 import os
 import stat
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.cli.errors import CliError, nearest, path_text
-from blockscale.cli.run_folder import write_atomically
+from blockscale.cli.run_folder import check_writable, write_atomically
 from blockscale.noise import Noise
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
@@ -74,16 +75,19 @@ def run(args: argparse.Namespace) -> int:
                 skipped.append((name, reason))
             else:
                 results += inspect_tensor(name, piece, shape, specs)
-    if results:
-        console.print(as_table(results))
-    for name, reason in skipped:
-        console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
+    try:
+        if results:
+            console.print(as_table(results))
+        for name, reason in skipped:
+            console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
+    finally:  # whatever standard output takes
+        if results and args.out is not None:
+            content = draw(results, specs)
+            write_atomically(Path(args.out), lambda handle: handle.write(content))
     if not results:
         why = "all its tensors are skipped" if skipped else "it holds no tensors"
         console.print(f"nothing to inspect in {args.file}: {why}", highlight=False, soft_wrap=True)
     elif args.out is not None:
-        content = draw(results, specs)
-        write_atomically(Path(args.out), lambda handle: handle.write(content))
         console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
     return 0
 
@@ -116,13 +120,7 @@ def check_plot_path(path: Path) -> None:
         raise CliError(f"--out = {path}; need a .png file; name it {path.with_suffix('.png')}")
     if not path.parent.is_dir():
         raise CliError(f"--out = {path}; need a file in an existing folder; choose another path")
-    try:
-        write_atomically(path.with_name(f".{path.name}.probe"), lambda file: None)
-    except OSError as error:
-        raise CliError(
-            f"--out = {path} ({error.strerror}); need a folder that can be written; choose another"
-        ) from None
-    path.with_name(f".{path.name}.probe").unlink()
+    check_writable("--out", path.parent, path)
 
 
 def open_file(path: str) -> Any:
@@ -274,5 +272,7 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
         *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
     )
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    with warnings.catch_warnings():  # of letters in names that the font lacks, and draws as boxes
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,6 +85,10 @@ class RunFolder:
         """Whether the cell's final weights are in place."""
         return self.weights_path(cell).exists()
 
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
     def weights_path(self, cell: Cell) -> Path:
         return self.checkpoints / f"{cell.file_name}.safetensors"
 
@@ -94,16 +98,18 @@ class RunFolder:
     def append(self, cell: Cell, step: int, **values: float) -> None:
         """Adds one metrics line; it is on disk for sure after the next checkpoint only."""
         row: Row = {"seed": cell.seed, "recipe": cell.recipe, "step": step, **values}
-        if self._metrics is None:
-            self._metrics = open(self.path / "metrics.jsonl", "ab")  # noqa: SIM115 (kept open)
-        self._metrics.write(encode_row(row))
+        with naming(self.metrics_path):
+            if self._metrics is None:
+                self._metrics = open(self.metrics_path, "ab")  # noqa: SIM115 (kept open)
+            self._metrics.write(encode_row(row))
         self.rows.append(row)
 
     def flush(self) -> None:
         """Puts every metrics line on disk."""
         if self._metrics is not None:
-            self._metrics.flush()
-            os.fsync(self._metrics.fileno())
+            with naming(self.metrics_path):
+                self._metrics.flush()
+                os.fsync(self._metrics.fileno())
 
     def save_checkpoint(self, cell: Cell, state: dict[str, Any]) -> None:
         """Writes a training's state, after its metrics; the previous state stays until then."""
@@ -133,6 +139,13 @@ class RunFolder:
                     f"--resume = {path} ({key} {got!r}); need a checkpoint of this run ({key} "
                     f"{value!r}); {remedy}"
                 )
+        kinds = {"step": int, "rng": dict, "model": dict, "optimizer": dict}
+        lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+        if lacking:
+            raise CliError(
+                f"--resume = {path} (without its {', '.join(lacking)}); need a checkpoint of this "
+                f"run; {remedy}"
+            )
         return dict(state)
 
     def check_weights(self, cell: Cell) -> None:
@@ -203,6 +216,19 @@ def make_folder(path: Path) -> list[Path]:
     return missing
 
 
+def check_writable(option: str, folder: Path, path: Path) -> None:
+    """CliError unless files can be written to a folder that is there; `path` is what was asked."""
+    probe = folder / f".{path.name}.probe"
+    try:
+        write_atomically(probe, lambda file: None)
+        probe.unlink()
+    except OSError as error:
+        raise CliError(
+            f"{option} = {path} ({error.strerror}); need a folder that can be written; choose "
+            "another"
+        ) from None
+
+
 def remove_empty(folders: Sequence[Path]) -> None:
     """Removes the folders, the innermost first, that nothing was put in."""
     for folder in folders:
@@ -242,11 +268,12 @@ def open_run(path: Path, settings: dict[str, Any]) -> RunFolder:
         else:
             state = folder.load_checkpoint(cell)
             reached[cell] = state["step"] if state else 0
-    metrics = path / "metrics.jsonl"
+    metrics = folder.metrics_path
     folder.rows = covered_rows(metrics, reached)
     check_rows(folder, reached)
     content = b"".join(encode_row(row) for row in folder.rows)
-    write_atomically(metrics, lambda file: file.write(content))
+    if not metrics.exists() or metrics.read_bytes() != content:
+        write_atomically(metrics, lambda file: file.write(content))
     return folder
 
 
@@ -312,17 +339,27 @@ def is_metric(row: Row) -> bool:
     return good and type(row["step"]) is int and row.get("seconds", 0) > 0
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within it, what fails to be written says where."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 class Watched:
-    """A file to write to that remembers why writing failed."""
+    """A file to write to that remembers what ended writing."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         try:
             return self.file.write(data)
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
 
@@ -331,14 +368,19 @@ class Watched:
 
 
 def save_state(state: dict[str, Any], file: BinaryIO) -> None:
-    """torch.save, which tells a full disk as an inconsistency of its own file."""
+    """torch.save, which tells a full disk, or Ctrl-C, as an inconsistency of its own file."""
     watched = Watched(file)
     try:
         torch.save(state, watched)  # type: ignore[arg-type]
-    except RuntimeError:
-        if watched.error is None:
-            raise
-        raise watched.error from None
+    except RuntimeError as failure:
+        if watched.error is not None:
+            raise watched.error from None
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            cause = cause.__context__
+        raise
 
 
 def write_json(path: Path, value: Any, indent: int = 2) -> None:
@@ -358,8 +400,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError):  # what fails to be written says not where
-            error.filename = str(path)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # as naming()
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

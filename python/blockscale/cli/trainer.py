@@ -12,6 +12,7 @@ from torch import nn
 
 import blockscale as bs
 from blockscale.cli.data import Corpus
+from blockscale.cli.errors import CliError
 from blockscale.cli.model import PRESETS, LanguageModel
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.run_folder import Cell, RunFolder
@@ -52,10 +53,18 @@ class Trainer:
         state = self.folder.load_checkpoint(self.cell)
         if state is None:
             return
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            bs.set_step(self.model, state["rng"]["step"], state["rng"]["forward"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CliError(
+                f"--resume = {self.folder.checkpoint_path(self.cell)} ({type(error).__name__}: "
+                f"{reason}); need a checkpoint of this run's model; delete it to train {self.cell} "
+                "again from its start"
+            ) from None
         self.step = state["step"]
-        bs.set_step(self.model, state["rng"]["step"], state["rng"]["forward"])
 
     def _save(self) -> None:
         state = {
