@@ -15,6 +15,7 @@ gathered first and quantized then, to the bit.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 import torch
@@ -261,6 +262,7 @@ class ShardedWeight(WeightOfFsdp):
                 kept = outers[0]
             else:
                 kept = torch.empty_like(outer) if out is None else out.outer
+            if s.outer and not outers:
                 with _unsafe_preserve_version_counter(kept):
                     kept.copy_(outer)
                 if outer.is_cuda:  # made on the stream that sends, read on the layer's
@@ -271,6 +273,11 @@ class ShardedWeight(WeightOfFsdp):
                 return GatheredWeight(weight, param_dtype), ()
             out.quantized = weight
             return None
+
+
+# FSDP2 asks for it in every gather of every weight, which without this takes longer than the rest.
+_pre_all_gather: Any = ShardedWeight.fsdp_pre_all_gather
+_pre_all_gather.__signature__ = inspect.signature(_pre_all_gather)
 
 
 class GatheredWeight(WeightOfFsdp):
