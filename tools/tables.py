@@ -15,7 +15,7 @@ RESULTS = ROOT / "bench" / "results"
 
 # Of RESULTS.
 GPU, DENSE, GROUPED, MODEL = "h200", "h200_gemm", "h200_grouped", "h200_model"
-FSDP = "h100_fsdp"
+FSDP = "h200_fsdp"
 
 Row = dict[str, Any]
 

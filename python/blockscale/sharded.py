@@ -260,9 +260,10 @@ class ShardedWeight(WeightOfFsdp):
         with torch.inference_mode(False), torch.no_grad():
             if outers:  # of experts
                 kept = outers[0]
+            elif out is not None and not s.outer:
+                kept = out.outer  # without elements
             else:
                 kept = torch.empty_like(outer) if out is None else out.outer
-            if s.outer and not outers:
                 with _unsafe_preserve_version_counter(kept):
                     kept.copy_(outer)
                 if outer.is_cuda:  # made on the stream that sends, read on the layer's
