@@ -79,9 +79,9 @@ def any_device(operation: str, device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (TypeError, RuntimeError):
-        named = isinstance(device, str | torch.dtype)
-        got = repr(device) if named else f"a {type(device).__name__}"
-        raise TypeError(message(operation, "device", got, "a device")) from None
+        if isinstance(device, str | torch.dtype | int):
+            raise TypeError(message(operation, "device", repr(device), "a device")) from None
+        fail_type(operation, "device", device, "a device")
 
 
 def any_int(operation: str, argument: str, value: object, need: str = "an int") -> int:

@@ -144,7 +144,8 @@ def convert(
     for step in plan:
         if isinstance(step.what, Recipe):
             if not isinstance(step.module, Layer):
-                step.module.__class__ = _converted(type(step.module))
+                # Past a __setattr__ of its own, as Layer.configure.
+                object.__setattr__(step.module, "__class__", _converted(type(step.module)))
             assert isinstance(step.module, Layer)
             step.module.configure(step.what, state, step.name)
         elif _has_no_plain_form(step.module):
@@ -424,7 +425,7 @@ def _restore(module: torch.nn.Module) -> bool:
         weight = module.weight  # by quantized_all_gather()
         values = getattr(weight, "local", weight)
         module.weight = torch.nn.Parameter(values, weight.requires_grad)
-    module.__class__ = module.plain  # type: ignore[assignment]
+    object.__setattr__(module, "__class__", module.plain)
     return True
 
 

@@ -103,11 +103,17 @@ class Experts(Layer):
             result = super().forward(*args, **kwargs)
         # Without gradients a library may multiply otherwise, such as for the few rows of decoding.
         multiplies = products.count > 0 or self.recipe.high_precision or _has_no_rows(args, kwargs)
-        if not multiplies and _needs_gradients(result):
+        if not multiplies and self._needs_gradients(args, kwargs):
             which = "that does (Transformers: set_experts_implementation)"
             remedy = f"choose the implementation {which}, or name it in skip="
             self._refuse("a forward without grouped_mm", "grouped_mm", remedy)
         return result
+
+    def _needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a forward of these, whose result may be of any type, is one of training."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = (*self.parameters(), *given)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def product(
         self, index: int, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor
@@ -167,11 +173,6 @@ def _has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in given)
 
 
-def _needs_gradients(result: Any) -> bool:
-    tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 def experts_class(plain: type[torch.nn.Module]) -> type[Experts]:
     """The class that `convert` makes of another: one for each, which keeps it, so that both go when
     nobody uses them."""
@@ -226,7 +227,8 @@ class _Products(TorchFunctionMode):
             got = "a product without gradients in a forward with them"
             remedy += ", or put no_grad around all of it"
             self.experts._refuse(got, "grouped_mm with them", remedy)
-        if _region() is not self.region:
+        region = _region()  # none within other hooks for saved tensors, either
+        if region is not None and region is not self.region:
             got = "a product in a checkpointed part of a forward"
             self.experts._refuse(got, "grouped_mm outside of one", remedy)
         y = self.experts.product(index, x, w.transpose(-2, -1), offsets)

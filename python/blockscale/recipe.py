@@ -427,7 +427,7 @@ def recipe(name: str | Recipe) -> Recipe:
         fail_type("recipe", "name", name, "a name such as 'nvfp4', or a Recipe (not a Spec)")
     if name in _RECIPES:
         return _RECIPES[name]
-    if name.endswith("]"):
+    if "[" in name or "]" in name:
         if torch.compiler.is_compiling():
             label, keep_w, keep_x, *texts = _parts_of(name)
             operands: Any = [None if text == "none" else spec(text) for text in texts]

@@ -231,6 +231,7 @@ class RngState:
             self.offset.copy_(self.upcoming)
             if counts:
                 self.upcoming.add_(1)
+            self.begun = None  # that of an earlier forward
             return
         self.begun = _begin_forward(self.offset, self.upcoming, counts)
         # PyTorch counts no change that another library's operator makes.

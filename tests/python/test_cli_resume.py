@@ -176,8 +176,7 @@ def test_ctrl_c_while_a_checkpoint_is_written(where: str, tmp_path: Path) -> Non
         save_state(state, Stops())
 
 
-def test_a_finished_run_is_shown_where_nothing_can_be_written(run_folder: Path) -> None:
-    """What would be written is there already."""
+def test_metrics_that_are_whole_are_not_written_again(run_folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "blockscale", "train", "--resume", "--out", str(run_folder)],
         capture_output=True, text=True,

@@ -16,6 +16,7 @@ import torch.multiprocessing  # its pickler shares memory
 from blockscale.rng import layer_seed
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -291,6 +292,28 @@ def test_another_process_counts_for_itself() -> None:
     bs.advance(sent)
     assert bs.rng_state(sent)["step"] == 1
     assert bs.rng_state(model)["step"] == 0
+
+
+def test_a_forward_within_a_mode_after_an_evaluation() -> None:
+    """What is recomputed draws as that forward, not as the evaluation."""
+
+    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for reentrant in (None, False):
+        model = net(reentrant)
+        with torch.no_grad():
+            model(batch(0))
+        bs.advance(model)
+        with Mode():  # type: ignore[no-untyped-call]
+            y = model(batch(1)).square().sum()
+        y.backward()
+        found.append(gradients(model))
+    assert equal(*found)
 
 
 def test_a_forward_within_a_transform_of_functions() -> None:

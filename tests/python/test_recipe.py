@@ -218,6 +218,7 @@ def test_a_recipe_is_text(text: str) -> None:
         ("nvfp4[keep_w=no]", "recipe: keep_w = no; need True or False"),
         ("nvpf4[keep_w=True]", "recipe: name = 'nvpf4'; need one of bf16"),
         ("nvfp4[[keep_w=True]", "close every bracket that is opened"),
+        ("nvfp4[keep_w=False", "close every bracket that is opened"),
         ("mxfp8[fprop_w=mxfp8[block=32x32]", "close every bracket that is opened"),
         ("mxfp8" + "[keep_w=False]" * 400, "need at most 100 brackets"),
         ("nvfp4[wgrad=none]", "recipe: operand = 'wgrad'; need one of fprop_x"),

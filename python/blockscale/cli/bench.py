@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
             f"--out = {folder} ({error.strerror}); need a folder that can be made; choose another"
         ) from None
     try:
-        check_writable("--out", folder, folder)
         if args.source is None:
+            check_writable("--out", folder)
             found = measure(device, args.shape, console, args.only)
         written = write_and_print(folder, found, args.source is None, console)
     finally:

@@ -37,9 +37,8 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit status: 0, 1 (failed), 2 (refused), 130 (Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # whose encoding may lack letters of tables
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # whose encoding may lack letters of tables
+        sys.stdout.reconfigure(errors="backslashreplace")
     prog = f"blockscale {words[0]}" if words and words[0] in SUBCOMMANDS else "blockscale"
     try:
         status = run(words)

@@ -216,16 +216,17 @@ def make_folder(path: Path) -> list[Path]:
     return missing
 
 
-def check_writable(option: str, folder: Path, path: Path) -> None:
-    """CliError unless files can be written to a folder that is there; `path` is what was asked."""
-    probe = folder / f".{path.name}.probe"
+def check_writable(option: str, folder: Path, path: Path | None = None) -> None:
+    """CliError unless files can be written to a folder that is there; `path`: what was asked for,
+    if not the folder."""
+    probe = folder / ".probe"
     try:
         write_atomically(probe, lambda file: None)
         probe.unlink()
     except OSError as error:
         raise CliError(
-            f"{option} = {path} ({error.strerror}); need a folder that can be written; choose "
-            "another"
+            f"{option} = {path or folder} ({error.strerror}); need a folder that can be written; "
+            "choose another"
         ) from None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import blockscale as bs
 from blockscale.cli.data import Corpus
-from blockscale.cli.errors import CliError
+from blockscale.cli.errors import CliError, out_of_memory
 from blockscale.cli.model import PRESETS, LanguageModel
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.run_folder import Cell, RunFolder
@@ -58,6 +58,8 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
             bs.set_step(self.model, state["rng"]["step"], state["rng"]["forward"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
             reason = str(error).partition("\n")[0]
             raise CliError(
                 f"--resume = {self.folder.checkpoint_path(self.cell)} ({type(error).__name__}: "
