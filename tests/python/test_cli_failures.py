@@ -73,6 +73,18 @@ def test_a_full_disk_at_a_metric(text: str, tmp_path: Path) -> None:
     assert done.stderr.startswith(line)
 
 
+def test_a_full_disk_at_the_report(text: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert blockscale("train", "--out", str(out), "--data", text, *SMALL).returncode == 0
+    done = blockscale("train", "--out", str(out), "--resume", limit=1000)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"blockscale train: {out / 'loss.png'}: File too large; all is trained; when that is "
+        f"mended, write the report with: blockscale train --out {out} --resume\n",
+    )
+    assert "gap to BF16" in done.stdout
+
+
 def test_letters_that_the_output_lacks(tmp_path: Path) -> None:
     save_file({"\u6743": torch.ones(16, 32)}, tmp_path / "x.safetensors")
     done = subprocess.run(

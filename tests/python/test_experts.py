@@ -412,6 +412,20 @@ def test_the_dtype_is_that_of_grouped_mm(device: torch.device) -> None:
     assert torch.equal(got, want)  # not rounded on the way
 
 
+def test_the_overload_of_grouped_mm_is_known() -> None:
+    class Overload(ManyExperts):
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            multiply = torch.ops.aten._grouped_mm.default
+            hidden: torch.Tensor = multiply(x, self.weights()[0].transpose(-2, -1), ends)
+            return hidden
+
+    plain, made = Overload(), Overload()
+    made.load_state_dict(plain.state_dict())
+    bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
+    want = bs.grouped_linear(rows(), plain.weights()[0], ENDS, "mxfp8")
+    assert torch.equal(made(rows(), ENDS), want)
+
+
 def test_classes_go_with_what_they_were_made_of() -> None:
     class Local(ManyExperts):
         pass

@@ -75,9 +75,13 @@ def run(args: argparse.Namespace) -> int:
     console = Console(markup=False)  # paths may hold brackets
     folder, corpus = prepare(args, console)
     again = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
+    unwritten: OSError | None = None
     try:
         train_all(folder, corpus, console)
-        write_report(folder, corpus)
+        try:
+            write_report(folder, corpus)
+        except OSError as error:  # the table is not lost with it
+            unwritten = error
     except KeyboardInterrupt:
         console.print(f"stopped; continue with: {again}", highlight=False, soft_wrap=True)
         return 130
@@ -91,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise Failure(too_large(folder, again)) from None
     print_table(folder, console)
+    if unwritten is not None:
+        raise Failure(
+            f"{os_reason(unwritten)}; all is trained; when that is mended, write the report with: "
+            f"{again}"
+        )
     console.print(
         f"report.md, loss.png, metrics.jsonl and the final weights are in {folder.path}",
         highlight=False, soft_wrap=True,
