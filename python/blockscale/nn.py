@@ -289,7 +289,7 @@ class GroupedLinear(WeightLayer):
 
     Raises:
         TypeError, ValueError: no groups, extents that are no ints or negative, an unknown recipe,
-            one in the place of device, or no seed.
+            one in the place of device, a dtype that it does not quantize, or no seed.
     """
 
     def __init__(

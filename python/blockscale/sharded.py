@@ -276,7 +276,7 @@ class ShardedWeight(WeightOfFsdp):
             return None
 
 
-# FSDP2 asks for it in every gather of every weight, which without this takes longer than the rest.
+# FSDP2 asks for it in every gather of every weight, and would have it made anew each time.
 _pre_all_gather: Any = ShardedWeight.fsdp_pre_all_gather
 _pre_all_gather.__signature__ = inspect.signature(_pre_all_gather)
 

@@ -122,30 +122,21 @@ class RunFolder:
         path = self.checkpoint_path(cell)
         if not path.exists():
             return None
-        remedy = f"delete it to train {cell} again from its start"
+        need = "a checkpoint of this run"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds for a damaged file
-            reason = type(error).__name__
-            raise CliError(
-                f"--resume = {path} ({reason}: truncated, damaged or not a checkpoint); need a "
-                f"checkpoint of this run; {remedy}"
-            ) from None
+            reason = f"{type(error).__name__}: truncated, damaged or not a checkpoint"
+            raise unusable(path, cell, reason, need) from None
         expected = {"format": "blockscale-train-1", "run_id": self.run_id, "cell": str(cell)}
         for key, value in expected.items():
             got = state.get(key) if isinstance(state, dict) else type(state).__name__
             if got != value:
-                raise CliError(
-                    f"--resume = {path} ({key} {got!r}); need a checkpoint of this run ({key} "
-                    f"{value!r}); {remedy}"
-                )
+                raise unusable(path, cell, f"{key} {got!r}", f"{need} ({key} {value!r})")
         kinds = {"step": int, "rng": dict, "model": dict, "optimizer": dict}
         lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
         if lacking:
-            raise CliError(
-                f"--resume = {path} (without its {', '.join(lacking)}); need a checkpoint of this "
-                f"run; {remedy}"
-            )
+            raise unusable(path, cell, f"without its {', '.join(lacking)}", need)
         return dict(state)
 
     def check_weights(self, cell: Cell) -> None:
@@ -157,10 +148,8 @@ class RunFolder:
             with safe_open(path, framework="pt"):
                 pass
         except (SafetensorError, OSError):
-            raise CliError(
-                f"--resume = {path} (truncated, damaged or of another kind); need the final "
-                f"weights that this run wrote; delete it to train {cell} again from its start"
-            ) from None
+            reason = "truncated, damaged or of another kind"
+            raise unusable(path, cell, reason, "the final weights that this run wrote") from None
 
     def finish(self, cell: Cell, weights: dict[str, torch.Tensor]) -> None:
         """Replaces the checkpoint by the final weights."""
@@ -203,6 +192,13 @@ def create_run(path: Path, settings: dict[str, Any]) -> RunFolder:
         ) from None
     folder.made = made
     return folder
+
+
+def unusable(path: Path, cell: Cell, reason: str, need: str) -> CliError:
+    """The refusal of a saved file of a cell's."""
+    return CliError(
+        f"--resume = {path} ({reason}); need {need}; delete it to train {cell} again from its start"
+    )
 
 
 def make_folder(path: Path) -> list[Path]:
@@ -392,18 +388,17 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Replaces `path` by what `write` puts in a file, or leaves it alone: never half of it."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            error.filename = str(path)  # as naming()
-        raise
+    with naming(path):
+        try:
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the rename itself

@@ -12,10 +12,10 @@ from torch import nn
 
 import blockscale as bs
 from blockscale.cli.data import Corpus
-from blockscale.cli.errors import CliError, out_of_memory
+from blockscale.cli.errors import out_of_memory
 from blockscale.cli.model import PRESETS, LanguageModel
 from blockscale.cli.progress import LiveProgress
-from blockscale.cli.run_folder import Cell, RunFolder
+from blockscale.cli.run_folder import Cell, RunFolder, unusable
 
 
 def use_reproducible_kernels(device: str) -> None:
@@ -60,12 +60,9 @@ class Trainer:
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             if out_of_memory(error):
                 raise
-            reason = str(error).partition("\n")[0]
-            raise CliError(
-                f"--resume = {self.folder.checkpoint_path(self.cell)} ({type(error).__name__}: "
-                f"{reason}); need a checkpoint of this run's model; delete it to train {self.cell} "
-                "again from its start"
-            ) from None
+            path, first_line = self.folder.checkpoint_path(self.cell), str(error).partition("\n")[0]
+            reason = f"{type(error).__name__}: {first_line}"
+            raise unusable(path, self.cell, reason, "a checkpoint of this run's model") from None
         self.step = state["step"]
 
     def _save(self) -> None:
