@@ -34,15 +34,16 @@ ScalarType torch_dtype(Format format) {
   }
 }
 
-// Shapes of the stored tensors (specification, section 13). Non-linear layouts are flat,
+// Shapes and dtypes of the stored tensors (specification, section 13). Non-linear layouts are flat,
 // but for mn_major, which is a transposed and padded matrix.
 struct Sizes {
   std::vector<int64_t> codes, scales, outer;
+  ScalarType code_type, scale_type;
 };
-Sizes sizes_of(const ConstQuantized& q, std::optional<int64_t> batch) {
+Sizes sizes_of(const ConstQuantized& q, std::optional<int64_t> batch, bool bytes) {
   const StoredShape s = q.shape();
   const StorageLayout& layout = q.layout;
-  Sizes sizes;
+  Sizes sizes{{}, {}, {}, torch_dtype(q.spec.element), torch_dtype(q.spec.scale)};
   if (batch) sizes.codes = sizes.scales = sizes.outer = {*batch};
   if (q.groups) sizes.outer = {q.groups.count};
   auto append = [](std::vector<int64_t>& to, std::initializer_list<int64_t> extents) {
@@ -59,6 +60,10 @@ Sizes sizes_of(const ConstQuantized& q, std::optional<int64_t> batch) {
   else
     append(sizes.scales, {s.scale_count});
   if (!q.spec.outer) sizes.outer = {0};
+  if (bytes) {  // which codes are already
+    sizes.code_type = sizes.scale_type = ScalarType::Byte;
+    sizes.scales.back() *= scale_bytes(q.spec.scale);
+  }
   return sizes;
 }
 
@@ -157,11 +162,13 @@ Matrix matrices(const Place& at, const Tensor& out, int64_t rows, int64_t column
 Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
   const char* op = at.op();
   const DType dtype = dtype_of(op, "x.dtype", x.scalar_type());
-  require(batch_dims == 0 || batch_dims == 1, op, "batch_dims", batch_dims, "0 or 1");
+  require(batch_dims == 0 || batch_dims == 1, op, "batch_dims", batch_dims, "0 or 1",
+          "flatten the leading dimensions into one");
   const int64_t rank = x.dim();
   if (batch_dims == 1 && rank != 3)
     fail(op, "x.shape", shape_text(x), "rank 3, [E, R, C], with batch_dims = 1");
-  if (axis == -2 && rank < 2) fail(op, "x.shape", shape_text(x), "rank 2 or more with axis = -2");
+  if (axis == -2 && rank < 2)
+    fail(op, "x.shape", shape_text(x), "rank 2 or more, for an operand along axis -2");
   if (rank < 1) fail(op, "x.shape", shape_text(x), "rank 1 or more");
 
   Input result{x, {}};
@@ -213,14 +220,15 @@ Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
 }
 
 Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
-                int64_t rows, int64_t columns, std::optional<int64_t> batch, const Groups& groups) {
+                int64_t rows, int64_t columns, std::optional<int64_t> batch, const Groups& groups,
+                bool bytes) {
   Output out{.codes = {}, .scales = {}, .outer = {}, .view = {}};
   Quantized& q = out.view;
   q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
   q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
-  const Sizes sizes = sizes_of(as_const(q), batch);
-  out.codes = empty(sizes.codes, torch_dtype(spec.element), at.device());
-  out.scales = empty(sizes.scales, torch_dtype(spec.scale), at.device());
+  const Sizes sizes = sizes_of(as_const(q), batch, bytes);
+  out.codes = empty(sizes.codes, sizes.code_type, at.device());
+  out.scales = empty(sizes.scales, sizes.scale_type, at.device());
   out.outer = empty(sizes.outer, ScalarType::Float, at.device());
   q.codes = static_cast<uint8_t*>(out.codes.mutable_data_ptr());
   q.scales = static_cast<uint8_t*>(out.scales.mutable_data_ptr());
@@ -231,19 +239,19 @@ Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& lay
 Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
                 const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
-                std::optional<int64_t> batch, const Groups& groups) {
+                std::optional<int64_t> batch, const Groups& groups, bool bytes) {
   validate(spec, layout);
   Operand result{.codes = {}, .scales = {}, .outer = {}, .view = {}};
   ConstQuantized& q = result.view;
   q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
   q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
-  const Sizes sizes = sizes_of(q, batch);
+  const Sizes sizes = sizes_of(q, batch, bytes);
   const auto check = [&](const char* name, const Tensor& t, ScalarType dtype,
                          const std::vector<int64_t>& size) {
     return checked(at, prefix + name, t, dtype, size, spec);
   };
-  result.codes = check("codes", codes, torch_dtype(spec.element), sizes.codes);
-  result.scales = check("scales", scales, torch_dtype(spec.scale), sizes.scales);
+  result.codes = check("codes", codes, sizes.code_type, sizes.codes);
+  result.scales = check("scales", scales, sizes.scale_type, sizes.scales);
   result.outer = check("outer", outer, ScalarType::Float, sizes.outer);
   // A part of a larger tensor may begin anywhere, and GPU kernels read codes 16 bytes at a time.
   if (at.cuda() && reinterpret_cast<uintptr_t>(result.codes.const_data_ptr()) % 16 != 0)

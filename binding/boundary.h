@@ -48,10 +48,11 @@ struct Output {
   Tensor codes, scales, outer;
   Quantized view;
 };
-// `batch` is none for a single matrix.
+// `batch` is none for a single matrix. `bytes`: codes and scales are tensors of bytes, whose last
+// extent counts them, as FSDP2 moves them.
 Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
                 int64_t rows, int64_t columns, std::optional<int64_t> batch,
-                const Groups& groups = {});
+                const Groups& groups = {}, bool bytes = false);
 
 // A quantized operand that came from a caller: its tensors must be what `allocate` would make.
 struct Operand {
@@ -62,7 +63,7 @@ struct Operand {
 Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
                 const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
-                std::optional<int64_t> batch, const Groups& groups = {});
+                std::optional<int64_t> batch, const Groups& groups = {}, bool bytes = false);
 
 // torch's name, e.g. "float8_e4m3fn"; torch/headeronly only has "Float8_e4m3fn".
 std::string dtype_text(ScalarType type);

@@ -177,8 +177,8 @@ void check_operands(const Place& at, const Tensor& x, const Tensor& w,
 }
 
 // A weight's operand along its rows as FSDP2 gathers it: codes, scales and outer scale, each as
-// quantize returns it. Codes have two dimensions, or three of [E, N, K]; what is not gathered is
-// bytes in one, or values.
+// quantize_piece returns it. Codes have two dimensions, or three of [E, N, K]; what is not gathered
+// is bytes in one, or values.
 constexpr int64_t kGatheredParts = 3;
 bool is_gathered(const Tensor& first) {
   const ScalarType type = first.scalar_type();
@@ -193,7 +193,7 @@ Operand gathered(const Place& at, const char* name, std::span<const Tensor> part
           "a weight whose memory FSDP2 has freed", "one that is gathered",
           "have FSDP2 unshard its module for the backward (set_unshard_in_backward)");
   return operand(at, std::string(name) + ".", parts[0], parts[1], parts[2], *spec, {}, -1, e.rows,
-                 e.columns, batched ? std::optional(e.batch) : std::nullopt);
+                 e.columns, batched ? std::optional(e.batch) : std::nullopt, {}, true);
 }
 
 const char* name_of(bool grouped) { return grouped ? "grouped_linear" : "linear"; }

@@ -36,6 +36,30 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
   return {out.codes, out.scales, out.outer};
 }
 
+// An input whose values are those that it would have in `dtype`: FP32 is rounded to BF16 where it
+// is read.
+Input input_as(const Place& at, const Tensor& x, int axis, int64_t batch_dims, ScalarType dtype) {
+  const bool rounds = x.scalar_type() == ScalarType::Float && dtype == ScalarType::BFloat16;
+  const bool same = rounds || x.scalar_type() == dtype;
+  Input in = input(at, same ? x : torch::stable::to(x, dtype), axis, batch_dims);
+  if (rounds) in.view.dtype = DType::f32_as_bf16;
+  return in;
+}
+
+// A rank's piece of a weight on its way to the others: what quantize makes of it in `dtype`, as
+// bytes.
+Triple quantize_piece_op(Tensor x, ScalarType dtype, Text spec_text, OptionalTensor amax,
+                         int64_t batch_dims) {
+  const QuantSpec& spec = spec_of(spec_text);
+  const Place at("quantize", "x", x);
+  const Input in = input_as(at, x, -1, batch_dims, dtype);
+  Output out =
+      allocate(at, spec, {}, -1, in.view.rows, in.view.columns, batch_of(in, batch_dims), {}, true);
+  const Options o = options(at, spec, "amax", amax, {}, {}, {}, out.view.matrices());
+  run(at, x.numel(), [&](const auto& on) { quantize(in.view, out.view, o.options, on); });
+  return {out.codes, out.scales, out.outer};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
     Tensor x, Text row_text, Text column_text, OptionalTensor row_amax, OptionalTensor column_amax,
     OptionalTensor seed, OptionalTensor offset, Ints origin, Text row_layout_text,
@@ -65,12 +89,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
 }
 
 Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims,
-               OptionalTensor offsets) {
+               OptionalTensor offsets, std::optional<ScalarType> dtype) {
   constexpr const char* kOp = "amax";
   const int axis = checked_axis(kOp, axis_value);
   const QuantSpec& spec = spec_of(spec_text);
   const Place at(kOp, "x", x);
-  const Input in = input(at, x, axis, batch_dims);
+  const Input in = input_as(at, x, axis, batch_dims, dtype.value_or(x.scalar_type()));
   const Groups groups = groups_of(at, offsets, batch_of(in, batch_dims), in.view.rows);
   const Ints sizes = groups ? Ints{groups.count} : batch_dims ? Ints{in.view.batch} : Ints{};
   Tensor out = empty(sizes, ScalarType::Float, at.device());
@@ -178,7 +202,12 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "int batch_dims, Tensor? offsets=None) -> (Tensor row_codes, Tensor row_scales, Tensor "
       "row_outer, "
       "Tensor col_codes, Tensor col_scales, Tensor col_outer)");
-  m.def("amax(Tensor x, str spec, int axis, int batch_dims, Tensor? offsets=None) -> Tensor");
+  m.def(
+      "quantize_piece(Tensor x, ScalarType dtype, str spec, Tensor? amax, int batch_dims) -> "
+      "(Tensor codes, Tensor scales, Tensor outer)");
+  m.def(
+      "amax(Tensor x, str spec, int axis, int batch_dims, Tensor? offsets=None, "
+      "ScalarType? dtype=None) -> Tensor");
   m.def(
       "dequantize(Tensor codes, Tensor scales, Tensor outer, str spec, int axis, SymInt[] shape, "
       "str layout, ScalarType dtype, Tensor? offsets=None) -> Tensor");
@@ -228,6 +257,7 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   using namespace blockscale::binding;
   m.impl("quantize", TORCH_BOX(&Told<&quantize_op>::call));
   m.impl("quantize_dual", TORCH_BOX(&Told<&quantize_dual_op>::call));
+  m.impl("quantize_piece", TORCH_BOX(&Told<&quantize_piece_op>::call));
   m.impl("amax", TORCH_BOX(&Told<&amax_op>::call));
   m.impl("dequantize", TORCH_BOX(&Told<&dequantize_op>::call));
   m.impl("relayout", TORCH_BOX(&Told<&relayout_op>::call));

@@ -61,6 +61,10 @@ void check_matrix(const char* op, const char* name, int64_t rows, int64_t column
          "fewer than 2^31 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
   if (!data && rows * columns * batch != 0) fail(op, name, "null", "a pointer to data");
 }
+void check_written(const char* op, const char* name, const Matrix& out) {
+  if (out.dtype == DType::f32_as_bf16)
+    fail(op, name, "float32 read as bfloat16", "a dtype that is written: float32 or bfloat16");
+}
 
 // Offsets in host memory are looked at. On a device the kernels look: where one is wrong, the
 // result is NaN.
@@ -200,12 +204,18 @@ void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const 
   validate(spec);
   if (axis != -1 && axis != -2) fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
   check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data, memory);
+  const int64_t extent = axis == -1 ? x.columns : x.rows;
+  if (memory == Memory::device && spec.hadamard.dim > 0 &&
+      round_up(extent, int64_t{spec.hadamard.dim}) >= int64_t{1} << 31)
+    fail("amax", "x", extents(x.rows, x.columns),
+         "extents below 2^31, in whole transforms, on a GPU", "take the amax of parts of it");
   check_groups("amax", groups, x.rows, x.batch, memory);
 }
 
 void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
   check_quantized("dequantize", "q", q, memory);
   check_matrix("dequantize", "x", x.rows, x.columns, x.batch, x.data, memory);
+  check_written("dequantize", "x", x);
   if (x.rows != q.rows || x.columns != q.columns || x.batch != q.batch)
     fail("dequantize", "x", extents(x.rows, x.columns),
          "the extents of q, " + extents(q.rows, q.columns));
@@ -263,6 +273,7 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
   check_quantized("gemm", "a", a, memory);
   check_quantized("gemm", "b", b, memory);
   check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, memory);
+  check_written("gemm", "d", d);
   check_gemm_groups(a, b, d);
   const StoredShape sa = a.shape(), sb = b.shape();
   const int64_t ka = a.axis == -1 ? a.columns : a.rows, kb = b.axis == -1 ? b.columns : b.rows;

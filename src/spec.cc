@@ -52,14 +52,17 @@ int index_of(const char* const (&names)[kCount], std::string_view name, const ch
   fail("spec", argument, quoted(name), "one of " + join(all, ", "), did_you_mean(name, all));
 }
 
-Format parse_format(std::string_view name, bool element) {
+Format parse_format(std::string_view given, bool element) {
   std::vector<std::string> all;
+  std::string_view name = given;
+  for (const std::string_view prefix : {"torch.", "float8_"})  // names of its dtypes
+    if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
   for (int i = 0; i < kFormatCount; ++i) {
     if (kFormats[i].is_element != element) continue;
     if (name == kFormats[i].name) return static_cast<Format>(i);
     all.push_back(kFormats[i].name);
   }
-  fail("spec", element ? "element" : "scale", quoted(name), "one of " + join(all, ", "),
+  fail("spec", element ? "element" : "scale", quoted(given), "one of " + join(all, ", "),
        did_you_mean(name, all));
 }
 
@@ -76,8 +79,8 @@ std::optional<uint64_t> parse_number(std::string_view text) {
 }
 
 bool parse_bool(std::string_view value, const char* argument) {
-  if (value == "true") return true;
-  if (value == "false") return false;
+  if (value == "true" || value == "True") return true;
+  if (value == "false" || value == "False") return false;
   fail("spec", argument, quoted(value), "true or false");
 }
 

@@ -44,11 +44,17 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 }  // namespace
 
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates) {
+  // One that goes on where the name ends is nearer than any other.
+  const auto distance = [&](const std::string& candidate) {
+    const size_t length = std::min(name.size(), candidate.size());
+    const bool begins = !name.empty() && length == name.size() &&
+                        edit_distance(name, candidate.substr(0, length)) == 0;
+    return begins ? 0 : edit_distance(name, candidate);
+  };
   const std::string& nearest =
-      *std::min_element(candidates.begin(), candidates.end(), [&](const auto& a, const auto& b) {
-        return edit_distance(name, a) < edit_distance(name, b);
-      });
-  if (2 * edit_distance(name, nearest) > std::max(name.size(), nearest.size())) return "";
+      *std::min_element(candidates.begin(), candidates.end(),
+                        [&](const auto& a, const auto& b) { return distance(a) < distance(b); });
+  if (2 * distance(nearest) > std::max(name.size(), nearest.size())) return "";
   return "did you mean " + quoted(nearest) + "?";
 }
 

@@ -126,6 +126,7 @@ BLOCKSCALE_HD constexpr uint16_t to_bf16(float x) {
 BLOCKSCALE_HD constexpr float from_bf16(uint16_t bits) {
   return bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
+BLOCKSCALE_HD constexpr float nearest_bf16(float x) { return from_bf16(to_bf16(x)); }
 
 // IEEE binary16 to FP32 (exact) and back (round to nearest even, overflow to Inf).
 BLOCKSCALE_HD constexpr float from_fp16(uint16_t bits) {

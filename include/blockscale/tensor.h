@@ -7,8 +7,12 @@
 
 namespace blockscale {
 
-enum class DType : uint8_t { f32, bf16, f16 };
-constexpr int dtype_bytes(DType t) { return t == DType::f32 ? 4 : 2; }
+// f32_as_bf16 is FP32 in memory, of which the nearest BF16 is read, as if it had been cast before:
+// for inputs of quantizers and amax.
+enum class DType : uint8_t { f32, bf16, f16, f32_as_bf16 };
+BLOCKSCALE_HD constexpr int dtype_bytes(DType t) {
+  return t == DType::bf16 || t == DType::f16 ? 2 : 4;
+}
 
 // A batch of `batch` matrices [rows, columns] of f32, bf16 or f16. Strides are in elements, may be
 // anything (0 and negative included), and say where (b, r, c) lies.
@@ -33,6 +37,8 @@ inline float load_element(const ConstMatrix& x, int64_t i) {
       return from_bf16(static_cast<const uint16_t*>(x.data)[i]);
     case DType::f16:
       return from_fp16(static_cast<const uint16_t*>(x.data)[i]);
+    case DType::f32_as_bf16:
+      return nearest_bf16(static_cast<const float*>(x.data)[i]);
     default:
       return static_cast<const float*>(x.data)[i];
   }

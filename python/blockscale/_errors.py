@@ -101,10 +101,11 @@ def check_int(operation: str, argument: str, value: object, need: str = "an int"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What is spelled most like `name`, upper and lower case alike; None where nothing is close
-    by the measure of difflib, whose default keeps "explain" from "train"."""
+    """What begins with `name`, or is spelled most like it, upper and lower case alike; None where
+    nothing is close by the measure of difflib, whose default keeps "explain" from "train"."""
     spelled = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), spelled, n=1)
+    begun = [other for other in spelled if name and other.startswith(name.lower())]
+    close = begun or difflib.get_close_matches(name.lower(), spelled, n=1)
     return spelled[close[0]] if close else None
 
 

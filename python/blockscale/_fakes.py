@@ -143,6 +143,7 @@ def _small_pair(arguments: dict[str, Any]) -> dict[str, Any]:
 _STAND_INS: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "quantize": _small_x,
     "quantize_dual": _small_x,
+    "quantize_piece": _small_x,
     "amax": _small_x,
     "dequantize": _small_operand,
     "relayout": _small_operand,
@@ -214,9 +215,22 @@ def _fake_amax(
     axis: int,
     batch_dims: int,
     offsets: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     shape = x.shape[:batch_dims] if offsets is None else offsets.shape
     return x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_quantize_piece(
+    x: torch.Tensor, dtype: torch.dtype, spec: str, amax: torch.Tensor | None, batch_dims: int
+) -> Triple:
+    codes, scales, outer = _fake_stored(x, spec, -1, x.shape, "linear", batch_dims, None)
+    *extents, last = scales.shape
+    return (
+        x.new_empty(codes.shape, dtype=torch.uint8),
+        x.new_empty((*extents, last * scales.itemsize), dtype=torch.uint8),
+        outer,
+    )
 
 
 def _fake_dequantize(
@@ -434,6 +448,7 @@ def _fake_begin_forward(offset: torch.Tensor, upcoming: torch.Tensor, counts: bo
 _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "quantize": _fake_quantize,
     "quantize_dual": _fake_quantize_dual,
+    "quantize_piece": _fake_quantize_piece,
     "amax": _fake_amax,
     "dequantize": _fake_dequantize,
     "relayout": _fake_relayout,

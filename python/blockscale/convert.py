@@ -27,7 +27,7 @@ from blockscale.nn import (
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState
-from blockscale.sharded import check_gathered, spec_in_use
+from blockscale.sharded import check_gathered, gathered_spec, gathers_codes
 from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer
 
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
@@ -42,9 +42,9 @@ _FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
 _REVERTED: weakref.WeakKeyDictionary[torch.nn.Module, RngState] = weakref.WeakKeyDictionary()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What `convert` did. Prints as a table.
+    """What `convert` did. Prints as a table, in a notebook too.
 
     Attributes:
         converted: (qualified name, recipe) of every converted layer.
@@ -60,6 +60,8 @@ class Report:
         width = max((len(name) for name, _ in rows), default=0)
         head = f"{len(self.converted)} layers converted, {len(self.skipped)} modules not"
         return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
+
+    __repr__ = __str__
 
 
 # What torch.load may make: a report is data.
@@ -335,6 +337,8 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
         return f"{kind} has no shape yet: convert after it has seen a batch"
     elif isinstance(module, torch.nn.Linear) and is_sharded(module):
         return f"{kind} is sharded by itself: convert before fully_shard"
+    elif isinstance(module, torch.nn.Linear) and torch.nn.utils.parametrize.is_parametrized(module):
+        return f"{kind} is parametrized: convert it first, then parametrize it"
     elif isinstance(module, torch.nn.Linear):
         return f"{kind} is a subclass of nn.Linear: its forward may be its own"
     elif not as_experts:
@@ -403,7 +407,7 @@ def _check_restorable(
     for name, module in named.items():
         if not isinstance(module, Layer) or module.plain is None:
             continue
-        if spec_in_use(module) is not None:
+        if gathers_codes(module) and gathered_spec(module.recipe) is not None:
             got = f"{name or 'layer'!r}, whose codes FSDP2 gathers"
             fail(operation, "model", got, "layers that fully_shard has not cut since then")
         replaced = "forward" in vars(module)
@@ -425,6 +429,9 @@ def _restore(module: torch.nn.Module) -> bool:
         weight = module.weight  # by quantized_all_gather()
         values = getattr(weight, "local", weight)
         module.weight = torch.nn.Parameter(values, weight.requires_grad)
+        own = {"local", "_is_param"}  # of its type
+        kept = {name: value for name, value in vars(weight).items() if name not in own}
+        vars(module.weight).update(kept)  # such as what an optimizer is to do with it
     object.__setattr__(module, "__class__", module.plain)
     return True
 

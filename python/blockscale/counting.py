@@ -47,7 +47,7 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     Args:
         model: a converted one, or one in DistributedDataParallel.
-        optimizer: whose `step` is called, once for each update; or a wrapper with that one as its
+        optimizer: whose `step` is called, once for each update; or any object with that one as its
             attribute `optimizer`, `optim` or `base_optimizer`, with `_` or without. Of optimizers
             that step within the backward, the one of the parameter whose gradient comes last.
 
@@ -58,11 +58,13 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
     state = _counting_state("attach", model)
     remedy = "call bs.advance(model) after each step instead"
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        fail_type("attach", "optimizer", optimizer, "a torch.optim.Optimizer", remedy)
-    # One that wraps another, as Accelerate's does, may have no hooks; its steps are the other's.
+    # One that wraps another, as Accelerate's does, may have no hooks, and need not be an optimizer
+    # itself; its steps are the other's.
+    given = optimizer
     while inner := _wrapped(optimizer):
         optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        fail_type("attach", "optimizer", given, "a torch.optim.Optimizer", remedy)
     # Whoever does not call Optimizer.__init__ has none, or a step that calls none.
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
     if hooks is None or not getattr(type(optimizer).step, "hooked", False):

@@ -181,6 +181,7 @@ def _amax(
     outer = [(s, axis) for s, axis in ((row, -1), (column, -2)) if s is not None and s.outer]
     if place.group is None or not outer:
         return None
+    x = x[None] if x.dim() == 1 else x
     # Without a transform the largest value is the same along either axis.
     plain = [_ops.amax(x, s.text, axis, 0) for s, axis in outer if not s.hadamard][:1]
     found = {axis: _ops.amax(x, s.text, axis, 0) if s.hadamard else plain[0] for s, axis in outer}

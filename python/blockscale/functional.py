@@ -478,7 +478,7 @@ def check_arguments(
             remedy = "pass the recipe as recipe=" if isinstance(tensor, str | Recipe) else ""
             fail_type(op, name, tensor, "a tensor", remedy)
         if tensor.dtype not in FLOATS and name != "offsets":
-            fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT)
+            fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT, "convert it with .to()")
         check_dense(op, name, tensor)
         if not is_for_layer(tensor):
             fail(op, name, f"a {type(tensor).__name__}", "a plain tensor")

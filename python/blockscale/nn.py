@@ -39,7 +39,7 @@ class Kept:
         """Refuse a weight that has changed, or is another one."""
         need = "what it was when quantized_weights() began"
         if weight is not None and weight is not self.weight:
-            remedy = "give quantized_weights the whole model, not a part that FSDP2 gathers"
+            remedy = "leave it out around functional_call, parametrizations and FSDP2's modules"
             fail(name, "weight", "changed: another tensor", need, remedy)
         if version_of(self.weight) != self.version:
             fail(name, "weight", "changed", need, "leave it before the optimizer's step")
@@ -52,6 +52,20 @@ def version_of(weight: torch.Tensor) -> int:
     if is_dtensor(weight):  # also by what knows its part alone, such as a checkpoint that is loaded
         return weight._version + weight._local_tensor._version  # type: ignore[attr-defined,no-any-return]
     return weight._version
+
+
+def without_type(weight: torch.Tensor) -> torch.Tensor:
+    """The memory of a weight that FSDP2 is to gather as codes (or any tensor), for those who know
+    plain tensors alone: safetensors, and kernels that ask for pointers."""
+    if not is_dtensor(weight):
+        return weight.local.detach() if hasattr(weight, "local") else weight
+    piece = weight._local_tensor  # type: ignore[attr-defined]
+    if not hasattr(piece, "local"):
+        return weight
+    whole = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    at = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+    made: torch.Tensor = type(weight).from_local(piece.local.detach(), *at, **whole)  # type: ignore[attr-defined]
+    return made
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
@@ -84,7 +98,11 @@ def got_and_need(weight: torch.Tensor) -> tuple[str, str]:
 
 
 class Layer(torch.nn.Module):
-    """What modules with a recipe have in common: it, the count of forwards, and their seeds."""
+    """What modules with a recipe have in common: it, the count of forwards, and their seeds.
+
+    Attributes:
+        recipe: not to be assigned: `convert` changes it, and what is counted with it.
+    """
 
     # The class that `convert` found, and `revert` gives back; none of what is built by hand alone.
     plain: type[torch.nn.Module] | None = None
@@ -109,6 +127,13 @@ class Layer(torch.nn.Module):
         """Whether the operands of a weight are a function of it alone."""
         specs = (self.recipe.fprop_w, self.recipe.dgrad_w)
         return not any(s is not None and s.stochastic for s in specs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "recipe" and "_rng_state" in vars(self):
+            need = "that of convert, which counts forwards where one draws random bits"
+            remedy = "call bs.convert(model, recipe, rules=...) again: it changes what is different"
+            fail_type(type(self).__name__, "recipe", value, need, remedy)
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made within quantized_weights() has another weight, and nobody would take its
@@ -199,6 +224,16 @@ class WeightLayer(Layer):
         if self._retype is not None:  # with assign=True the weight is another tensor
             self._retype(self)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._retype is not None and not keep_vars:
+            destination[f"{prefix}weight"] = without_type(destination[f"{prefix}weight"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._retype is not None:  # which a pickled weight has lost
+            self._retype(self)
+
     def _operands(self, weight: torch.Tensor) -> QuantizedWeight | None:
         """Of the weight, where they were made ahead."""
         if self._kept is not None:
@@ -246,8 +281,10 @@ class Linear(WeightLayer, torch.nn.Linear):
         if isinstance(named, str | Recipe):  # which would count as true
             fail_type("Linear", "bias", bias, "a bool", "pass the recipe as recipe=")
         number = any_int("Linear", "seed", seed)
+        chosen = recipe_named(recipe)
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self.recipe = recipe_named(recipe)
+        _check_dtype("Linear", self.weight, chosen)
+        self.recipe = chosen
         self.count_alone(number)
 
     @property
@@ -266,6 +303,12 @@ class Linear(WeightLayer, torch.nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
+
+
+def _check_dtype(kind: str, weight: torch.Tensor, recipe: Recipe) -> None:
+    """Of a layer that is built by hand, perhaps torch.get_default_dtype()."""
+    if not (weight.dtype in FLOATS or recipe.high_precision):
+        fail(kind, "dtype", weight.dtype, FLOATS_TEXT, "give it dtype=torch.float32, or bfloat16")
 
 
 class GroupedLinear(WeightLayer):
@@ -313,11 +356,10 @@ class GroupedLinear(WeightLayer):
             fail_type("GroupedLinear", "device", device, "a device", "pass the recipe as recipe=")
         number = any_int("GroupedLinear", "seed", seed)
         chosen = recipe_named(recipe)
-        if not (dtype is None or dtype in FLOATS or chosen.high_precision):
-            fail("GroupedLinear", "dtype", dtype, FLOATS_TEXT)
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
+        _check_dtype("GroupedLinear", self.weight, chosen)
         self.reset_parameters()
         self.recipe = chosen
         self.count_alone(number)

@@ -43,17 +43,18 @@ class Noise:
         rng = rng if spec.stochastic else None
         q = quantize(x, spec, amax=amax, rng=rng)
         y = dequantize(q, dtype=torch.float32)
-        largest, transform = _is_largest(q, x.shape[1]), _transform(spec, rng, x.device)
+        largest, signs = _is_largest(q, x.shape[1]), _signs(spec, rng, x.device)
         for rows in pieces(*x.shape):
             before, after = x[rows].float(), y[rows]
-            if transform is not None:
-                blocks = before.reshape(before.shape[0], -1, spec.hadamard)
-                before = (blocks @ transform).reshape(before.shape)
+            encoded = before
+            if signs is not None:
+                before = _transformed(before, signs)
+                encoded = before.bfloat16().float()  # which amax and codes are taken from
             self.add_error(before, after)
             self.count += before.numel()
-            self.nonzero += int((before != 0).sum())
-            self.underflowed += int(((before != 0) & (after == 0)).sum())
-            cut = before.abs() > after.abs() * (1.0 + _ROUNDING_OF_DECODE)
+            self.nonzero += int((encoded != 0).sum())
+            self.underflowed += int(((encoded != 0) & (after == 0)).sum())
+            cut = encoded.abs() > after.abs() * (1.0 + _ROUNDING_OF_DECODE)
             self.saturated += int((cut & largest[rows]).sum())
         return y
 
@@ -95,14 +96,27 @@ def pieces(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _transform(spec: Spec, rng: Rng | None, device: torch.device) -> torch.Tensor | None:
-    """What a block of a row is multiplied by in the spec's Hadamard transform, unrounded: the core
-    is asked for that of the unit vectors, whose elements are 1/sqrt(d) but for their signs."""
+def _signs(spec: Spec, rng: Rng | None, device: torch.device) -> torch.Tensor | None:
+    """Those of the spec's Hadamard transform, [d]: the core is asked for the transforms of the unit
+    vectors, whose first element has the vector's sign."""
     d = spec.hadamard
     if not d:
         return None
     units = dequantize(quantize(torch.eye(d, device=device), spec, rng=rng), dtype=torch.float32)
-    return units.sign() / math.sqrt(d)
+    return units[:, 0].sign()
+
+
+def _transformed(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The Hadamard transform of rows in blocks of d, before its rounding (specification, section
+    8): butterflies in float32, in that order, as what cancels is to be 0."""
+    d = len(signs)
+    y = x.reshape(-1, d) * signs
+    step = 1
+    while step < d:
+        a, b = y.reshape(-1, d // (2 * step), 2, step).unbind(2)
+        y = torch.stack((a + b, a - b), 2)
+        step *= 2
+    return (y * torch.tensor(1 / math.sqrt(d), dtype=torch.float32) + 0.0).reshape(x.shape)
 
 
 def _is_largest(q: QuantizedTensor, columns: int) -> torch.Tensor:

@@ -201,9 +201,12 @@ def amax(
 
 def largest_of_ranks(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Each of these magnitudes where it is largest, which is NaN where a rank has that."""
+    # What selective checkpointing may keep and give back; what c10d's own does in place it may not.
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
     bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-    return bits.view(torch.float32)
+    found: torch.Tensor = wait_tensor(all_reduce(bits, "max", group))  # type: ignore[no-untyped-call]
+    return found.view(torch.float32)
 
 
 @as_pytorch_raises
@@ -308,7 +311,8 @@ def matmul(
     check_type("matmul", "out_dtype", out_dtype)
     for name, q in (("a", a), ("b", b)):
         if q.batch_dims:
-            fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix")
+            remedy = "quantize each matrix by itself, or see grouped_matmul"
+            fail("matmul", f"{name}.batch_dims", q.batch_dims, "0: one matrix", remedy)
         if q.offsets is not None:
             fail("matmul", f"{name}.offsets", "given", "none: one matrix, not groups")
     return _product("matmul", a, b, bias, out_dtype)

@@ -309,7 +309,11 @@ class Recipe:
         changed = ",".join(f"{k}={v}" for k, v in changes.items())
         label = f"{self.name}[{changed}]" if changed else self.name
         named = label if name is None else name
-        return dataclasses.replace(self, name=named, **kept, **specs)  # type: ignore[arg-type]
+        made = dataclasses.replace(self, name=named, **kept, **specs)  # type: ignore[arg-type]
+        if name is not None and _RECIPES.get(name, made) != made:
+            need = "one that names no other recipe"
+            fail("recipe", "name", repr(named), need, f"leave it out: this is {label!r}")
+        return made
 
     def __str__(self) -> str:
         return self.name
@@ -478,11 +482,11 @@ def _changed_recipe(text: str) -> Recipe:
         if key not in (*OPERANDS, *_KEPT):
             _refuse_change(key)
         if key in _KEPT:
-            if value not in ("True", "False"):
+            if value not in ("True", "False", "true", "false"):
                 fail("recipe", key, value, "True or False")
-            changes[key] = value == "True"
+            changes[key] = value.lower() == "true"
         else:
-            changes[key] = None if value == "none" else value
+            changes[key] = None if value in ("none", "None") else value
     return recipe(text[:start].strip()).replace(**changes)
 
 

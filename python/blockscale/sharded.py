@@ -30,6 +30,7 @@ from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
+_quantize_piece = _ops.quantize_piece.default._op  # compilers do not see it
 
 
 def quantized_all_gather(model: torch.nn.Module) -> list[str]:
@@ -114,23 +115,25 @@ def gathered_spec(recipe: Recipe) -> Spec | None:
     return None if s.stochastic or s.hadamard else s
 
 
-def spec_in_use(layer: Layer) -> Spec | None:
-    """Of W, where FSDP2 gathers the layer's codes."""
+def gathers_codes(layer: Layer) -> bool:
+    """Whether FSDP2 has the layer's weight, and asks its type how it is gathered."""
     if not isinstance(layer, WeightLayer) or layer._retype is None:
-        return None
+        return False
     # Once fully_shard has it, it is a DTensor or what has been gathered, never the piece itself.
     weight = layer._parameters.get("weight")
-    cut = weight is not None and not isinstance(weight, ShardedWeight)
-    return gathered_spec(layer.recipe) if cut else None
+    return weight is not None and not isinstance(weight, ShardedWeight)
 
 
 def check_gathered(name: str, layer: Layer, recipe: Recipe) -> None:
-    """Refuse a recipe with another spec of W where FSDP2's buffers are of its size."""
-    used = spec_in_use(layer)
-    if used is not None and gathered_spec(recipe) != used:
-        got = f"{recipe} for {name or '(root)'!r}, whose codes FSDP2 gathers"
+    """Refuse a recipe with another spec of W, or the first with one, where FSDP2's buffers are of
+    the size that was gathered first."""
+    used = gathered_spec(layer.recipe)
+    if gathers_codes(layer) and gathered_spec(recipe) != used:
+        whose = "values" if used is None else "codes"
+        got = f"{recipe} for {name or '(root)'!r}, whose {whose} FSDP2 gathers"
+        need = "one without codes of W to gather" if used is None else f"W in {used} as it is"
         remedy = "convert before fully_shard, or without quantized_all_gather"
-        fail("convert", "recipe", got, f"W in {used} as it is", remedy)
+        fail("convert", "recipe", got, need, remedy)
 
 
 _aten = torch.ops.aten
@@ -142,6 +145,10 @@ _STAYS: Final = frozenset((
 ))  # fmt: skip
 
 
+# Those of the whole of what is gathered; PyTorch views a tensor to find its gradient's node.
+_VIEWS: Final = frozenset(
+    (_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default)
+)
 # Where `linear` takes what was made of w ahead.
 _OF_W: Final = [a.name for a in _ops.linear.default._schema.arguments].index("quantized_w")
 
@@ -188,6 +195,9 @@ class ShardedWeight(WeightOfFsdp):
         return args[0] if args and made is plain[0][0] else made
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        # By which FSDP2 tells whether the memory is another; a compiler gives its stand-in one.
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()
         return self.local.untyped_storage()
 
     @property
@@ -196,7 +206,13 @@ class ShardedWeight(WeightOfFsdp):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self.local.data = getattr(values, "local", values)
+        values = getattr(values, "local", values)
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            got = f"{values.dtype}{list(values.shape)} on {values.device}"
+            need = f"{self.dtype}{list(self.shape)} on {self.device}, as the weight is"
+            remedy = "use the module's .to(), or call quantized_all_gather after it"
+            fail("quantized_all_gather", "weight.data", got, need, remedy)
+        self.local.data = values
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.local!r})"
@@ -218,27 +234,29 @@ class ShardedWeight(WeightOfFsdp):
         """What a rank sends, and what it keeps to itself: FSDP2's extension point, which it calls
         with the weight's module."""
         s = gathered_spec(module.recipe) if isinstance(module, Layer) else None
-        values = self.local.to(mp_policy.param_dtype or self.dtype)
+        piece, dtype = self.local, mp_policy.param_dtype or self.dtype
         n, ranks = outer_size[0], mesh.size()
-        if values.shape[1:] != outer_size[1:]:
-            got = f"pieces {list(values.shape)} of {list(outer_size)}"
+        if piece.shape[1:] != outer_size[1:]:
+            got = f"pieces {list(piece.shape)} of {list(outer_size)}"
             need = "whole rows, or of experts whole matrices"
-            fail("quantized_all_gather", "weight", got, need, "leave shard_placement_fn out")
-        if values.shape[0] == n:  # a rank alone, of which FSDP2 takes one tensor
-            return (values,), None
-        experts = values.dim() == 3  # whole matrices, each with an outer scale of its own
+            remedy = "leave out shard_placement_fn, or parallelize_module"
+            fail("quantized_all_gather", "weight", got, need, remedy)
+        if piece.shape[0] == n:  # a rank alone, of which FSDP2 takes one tensor
+            return (piece.to(dtype),), None
+        experts = piece.dim() == 3  # whole matrices, each with an outer scale of its own
         whole = ranks if experts or s is None else ranks * s.block[0]
         if s is None or n % whole or outer_size.numel() == 0:
-            missing = values.new_zeros(-(-n // ranks) - values.shape[0], *values.shape[1:])
+            values = piece.to(dtype)
+            missing = values.new_zeros(-(-n // ranks) - piece.shape[0], *piece.shape[1:])
             return (torch.cat([values, missing]),), None
         amax = None
         if s.outer and not experts:
-            amax = largest_of_ranks(_ops.amax(values, s.text, -1, 0), mesh.get_group())
-        made = _ops.quantize(values, s.text, -1, amax, None, None, (), "linear", int(experts))
-        sent = [made[0].view(torch.uint8), made[1].view(torch.uint8)]
-        if s.outer and experts:
-            sent.append(made[2])
-        return tuple(sent), (module.recipe, s, outer_size, made[2])
+            here = _ops.amax(piece, s.text, -1, 0, None, dtype)
+            amax = largest_of_ranks(here, mesh.get_group())
+        # Bytes, as FSDP2 moves them; the values of the piece in `dtype` are written nowhere.
+        codes, scales, outer = _quantize_piece(piece, dtype, s.text, amax, int(experts))
+        sent = (codes, scales, outer) if s.outer and experts else (codes, scales)
+        return sent, (module.recipe, s, outer_size, outer)
 
     def fsdp_post_all_gather(
         self,
@@ -268,7 +286,7 @@ class ShardedWeight(WeightOfFsdp):
                     kept.copy_(outer)
                 if outer.is_cuda:  # made on the stream that sends, read on the layer's
                     outer.record_stream(torch.cuda.current_stream(outer.device))
-            operand = [codes.view(s.code_dtype), scales.view(s.scale_dtype), kept]
+            operand = [codes, scales, kept]
             weight = QuantizedWeight(recipe, shape, True, operand)
             if out is None:
                 return GatheredWeight(weight, param_dtype), ()
@@ -285,8 +303,8 @@ class GatheredWeight(WeightOfFsdp):
     """A weight without values: what the GEMMs of its layer read.
 
     Attributes:
-        quantized: codes, scales and outer scale of the operand along its rows, all but the last in
-            FSDP2's memory.
+        quantized: codes, scales and outer scale of the operand along its rows: bytes in FSDP2's
+            memory, and the last.
     """
 
     quantized: QuantizedWeight
@@ -319,9 +337,7 @@ class GatheredWeight(WeightOfFsdp):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _aten.detach.default or (
-            func is _aten.as_strided.default and torch.Size(args[1]) == args[0].shape
-        ):
+        if func in _VIEWS and (len(args) == 1 or torch.Size(args[1]) == args[0].shape):
             return cls(args[0].quantized, args[0].dtype)
         if func is _ops.linear.default and len(args) > _OF_W and args[_OF_W]:
             # With operands made ahead w's values are not read: any memory of its shape and dtype

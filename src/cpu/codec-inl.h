@@ -70,6 +70,10 @@ HWY_INLINE VF shorten_nan(VF x) {
   const VU quiet = hn::And(hn::Or(bits, hn::Set(du, 1u << 22)), hn::Set(du, 0xFFFF0000u));
   return hn::IfThenElse(hn::IsNaN(x), hn::BitCast(DF(), quiet), x);
 }
+// The nearest BF16.
+HWY_INLINE VF nearest_short(VF x) {
+  return hn::BitCast(DF(), hn::And(bf16_high(shorten_nan(x)), hn::Set(DU(), 0xFFFF0000u)));
+}
 HWY_INLINE void store_values(VF x, float* p) { hn::StoreU(x, DF(), p); }
 HWY_INLINE void store_short(VF x, uint16_t* bf16) {
   hn::StoreU(hn::TruncateTo(DU16(), hn::ShiftRight<16>(bf16_high(x))), DU16(), bf16);

@@ -60,6 +60,8 @@ HWY_INLINE VF load_vector(const ConstMatrix& x, int64_t i) {
       return load_values(static_cast<const uint16_t*>(x.data) + i);
     case DType::f16:
       return load_fp16(static_cast<const uint16_t*>(x.data) + i);
+    case DType::f32_as_bf16:
+      return nearest_short(load_values(static_cast<const float*>(x.data) + i));
     default:
       return load_values(static_cast<const float*>(x.data) + i);
   }

@@ -115,9 +115,7 @@ class Input {
   // What is stored: the value after rounding to the dtype, and after any aliasing of strides.
   float at(int64_t b, int64_t r, int64_t c) const {
     const int64_t i = b * view_.batch_stride + r * view_.row_stride + c * view_.column_stride;
-    if (view_.dtype == DType::f32) return static_cast<const float*>(view_.data)[i];
-    const uint16_t half = static_cast<const uint16_t*>(view_.data)[i];
-    return view_.dtype == DType::bf16 ? from_bf16(half) : from_fp16(half);
+    return load_element(view_, i);
   }
   bool untouched() const { return storage_ == before_; }
   const std::vector<uint8_t>& storage() const { return storage_; }
@@ -126,7 +124,7 @@ class Input {
   void put(int64_t i, float value) {
     uint8_t* at = storage_.data() + i * dtype_bytes(view_.dtype);
     const uint16_t half = view_.dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
-    if (view_.dtype == DType::f32)
+    if (dtype_bytes(view_.dtype) == 4)
       std::memcpy(at, &value, 4);
     else
       std::memcpy(at, &half, 2);

@@ -93,6 +93,11 @@ inline std::vector<StorageLayout> layouts_for(const QuantSpec& spec) {
 }
 
 inline DType random_dtype(Random& random) {
+  constexpr DType kAll[] = {DType::f32, DType::bf16, DType::f16, DType::f32_as_bf16};
+  return random.pick(kAll);
+}
+// Of an output.
+inline DType random_written_dtype(Random& random) {
   constexpr DType kAll[] = {DType::f32, DType::bf16, DType::f16};
   return random.pick(kAll);
 }

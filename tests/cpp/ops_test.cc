@@ -193,6 +193,10 @@ TEST(RefusedGemm, OperandsThatCannotMultiply) {
   EXPECT_ERROR(with("nvfp4", "nvfp4", 64, 64, 30), "float16", "float32 or bfloat16");
   d.dtype = DType::bf16;
   EXPECT_ERROR(with("nvfp4", "nvfp4", 64, 64, 30, {.accumulate = true}), "bfloat16", "accumulate");
+  d.dtype = DType::f32_as_bf16;
+  EXPECT_ERROR(with("nvfp4", "nvfp4", 64, 64, 30), "float32 read as bfloat16", "that is written");
+  const Output q(parse_spec("nvfp4"), {}, -1, 40, 30);
+  EXPECT_ERROR(dequantize(as_const(q.view), d), "x = float32 read as bfloat16");
   EXPECT_EQ(values, std::vector<float>(40 * 30, 7)) << "a refusal wrote something";
 }
 

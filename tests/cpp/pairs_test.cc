@@ -71,7 +71,7 @@ TEST_F(Pairs, AmaxesOfTwoInputs) {
       {plain, ""},      {plain, turned},    {square, square},
       {turned, turned}, {"mxfp8", "mxfp8"}, {plain, "nvfp4[hadamard=64]"},
       {"mxfp4", turned}};
-  for (const DType dtype : {DType::bf16, DType::f32}) {
+  for (const DType dtype : {DType::bf16, DType::f32, DType::f32_as_bf16}) {
     for (const auto& [row, column] : kinds) {
       for (const auto& [other_row, other_column] : kinds) {
         SCOPED_TRACE(row + " " + column + ", " + other_row + " " + other_column);

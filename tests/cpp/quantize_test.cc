@@ -145,7 +145,7 @@ TEST_P(QuantizeTest, EveryCompiledKernelIsTheReference) {
     const bool floats = is_compiled_of_floats(rows_of ? &rows_of->front() : nullptr,
                                               columns_of ? &columns_of->front() : nullptr);
     wanted += floats;
-    for (const DType dtype : {DType::f32, DType::f16}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::f32_as_bf16}) {
       for (const Strides strides : {Strides::aligned_rows, Strides::padded_rows}) {
         expect_reference(*runner, Random(seed() * 1000003 + 8000000 + wanted * 100), strides,
                          rows_of, columns_of, 1, dtype);
@@ -298,7 +298,7 @@ TEST_P(QuantizeTest, DequantizeIsTheReferenceInAnyStrides) {
     Strides kind = random.pick(kStrides);
     if (kind == Strides::same_row || kind == Strides::same_column || kind == Strides::same_matrix)
       kind = Strides::negative_columns;  // an output has one place for each element
-    const DType dtype = random_dtype(random);
+    const DType dtype = random_written_dtype(random);
     const auto zero = [](int64_t, int64_t, int64_t) { return 0.0f; };
     const Input frame(dtype, c.batch, c.rows, c.columns, kind, zero);
     const ConstMatrix& f = frame.view();

@@ -131,6 +131,18 @@ TEST(SpecRefusal, BrokenTextIsNotGuessedAt) {
   EXPECT_ERROR(parse_spec("nvfp4[outer=yes]"), "outer", "true or false");
 }
 
+TEST(SpecText, AsPythonAndPyTorchSpell) {
+  EXPECT_EQ(parse_spec("nvfp4[outer=False]"), parse_spec("nvfp4[outer=false]"));
+  EXPECT_EQ(parse_spec("mxfp8[element=torch.float8_e5m2]"), parse_spec("mxfp8[element=e5m2]"));
+  EXPECT_EQ(parse_spec("mxfp8[element=float8_e4m3fn]"), parse_spec("mxfp8"));
+}
+
+// What goes on where the name ends is meant, though another may be nearer.
+TEST(SpecRefusal, SuggestsWhatBeginsWithTheName) {
+  EXPECT_ERROR(parse_spec("mxfp8[element=e4m3]"), "did you mean 'e4m3fn'?");
+  EXPECT_ERROR(parse_spec("mxfp8[element=E4M3FN]"), "did you mean 'e4m3fn'?");
+}
+
 TEST(SpecRefusal, ElementsScalesAndBlocksBelongToTheFamily) {
   EXPECT_ERROR(parse_spec("nvfp4[element=e4m3fn]"), "e4m3fn", "e2m1", "nvfp4");
   EXPECT_ERROR(parse_spec("mxfp8[element=e2m1]"), "e2m1", "mxfp8", "use 'mxfp4'");

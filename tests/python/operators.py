@@ -63,7 +63,10 @@ def quantizer_samples(of: Inputs) -> list[Sample]:
                            "mfma_16x16+aiter_scale", "linear", 0)),
         ("quantize_dual", (x, "nvfp4", "mxfp4", None, *none, [], "linear", "mfma_16x16", 0,
                            of.ends)),
+        ("quantize_piece", (x, torch.bfloat16, "fp8_128x128", None, 0)),
+        ("quantize_piece", (batch, torch.float32, "nvfp4[block=16x16]", None, 1)),
         ("amax", (x, stochastic, -2, 0)),
+        ("amax", (x, "nvfp4", -1, 0, None, torch.bfloat16)),
         ("amax", (x, stochastic, -2, 0, of.ends)),
         ("amax", (batch, "nvfp4", -1, 1)),
     ]  # fmt: skip
@@ -152,9 +155,9 @@ def gathered_samples(of: Inputs) -> list[Sample]:
     compare."""
     recipe = bs.recipe("amdfp4")
     x, w, dy = (of.normal(*shape) for shape in ((5, 70), (9, 70), (5, 9)))
-    w_codes = OPS.quantize(w, str(recipe.fprop_w), -1, *[None] * 3, [], "linear", 0)
+    w_codes = OPS.quantize_piece(w, F32, str(recipe.fprop_w), None, 0)
     ws = w.repeat(3, 1, 1)
-    experts = OPS.quantize(ws, str(recipe.fprop_w), -1, *[None] * 3, [], "linear", 1)
+    experts = OPS.quantize_piece(ws, F32, str(recipe.fprop_w), None, 1)
     samples: list[Sample] = []
     for weight, codes, ends in ((w, w_codes, None), (ws, experts, of.ends)):
         forward = (x, weight, None, recipe.text, True, True, *of.key, ends, None, list(codes))

@@ -350,6 +350,36 @@ def test_dtype_conversion_keeps_working() -> None:
         m(TOKENS)
 
 
+def test_a_recipe_is_changed_by_convert() -> None:
+    m = nn.Sequential(nn.Linear(4, 4))
+    bs.convert(m, "mxfp8")
+    for given in ("nvfp4", bs.recipe("nvfp4")):
+        with pytest.raises(TypeError, match=r"Linear: recipe = a .*; call bs.convert\(model"):
+            m[0].recipe = given  # type: ignore[assignment]
+    assert str(m[0].recipe) == "mxfp8"
+    bs.convert(m, "nvfp4")
+    assert str(m[0].recipe) == "nvfp4"
+    bs.revert(m)
+    m[0].recipe = "its own"  # type: ignore[assignment]  # of a plain layer
+
+
+def test_layers_by_hand_are_of_a_dtype_that_is_quantized() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for make in (lambda: bs.nn.Linear(4, 4), lambda: bs.nn.GroupedLinear(2, 4, 4)):
+            with pytest.raises(ValueError, match=r"Linear: dtype = torch.float64; need float32"):
+                make()
+        bs.nn.Linear(4, 4, recipe="bf16")
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_report_prints_as_its_table() -> None:
+    report = bs.convert(nn.Sequential(nn.Linear(4, 4)), "mxfp8")
+    assert repr(report) == str(report) == "1 layers converted, 0 modules not\n  0  mxfp8"
+
+
 def test_what_is_left_alone_and_why() -> None:
     class Custom(nn.Linear):
         pass
@@ -363,6 +393,7 @@ def test_what_is_left_alone_and_why() -> None:
             conv=nn.Conv1d(1, 1, 1),
             lazy=nn.LazyLinear(4),
             act=nn.ReLU(),
+            normed=torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         )
     )
     report = bs.convert(m, "mxfp8")
@@ -371,6 +402,8 @@ def test_what_is_left_alone_and_why() -> None:
     assert reasons["custom"] == "Custom is a subclass of nn.Linear: its forward may be its own"
     assert reasons["wide"] == "its weight is torch.float64, not float32, bfloat16 or float16"
     assert "NonDynamicallyQuantizableLinear is a subclass" in reasons["attention.out_proj"]
+    said = "ParametrizedLinear is parametrized: convert it first, then parametrize it"
+    assert reasons["normed"] == said
     assert reasons["lazy"] == "LazyLinear has no shape yet: convert after it has seen a batch"
     m["lazy"](torch.randn(2, 4))
     assert [name for name, _ in bs.convert(m, "mxfp8").converted] == ["plain", "lazy"]

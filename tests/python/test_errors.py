@@ -53,7 +53,8 @@ def test_unknown_names() -> None:
     [
         ("nvpf4", "nvfp4"),  # 2 edits of 5 letters
         ("NVFP4", "nvfp4"),
-        ("fp8", "mxfp8"),
+        ("fp8", "fp8_1x128"),  # which goes on where the name ends
+        ("xmfp8", "mxfp8"),
         ("fp8_1x218", "fp8_1x128"),
         ("foo", None),
         ("nonsense", None),

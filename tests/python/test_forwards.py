@@ -7,6 +7,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import blockscale as bs
@@ -215,7 +216,12 @@ def test_wrappers_of_optimizers() -> None:
         bs.attach(model, optimizer)
         optimizer.step()
         assert bs.rng_state(model)["step"] == 1
+    # Or without being optimizers themselves.
     model = net()
+    base = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bs.attach(model, SimpleNamespace(optimizer=base))  # type: ignore[arg-type]
+    base.step()
+    assert bs.rng_state(model)["step"] == 1
     optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-3), "elsewhere")
     said = r"^attach: optimizer = Lookahead, whose step calls no hooks; need .*; call bs.advance"
     with pytest.raises(ValueError, match=said):

@@ -111,6 +111,28 @@ def test_transforms_and_random_bits() -> None:
     assert "hadamard=16" in of["wgrad_x"].spec
 
 
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_what_is_encoded_is_rounded_first(size: int) -> None:
+    """Codes are made of a transform's BF16 values: none of them saturates that would without it,
+    and what cancels is 0 before."""
+    x, rng = x_of(256, 256), bs.Rng(1)
+    for spec in (f"nvfp4[rounding=stochastic,hadamard={size}]", f"fp8_1x128[hadamard={size}]"):
+        noise = Noise()
+        noise.add(x, bs.spec(spec), rng=rng)
+        assert noise.saturation == 0, spec
+        assert noise.count == x.numel()
+    for value in (0.1, 0.3, 1 / 3):
+        noise = Noise()
+        noise.add(torch.full((16, 256), value), bs.spec(f"mxfp8[hadamard={size}:0]"))
+        assert (noise.nonzero, noise.underflowed) == (16 * 256 // size, 0)
+    # As dequantized where nothing is lost.
+    ones = torch.randint(-8, 9, (4, 256), generator=torch.Generator().manual_seed(0)).float()
+    signs = bs.spec(f"mxfp8[hadamard={size}]")
+    noise = Noise()
+    noise.add(ones, signs)
+    assert noise.sqnr > 20
+
+
 def test_outlying_channels_show_in_products_and_underflow() -> None:
     """As docs/guide.md says: x's own decibels rise with them, where W makes up for them."""
 

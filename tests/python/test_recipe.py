@@ -208,6 +208,22 @@ def test_a_recipe_is_text(text: str) -> None:
     assert (twice, str(twice)) == (made.replace(keep_w=True), f"{text}[keep_w=True]")
 
 
+def test_a_text_may_be_spelled_as_python_or_as_a_spec() -> None:
+    mine = bs.recipe("nvfp4[wgrad_dy=None,wgrad_x=None,keep_w=false]")
+    assert mine == bs.recipe("nvfp4[wgrad_dy=none,wgrad_x=none,keep_w=False]")
+    assert bs.spec("nvfp4[outer=False]") == bs.spec("nvfp4", outer=False)
+    assert bs.spec("mxfp8", element=torch.float8_e5m2) == bs.spec("mxfp8[element=e5m2]")
+
+
+def test_a_name_of_its_own_is_no_other_recipes() -> None:
+    made = bs.recipe("nvfp4").replace(keep_w=False, name="mine")
+    assert str(made) == "mine"
+    assert bs.recipe("nvfp4").replace(name="nvfp4") == bs.recipe("nvfp4")
+    said = r"name = 'nvfp4'; need one that names no other recipe; .* 'nvfp4\[keep_w=False\]'"
+    with pytest.raises(ValueError, match=said):
+        bs.recipe("nvfp4").replace(keep_w=False, name="nvfp4")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -311,6 +327,9 @@ def test_unknown_recipe_names_the_nearest() -> None:
         bs.recipe("nvpf4")
     with pytest.raises(TypeError, match=r"recipe: name = an int; need a name such as 'nvfp4'"):
         bs.recipe(4)  # type: ignore[arg-type]
+    # What goes on where the name ends is meant.
+    with pytest.raises(ValueError, match=r"did you mean 'fp8_blockwise'\?"):
+        bs.recipe("fp8")
     for make in (bs.Recipe, lambda name: bs.recipe("nvfp4").replace(name=name)):
         with pytest.raises(TypeError, match=r"^recipe: name = an int; need text, a label$"):
             make(4)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import DEVICES, on_ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SQUARE = "mxfp8[block=32x32]"
 RECIPES = {name: bs.recipe(name) for name in ("fp8_blockwise", "mxfp4", "nvfp4", "amdfp4", "mxfp8")}
 RECIPES["mxfp8, W in squares"] = RECIPES["mxfp8"].replace(fprop_w=SQUARE, dgrad_w=SQUARE)
@@ -178,6 +180,7 @@ def use(device: str, folder: str) -> None:
     model = sharded(device, "nvfp4", True)
     # Taken before the first forward, it is of the parameters' memory, padded pieces or not.
     early = model.state_dict()
+    assert type(early["0.up.weight"].to_local()) is torch.Tensor
     assert torch.equal(torch.compile(model, backend="aot_eager")(x), want)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -244,7 +247,14 @@ def use(device: str, folder: str) -> None:
     refused(lambda: bs.convert(stays, "mxfp8"), "recipe = mxfp8 for '0.up', whose codes FSDP2 gat")
     refused(lambda: bs.revert(stays), "revert: model = '0.up', whose codes FSDP2 gathers; need")
     bs.convert(stays, mixed)
+    # PyTorch views a tensor to find its gradient's node.
+    told: list[Any] = []
+    handle = torch.autograd.graph.register_multi_grad_hook(
+        [stays[0].get_parameter("up.weight")], told.append
+    )
     stays(x)[:, :1].sum().backward()
+    assert len(told) == 1
+    handle.remove()
     # What is gathered for now as values looks as if nobody had cut it.
     stays = sharded(device, "nvfp4", False, reshard_after_forward=False)
     with torch.no_grad():
@@ -253,6 +263,16 @@ def use(device: str, folder: str) -> None:
     said = "0.up.weight = gathered by FSDP2 for now; need a weight that fully_shard has not cut"
     refused(lambda: bs.quantized_all_gather(stays), said)
     refused(lambda: bs.quantized_weights(stays).__enter__(), said)
+    # Codes are not gathered for the first time where FSDP2 has room for values.
+    torch.manual_seed(0)
+    warm = nn.Sequential(nn.Linear(256, 512))
+    bs.convert(warm, "nvfp4")
+    bs.quantized_all_gather(warm)
+    bs.convert(warm, "mxfp8")
+    fully_shard(warm.to(device))
+    warm(x)
+    refused(lambda: bs.convert(warm, "nvfp4"), "recipe = nvfp4 for '0', whose values FSDP2 gath")
+    warm(x)
     freed = sharded(device, "nvfp4", True)
     for block in (freed[0], freed[2]):
         block.set_unshard_in_backward(False)  # type: ignore[operator]
@@ -287,8 +307,9 @@ def test_only_what_can_be_is_gathered_as_codes() -> None:
     saved = pickle.dumps(model)
     assert b"ShardedWeight" not in saved
     restored = pickle.loads(saved)
-    assert type(restored[0].weight) is nn.Parameter
+    assert type(restored[0].weight).__name__ == "ShardedWeight"
     assert restored[0].weight.requires_grad
+    assert bs.convert(restored, "mxfp8").skipped == []
     assert bs.convert(copied, "mxfp8").skipped == []
     bs.revert(copied)
     assert type(copied[0]) is nn.Linear
@@ -311,6 +332,65 @@ def test_a_weight_is_written_to_as_ever() -> None:
         layer.load_state_dict({"weight": values, "bias": torch.zeros(64)}, assign=assign)
         assert type(layer.weight).__name__ == "ShardedWeight"
         assert torch.equal(layer.weight + 0, values)
+    said = r"weight.data = torch.bfloat16\[64, 64\] on cpu; need torch.float32\[64, 64\] on cpu"
+    with pytest.raises(ValueError, match=said):
+        layer.weight.data = values.bfloat16()
     layer.to(torch.bfloat16)
     assert type(layer.weight).__name__ == "ShardedWeight"
     assert layer(values.bfloat16()).dtype is torch.bfloat16
+    layer.weight.no_decay = True  # type: ignore[attr-defined]
+    bs.revert(layer)
+    assert type(layer.weight) is nn.Parameter
+    assert vars(layer.weight) == {"no_decay": True}
+
+
+def test_it_enters_compiled_code() -> None:
+    seen = []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        layer = bs.nn.Linear(64, 64, recipe="nvfp4", seed=1)
+        if codes:
+            bs.quantized_all_gather(layer)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        torch._dynamo.reset()
+        step = torch.compile(lambda it=optimizer: it.step(), backend="aot_eager")
+        for _ in range(2):
+            layer(torch.ones(2, 64)).sum().backward()
+            step()
+        seen.append([*layer.parameters()])
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a.detach() + 0, b.detach() + 0)
+
+
+def test_a_state_dict_is_plain_and_shares_its_memory(tmp_path: Path) -> None:
+    layer = bs.nn.Linear(64, 64, recipe="nvfp4", seed=1)
+    bs.quantized_all_gather(layer)
+    state = layer.state_dict()
+    assert type(state["weight"]) is torch.Tensor
+    save_file(state, tmp_path / "model.safetensors")
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], layer.weight + 0)
+    state["weight"].fill_(3)
+    assert bool((layer.weight == 3).all())
+    assert type(layer.state_dict(keep_vars=True)["weight"]).__name__ == "ShardedWeight"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_piece_is_quantized_in_the_dtype_that_is_gathered(device: str) -> None:
+    ops = torch.ops.blockscale
+    torch.manual_seed(0)
+    for spec in ("fp8_128x128", "mxfp4[block=32x32]", "nvfp4[block=16x16]", "amdfp4[block=16x16]"):
+        for shape in ((256, 384), (130, 70), (3, 128, 144), (1, 0)):
+            x = torch.randn(shape).mul(torch.randn(shape).exp()).to(device)
+            batch = len(shape) - 2
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                values = x.to(dtype)
+                amax = ops.amax(x, spec, -1, batch, None, dtype) if "p4[block=16" in spec else None
+                if amax is not None:
+                    assert torch.equal(amax, ops.amax(values, spec, -1, batch))
+                for given in (None, amax):
+                    want = ops.quantize(values, spec, -1, given, None, None, [], "linear", batch)
+                    got = ops.quantize_piece(x, dtype, spec, given, batch)
+                    for a, b in zip(got[:2], want[:2], strict=True):
+                        assert a.dtype is torch.uint8
+                        assert torch.equal(a, b.view(torch.uint8)), (spec, shape, dtype)
+                    assert torch.equal(got[2], want[2])

@@ -8,6 +8,7 @@ ones too, may choose another order of sums for another shape.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 # The last piece is shorter; 255 = 128 + 127 are whole blocks of every recipe but for the end.
 N, K, ROWS = 255, 384, 40
@@ -446,6 +451,37 @@ def test_gradients_one_by_one(tmp_path: Path) -> None:
 
 def test_compiled_is_eager(tmp_path: Path) -> None:
     on_ranks(compiled_is_eager, tmp_path)
+
+
+def keeps_collectives() -> None:
+    """Selective checkpointing that keeps what collectives gave; and an x of one dimension."""
+
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        kept = "c10d" in str(op)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    seen = []
+    for rerun in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        bs.convert(model, "nvfp4")
+        styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), styles)
+        torch.manual_seed(1)
+        x = torch.randn(64, 64, requires_grad=True)
+        called = functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
+        y = (called if rerun else model)(x)
+        y.square().sum().backward()
+        seen.append([y, x.grad, *(whole(p.grad) for p in model.parameters() if p.grad is not None)])
+        with torch.no_grad():
+            assert torch.equal(model(x[:1])[0], model(x[0]))
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_collectives_that_are_kept(tmp_path: Path) -> None:
+    on_ranks(keeps_collectives, tmp_path)
 
 
 def test_compiled_and_checkpointed(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-// FP32 and FP16 rows, worked on as FP32: what load.h and kept.h are for BF16.
+// FP32 and FP16 rows, worked on as FP32: what load.h and kept.h are for BF16. FP32 may be that of
+// f32_as_bf16.
 #pragma once
 
 #include "gpu/quantize/kept.h"
@@ -7,12 +8,16 @@ namespace blockscale::gpu {
 
 // Rows in memory, in bytes.
 struct FloatMemory {
-  bool half;  // FP16
-  int size;   // of an element
+  bool half;      // FP16
+  bool shortens;  // FP32 to the nearest BF16
+  int size;       // of an element
   int64_t pitch;
 
   BLOCKSCALE_DEVICE explicit FloatMemory(const Source& x)
-      : half(x.dtype == DType::f16), size(half ? 2 : 4), pitch(x.row_stride * size) {}
+      : half(x.dtype == DType::f16),
+        shortens(x.dtype == DType::f32_as_bf16),
+        size(half ? 2 : 4),
+        pitch(x.row_stride * size) {}
   BLOCKSCALE_DEVICE const uint8_t* at(const Source& x, int64_t batch, int64_t row,
                                       int64_t column) const {
     return static_cast<const uint8_t*>(x.data) +
@@ -23,8 +28,9 @@ struct FloatMemory {
     return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(pitch)) % to == 0;
   }
   BLOCKSCALE_DEVICE float element(const uint8_t* row, int i) const {
-    return half ? float_of_fp16(reinterpret_cast<const uint16_t*>(row)[i])
-                : reinterpret_cast<const float*>(row)[i];
+    if (half) return float_of_fp16(reinterpret_cast<const uint16_t*>(row)[i]);
+    const float value = reinterpret_cast<const float*>(row)[i];
+    return shortens ? nearest_bf16(value) : value;
   }
 };
 BLOCKSCALE_DEVICE void unpack_fp16(uint32_t pair, float* two) {
@@ -32,10 +38,17 @@ BLOCKSCALE_DEVICE void unpack_fp16(uint32_t pair, float* two) {
   two[1] = float_of_fp16(static_cast<uint16_t>(pair >> 16));
 }
 
+// Two values to the nearest BF16.
+BLOCKSCALE_DEVICE void shorten(float& a, float& b) {
+  const uint32_t pair = to_bf16x2(a, b);
+  a = bit_cast<float>(pair << 16), b = bit_cast<float>(pair & 0xFFFF0000);
+}
+
 // A run on its way.
 struct RunOfFloats {
   uint4 chunk[4];
-  bool half;  // two chunks of FP16
+  bool half;      // two chunks of FP16
+  bool shortens;  // to the nearest BF16, which single elements have been already
 
   BLOCKSCALE_DEVICE FloatRun elements() const {
     FloatRun run;
@@ -52,6 +65,10 @@ struct RunOfFloats {
 #pragma unroll
         for (int j = 0; j < 4; ++j) unpack_fp16(pair[j], run.value + 8 * i + 2 * j);
       }
+    }
+    if (shortens) {
+#pragma unroll
+      for (int i = 0; i < kRun; i += 2) shorten(run.value[i], run.value[i + 1]);
     }
     return run;
   }
@@ -75,7 +92,7 @@ struct FloatReader {
     keep(at);
   }
   BLOCKSCALE_DEVICE Run next() {
-    Run run{{}, memory.half && chunks};
+    Run run{{}, memory.half && chunks, memory.shortens && chunks};
     if (left <= 0) return run;  // reading some line again would cost as much as another line
     if (chunks) {
       const auto* p = reinterpret_cast<const uint4*>(at);
@@ -121,6 +138,13 @@ BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* ro
       const auto wide = words_of(load_once(reinterpret_cast<const Wide*>(row)));
 #pragma unroll
       for (int c = 0; c < kWide; ++c) place(i, c) = bit_cast<float>(wide.word[c]);
+    }
+    if (memory.shortens) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int c = 0; c < kWide; c += 2) shorten(place(i, c), place(i, c + 1));
+      }
     }
   } else if (whole) {
     Narrow raw[kRows];
@@ -169,7 +193,7 @@ struct KeptFloatReader {
   BLOCKSCALE_DEVICE KeptFloatReader(const KeptFloats& tile, int line, int run)
       : at(&tile.chunk[line * KeptFloats::kChunks + 4 * run]), turn(run >> 1) {}
   BLOCKSCALE_DEVICE Run next() {
-    const Run run{{at[turn], at[1 ^ turn], at[2 ^ turn], at[3 ^ turn]}, false};
+    const Run run{{at[turn], at[1 ^ turn], at[2 ^ turn], at[3 ^ turn]}, false, false};
     if (--left > 0) at += KeptFloats::kChunks;
     return run;
   }

@@ -382,14 +382,16 @@ struct AnyLoader {
   BLOCKSCALE_DEVICE explicit AnyLoader(Shared&) {}
   BLOCKSCALE_DEVICE static float value(DType dtype, uint32_t bits) {
     if (dtype == DType::f32) return bit_cast<float>(bits);
+    if (dtype == DType::f32_as_bf16) return nearest_bf16(bit_cast<float>(bits));
     const auto half = static_cast<uint16_t>(bits);
     return dtype == DType::bf16 ? from_bf16(half) : float_of_fp16(half);
   }
   BLOCKSCALE_DEVICE static float load(const Source& x, int64_t batch, int r, int c) {
     if (r >= x.rows || c >= x.columns) return 0.0f;
     const int64_t at = batch * x.batch_stride + r * x.row_stride + c * x.column_stride;
-    if (x.dtype == DType::f32) return static_cast<const float*>(x.data)[at];
-    return value(x.dtype, static_cast<const uint16_t*>(x.data)[at]);
+    return value(x.dtype, dtype_bytes(x.dtype) == 4
+                              ? bits_at(static_cast<const float*>(x.data) + at)
+                              : bits_at(static_cast<const uint16_t*>(x.data) + at));
   }
   // A thread has one place along the first extent, and every kThreads / kTile-th of the other.
   BLOCKSCALE_DEVICE static int first() { return static_cast<int>(threadIdx.x) % kTile; }
@@ -410,7 +412,7 @@ struct AnyLoader {
       for (int i = 0; i < kSteps; ++i, p += step * (kThreads / kTile))
         held[i] = second(i) < seconds ? bits_at(p) : 0;
     };
-    if (dtype == DType::f32)
+    if (dtype_bytes(dtype) == 4)
       bring(static_cast<const float*>(x.data) + start);
     else
       bring(static_cast<const uint16_t*>(x.data) + start);
