@@ -211,7 +211,7 @@ class WeightLayer(Layer):
         computed = weight is not self._parameters.get("weight")
         if computed or not self.quantizes_ahead():
             return []
-        made = quantize_weight(self._here(weight), self.recipe, None, backward)
+        made = quantize_weight(without_type(self._here(weight)), self.recipe, None, backward)
         self._kept = Kept.of(weight, made)
         return [weight]
 
@@ -455,7 +455,9 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
         for weight in layer.matrices():
             got = ""
             divided = isinstance(layer, GroupedLinear) and is_dtensor(weight)
-            if id(weight) in cut or not (divided or is_plain(weight)):
+            # Under quantized_all_gather, but FSDP2 does not have it.
+            whole = is_plain(weight) or hasattr(weight, "local")
+            if id(weight) in cut or not (divided or whole):
                 got, need = got_and_need(weight)
             elif isinstance(layer, WeightLayer) and weight.shape != layer.weight_shape:
                 got = f"{list(weight.shape)}, flattened, replaced or gone to another rank"

@@ -374,6 +374,21 @@ def test_a_state_dict_is_plain_and_shares_its_memory(tmp_path: Path) -> None:
     assert type(layer.state_dict(keep_vars=True)["weight"]).__name__ == "ShardedWeight"
 
 
+def test_what_nobody_has_cut_is_quantized_ahead() -> None:
+    layer = bs.nn.Linear(64, 64, recipe="nvfp4", seed=1)
+    want = layer(torch.ones(2, 64))
+    bs.quantized_all_gather(layer)
+    with bs.quantized_weights(layer):
+        got = layer(torch.ones(2, 64))
+        assert torch.equal(got, want)
+        got.sum().backward()
+        with torch.no_grad():
+            layer.weight.add_(1)
+        with pytest.raises(ValueError, match="Linear: weight = changed"):
+            layer(torch.ones(2, 64))
+    assert layer.weight.grad is not None
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_a_piece_is_quantized_in_the_dtype_that_is_gathered(device: str) -> None:
     ops = torch.ops.blockscale
