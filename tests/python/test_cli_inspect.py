@@ -194,6 +194,20 @@ def test_long_and_odd_names_beside_the_plot(figures: list[Figure]) -> None:
     assert axes.bbox.width > figures[0].bbox.width / 5
 
 
+def test_a_checkpoint_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [tmp_path / f"model-{i}-of-2.safetensors" for i in (1, 2)]
+    save_file({"b": torch.eye(4), "d": torch.eye(8)}, parts[0])
+    save_file({"a": torch.eye(16), "c": torch.eye(4), "d": torch.eye(2)}, parts[1])
+    tensors = ["a", "b", "c", f"d ({parts[0]})", f"d ({parts[1]})"]
+    for given in ([tmp_path], parts, [parts[1], tmp_path]):
+        assert main(["inspect", *map(str, given), "--spec", "mxfp8"]) == 0
+        found = {
+            name.replace("\n", ""): row for (name, _), row in rows(capsys.readouterr().out).items()
+        }
+        assert len(found) == 5
+        assert [*found][:3] == tensors[:3]
+
+
 @pytest.mark.parametrize(
     ("tensors", "why"),
     [({"bias": torch.zeros(3)}, "all its tensors are skipped"), ({}, "it holds no tensors")],
@@ -249,7 +263,11 @@ def test_bad_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert line.endswith(
             "); need a whole safetensors file; it is truncated, damaged or of another kind"
         )
-    assert "(a folder); need a safetensors file" in refusal(capsys, "inspect", str(tmp_path))
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    said = "(a folder without *.safetensors); need a safetensors file, or a folder of some; check"
+    assert said in refusal(capsys, "inspect", str(file), str(nothing))
+    assert f"file = {missing}" in refusal(capsys, "inspect", str(file), missing)
 
 
 def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

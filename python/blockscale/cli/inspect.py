@@ -1,16 +1,18 @@
-"""Show what each spec would do to the tensors of a safetensors file, as a table and a plot: largest
+"""Show what each spec would do to the tensors of safetensors files, as a table and a plot: largest
 magnitude, signal to quantization noise, underflow (the share of the elements other than 0 that
-become 0) and saturation (the share of all elements that are cut off at the largest code). The file
-may be larger than memory."""
+become 0) and saturation (the share of all elements that are cut off at the largest code). The files
+may be larger than memory; of a folder, as checkpoints in parts are, all of them are read."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import math
 import os
 import stat
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,9 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.safetensors")
+    parser.add_argument(
+        "files", metavar="FILE.safetensors", nargs="+", help="or a folder, for those in it"
+    )
     parser.add_argument(
         "--spec", action="append", metavar="SPEC",
         help=f"name or canonical text; may be repeated (default: {', '.join(DEFAULT_SPECS)})",
@@ -66,15 +70,20 @@ def run(args: argparse.Namespace) -> int:
         check_plot_path(Path(args.out))
     results: list[Result] = []
     skipped: list[tuple[str, str]] = []
-    with open_file(args.file) as file:
-        for name in sorted(file.keys()):
-            piece = file.get_slice(name)
+    with contextlib.ExitStack() as stack:
+        # All of them first: a bad one is told before the long work.
+        files = {path: stack.enter_context(open_file(path)) for path in paths_of(args.files)}
+        named = sorted((name, path) for path, file in files.items() for name in [*file.keys()])
+        times = Counter(name for name, _ in named)
+        for name, path in named:
+            piece = files[path].get_slice(name)
+            label = name if times[name] == 1 else f"{name} ({path})"
             shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
             reason = why_skip(shape, dtype)
             if reason:
-                skipped.append((name, reason))
+                skipped.append((label, reason))
             else:
-                results += inspect_tensor(name, piece, shape, specs)
+                results += inspect_tensor(label, piece, shape, specs)
     try:
         if results:
             console.print(as_table(results))
@@ -86,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
             write_atomically(Path(args.out), lambda handle: handle.write(content))
     if not results:
         why = "all its tensors are skipped" if skipped else "it holds no tensors"
-        console.print(f"nothing to inspect in {args.file}: {why}", highlight=False, soft_wrap=True)
+        where = ", ".join(args.files)
+        console.print(f"nothing to inspect in {where}: {why}", highlight=False, soft_wrap=True)
     elif args.out is not None:
         console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
     return 0
@@ -123,14 +133,29 @@ def check_plot_path(path: Path) -> None:
     check_writable("--out", path.parent, path)
 
 
+def paths_of(given: Sequence[str]) -> list[str]:
+    """The files, each once, and those of folders in their places."""
+    found: list[str] = []
+    for path in given:
+        if not os.path.isdir(path):
+            found.append(path)
+            continue
+        within = sorted(str(file) for file in Path(path).glob("*.safetensors"))
+        if not within:
+            raise CliError(
+                f"file = {path} (a folder without *.safetensors); need a safetensors file, or a "
+                "folder of some; check the path"
+            )
+        found += within
+    return list(dict.fromkeys(found))
+
+
 def open_file(path: str) -> Any:
     """The file, opened for reading by slices."""
     from safetensors import SafetensorError, safe_open
 
     try:
         kind = os.stat(path).st_mode
-        if stat.S_ISDIR(kind):
-            raise CliError(f"file = {path} (a folder); need a safetensors file; name one in it")
         if not stat.S_ISREG(kind):  # a pipe would be waited for
             raise CliError(f"file = {path} (not a regular file); need one; save it to a file first")
         return safe_open(path, framework="pt", device="cpu")
