@@ -11,7 +11,7 @@ requirements := requirements.txt requirements-dev.txt
 cxx_files = $(shell find include src binding bench tests examples cmake -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build train test bench lint format asan arm archs hip wheel clean
+.PHONY: help setup build train test bench lint format asan portable arm archs hip wheel clean
 
 help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
@@ -31,7 +31,7 @@ $(venv)/.requirements: $(requirements) tools/develop.py | $(BUILD)/.system-packa
 
 $(BUILD)/build.ninja: $(venv)/.requirements
 	cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$(CURDIR)/$(python)" \
-	    -DBLOCKSCALE_TESTS=ON -DBLOCKSCALE_BENCH=ON -DBLOCKSCALE_TORCH=ON
+	    -DBLOCKSCALE_TESTS=ON -DBLOCKSCALE_EMULATED=ON -DBLOCKSCALE_BENCH=ON -DBLOCKSCALE_TORCH=ON
 	@touch $@
 
 build: $(BUILD)/build.ninja
@@ -63,6 +63,8 @@ format: $(venv)/.requirements  ## rewrite the sources the way lint wants them
 	$(venv)/bin/ruff check --fix .
 	$(venv)/bin/ruff format .
 
+portable: archs hip arm  ## archs, hip and arm: before a change of kernels, of ports or of SIMD code goes out
+
 gpu_sources = $(shell find src/gpu -name '*.cu')
 
 # Compiled, not run (so hardly optimised): the build itself is for sm_90a.
@@ -87,12 +89,11 @@ hip:  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run
 	        -Wno-pass-failed -Iinclude -Isrc -DBLOCKSCALE_GPU_TARGETS=\"AMD\" -DBLOCKSCALE_SAMPLE -o /dev/null $$1' && \
 	echo "compiled src/gpu as HIP for gfx90a and gfx942; nothing was run"
 
-asan: $(venv)/.requirements  ## the C++ tests under AddressSanitizer and UBSan
+asan: $(venv)/.requirements  ## the C++ tests of the CPU under AddressSanitizer and UBSan
 	@test -f build-asan/build.ninja || cmake -S . -B build-asan -G Ninja -DBLOCKSCALE_TESTS=ON \
 	    -DBLOCKSCALE_GPU=OFF -DBLOCKSCALE_QUICK=ON -DBLOCKSCALE_SANITIZE=address,undefined
 	@cmake --build build-asan -j $(JOBS)
-	@UBSAN_OPTIONS=print_stacktrace=1 $(python) tools/test.py --gtest build-asan/blockscale_tests \
-	    --gtest build-asan/tests/cpp/emulated/blockscale_emulated_tests
+	@UBSAN_OPTIONS=print_stacktrace=1 $(python) tools/test.py --gtest build-asan/blockscale_tests
 
 # Tests are linked statically, so that the emulator needs no library of that processor.
 arm: $(venv)/.requirements  ## the C++ tests on AArch64, in an emulator
@@ -100,8 +101,7 @@ arm: $(venv)/.requirements  ## the C++ tests on AArch64, in an emulator
 	@test -f build-arm/build.ninja || cmake -S . -B build-arm -G Ninja --toolchain cmake/aarch64.cmake \
 	    -DBLOCKSCALE_TESTS=ON -DBLOCKSCALE_GPU=OFF -DBLOCKSCALE_QUICK=ON -DBLOCKSCALE_GTEST=/usr/src/googletest/googletest
 	@cmake --build build-arm -j $(JOBS)
-	@$(python) tools/test.py --under qemu-aarch64-static --gtest build-arm/blockscale_tests \
-	    --gtest build-arm/tests/cpp/emulated/blockscale_emulated_tests
+	@$(python) tools/test.py --under qemu-aarch64-static --gtest build-arm/blockscale_tests
 
 wheel: $(venv)/.requirements  ## one wheel for every Python and PyTorch, in dist/
 	$(python) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
