@@ -156,7 +156,9 @@ TEST(Tiles, ClustersDrawWhereTheyHaveSeveralTiles) {
     EXPECT_FALSE(is_dynamic(t, s));
     s.columns += 1;
     EXPECT_TRUE(is_dynamic(t, s));
-    if (t.split) EXPECT_EQ(tile_cost(t, s), std::numeric_limits<double>::infinity());
+    if (t.split) {
+      EXPECT_EQ(tile_cost(t, s), std::numeric_limits<double>::infinity());
+    }
     s.columns = t.unit_columns(), s.groups = 150, s.grouped = true;
     EXPECT_TRUE(is_dynamic(t, s));
   }
