@@ -28,7 +28,7 @@ from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState
 from blockscale.sharded import check_gathered, gathered_spec, gathers_codes
-from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer
+from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer, values_of
 
 # PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
 # layers: whose attribute allows it, and the value that does not.
@@ -427,8 +427,7 @@ def _restore(module: torch.nn.Module) -> bool:
         module.__dict__.pop(name, None)
     if isinstance(module, WeightLayer) and module.__dict__.pop("_retype", None):
         weight = module.weight  # by quantized_all_gather()
-        values = getattr(weight, "local", weight)
-        module.weight = torch.nn.Parameter(values, weight.requires_grad)
+        module.weight = torch.nn.Parameter(values_of(weight), weight.requires_grad)
         own = {"local", "_is_param"}  # of its type
         kept = {name: value for name, value in vars(weight).items() if name not in own}
         vars(module.weight).update(kept)  # such as what an optimizer is to do with it

@@ -19,7 +19,7 @@ from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, recipe_names
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, RngState, as_tensor, layer_seed
-from blockscale.tensor import FLOATS, FLOATS_TEXT, is_dtensor, is_plain
+from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 
@@ -58,9 +58,9 @@ def without_type(weight: torch.Tensor) -> torch.Tensor:
     """The memory of a weight that FSDP2 is to gather as codes (or any tensor), for those who know
     plain tensors alone: safetensors, and kernels that ask for pointers."""
     if not is_dtensor(weight):
-        return weight.local.detach() if hasattr(weight, "local") else weight
+        return weight.local.detach() if isinstance(weight, KeptWeight) else weight
     piece = weight._local_tensor  # type: ignore[attr-defined]
-    if not hasattr(piece, "local"):
+    if not isinstance(piece, KeptWeight):
         return weight
     whole = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
     at = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
@@ -456,7 +456,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
             got = ""
             divided = isinstance(layer, GroupedLinear) and is_dtensor(weight)
             # Under quantized_all_gather, but FSDP2 does not have it.
-            whole = is_plain(weight) or hasattr(weight, "local")
+            whole = is_plain(weight) or isinstance(weight, KeptWeight)
             if id(weight) in cut or not (divided or whole):
                 got, need = got_and_need(weight)
             elif isinstance(layer, WeightLayer) and weight.shape != layer.weight_shape:

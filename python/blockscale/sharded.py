@@ -26,7 +26,7 @@ from blockscale._errors import fail
 from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need, of_fsdp
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
-from blockscale.tensor import WeightOfFsdp, is_dtensor, is_plain
+from blockscale.tensor import KeptWeight, WeightOfFsdp, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
@@ -153,14 +153,12 @@ _VIEWS: Final = frozenset(
 _OF_W: Final = [a.name for a in _ops.linear.default._schema.arguments].index("quantized_w")
 
 
-class ShardedWeight(WeightOfFsdp):
+class ShardedWeight(KeptWeight):
     """The piece of a weight that a rank keeps: a tensor like any other, but for how it is gathered.
 
     Attributes:
         local: the tensor.
     """
-
-    local: torch.Tensor
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> ShardedWeight:
@@ -206,7 +204,7 @@ class ShardedWeight(WeightOfFsdp):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        values = getattr(values, "local", values)
+        values = values_of(values)
         if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
             got = f"{values.dtype}{list(values.shape)} on {values.device}"
             need = f"{self.dtype}{list(self.shape)} on {self.device}, as the weight is"

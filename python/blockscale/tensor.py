@@ -69,6 +69,17 @@ class WeightOfFsdp(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+class KeptWeight(WeightOfFsdp):
+    """As it is kept: `local` are its values, a plain tensor."""
+
+    local: torch.Tensor
+
+
+def values_of(weight: torch.Tensor) -> torch.Tensor:
+    """The plain tensor of a weight as FSDP2 keeps it; any other tensor itself."""
+    return weight.local if isinstance(weight, KeptWeight) else weight
+
+
 def is_for_layer(tensor: torch.Tensor) -> bool:
     """Whether a layer takes it: plain, or cut over ranks in a way that it knows."""
     return is_plain(tensor) or is_dtensor(tensor) or isinstance(tensor, WeightOfFsdp)
