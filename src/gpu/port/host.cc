@@ -1,16 +1,13 @@
 // Threads of a kernel as fibers: each has a stack, and the scheduler below resumes them by turns.
 #include "gpu/port/host.h"
 
+#include <sanitizer/common_interface_defs.h>
 #include <ucontext.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
-
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
-#endif
 
 namespace blockscale::gpu::emulated {
 
@@ -55,16 +52,12 @@ struct Machine {
 };
 Machine machine;
 
-void begin_switch([[maybe_unused]] Context& from, [[maybe_unused]] const Context& to) {
-#if defined(__SANITIZE_ADDRESS__)
+void begin_switch(Context& from, const Context& to) {
   __sanitizer_start_switch_fiber(&from.shadow, to.stack, to.stack_bytes);
-#endif
 }
-void end_switch([[maybe_unused]] Context& now, [[maybe_unused]] Context* learn) {
-#if defined(__SANITIZE_ADDRESS__)
+void end_switch(Context& now, Context* learn) {
   __sanitizer_finish_switch_fiber(now.shadow, learn ? &learn->stack : nullptr,
                                   learn ? &learn->stack_bytes : nullptr);
-#endif
 }
 
 // Not instrumented: before what does not return AddressSanitizer clears the shadow of a whole
