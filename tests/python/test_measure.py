@@ -126,14 +126,14 @@ def test_what_is_encoded_is_rounded_first(size: int) -> None:
         noise.add(torch.full((16, 256), value), bs.spec(f"mxfp8[hadamard={size}:0]"))
         assert (noise.nonzero, noise.underflowed) == (16 * 256 // size, 0)
     # What the rounding before it loses is part of the error.
-    x, spec = x_of(4, 256), bs.spec(f"mxfp8[hadamard={size}:0]")
+    x, turned = x_of(4, 256), bs.spec(f"mxfp8[hadamard={size}:0]")
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     exact = (x.view(-1, size) @ matrix / math.sqrt(size)).view_as(x)
-    error = bs.quantize(x, spec).dequantize() - exact
+    error = bs.quantize(x, turned).dequantize() - exact
     noise = Noise()
-    noise.add(x, spec)
+    noise.add(x, turned)
     ratio = float(exact.square().sum() / error.square().sum())
     assert noise.sqnr == pytest.approx(10 * math.log10(ratio), rel=1e-5)
 
