@@ -40,7 +40,8 @@ struct Sizes {
   std::vector<int64_t> codes, scales, outer;
   ScalarType code_type, scale_type;
 };
-Sizes sizes_of(const ConstQuantized& q, std::optional<int64_t> batch, bool bytes) {
+Sizes sizes_of(const Place& at, const ConstQuantized& q, std::optional<int64_t> batch, bool bytes) {
+  check_sizes(at.op(), "shape", q.rows, q.columns, q.batch, q.groups.count);
   const StoredShape s = q.shape();
   const StorageLayout& layout = q.layout;
   Sizes sizes{{}, {}, {}, torch_dtype(q.spec.element), torch_dtype(q.spec.scale)};
@@ -226,7 +227,7 @@ Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& lay
   Quantized& q = out.view;
   q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
   q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
-  const Sizes sizes = sizes_of(as_const(q), batch, bytes);
+  const Sizes sizes = sizes_of(at, as_const(q), batch, bytes);
   out.codes = empty(sizes.codes, sizes.code_type, at.device());
   out.scales = empty(sizes.scales, sizes.scale_type, at.device());
   out.outer = empty(sizes.outer, ScalarType::Float, at.device());
@@ -245,7 +246,7 @@ Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
   ConstQuantized& q = result.view;
   q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
   q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
-  const Sizes sizes = sizes_of(q, batch, bytes);
+  const Sizes sizes = sizes_of(at, q, batch, bytes);
   const auto check = [&](const char* name, const Tensor& t, ScalarType dtype,
                          const std::vector<int64_t>& size) {
     return checked(at, prefix + name, t, dtype, size, spec);
@@ -253,9 +254,14 @@ Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
   result.codes = check("codes", codes, sizes.code_type, sizes.codes);
   result.scales = check("scales", scales, sizes.scale_type, sizes.scales);
   result.outer = check("outer", outer, ScalarType::Float, sizes.outer);
-  // A part of a larger tensor may begin anywhere, and GPU kernels read codes 16 bytes at a time.
-  if (at.cuda() && reinterpret_cast<uintptr_t>(result.codes.const_data_ptr()) % 16 != 0)
-    result.codes = torch::stable::clone(result.codes);
+  // A part of a larger tensor may begin anywhere. GPU kernels read codes 16 bytes at a time, and
+  // FP32 scales, which may be bytes here, as words.
+  const auto align = [&](Tensor& t, uintptr_t bytes) {
+    if (at.cuda() && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes != 0)
+      t = torch::stable::clone(t);
+  };
+  align(result.codes, 16);
+  align(result.scales, static_cast<uintptr_t>(scale_bytes(spec.scale)));
   q.codes = static_cast<const uint8_t*>(result.codes.const_data_ptr());
   q.scales = static_cast<const uint8_t*>(result.scales.const_data_ptr());
   q.outer = static_cast<const float*>(result.outer.const_data_ptr());

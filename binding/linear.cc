@@ -390,6 +390,7 @@ struct Saved {
     const bool x_apart = needs.dw && (!recipe.wgrad_x || needs.x_apart);
     const bool w_apart = needs.dx && (!recipe.dgrad_w || needs.w_apart);
     const bool x_here = needs.dw && !x_apart, w_here = needs.dx && !w_apart;
+    const bool grouped = static_cast<bool>(of_x.groups);
     const bool together = x_here || w_here || draws;
     const size_t w_at = size_t{together} + size_t{x_apart};
     const bool w_gathered = w_apart && saved.size() > w_at && is_gathered(saved[w_at]);
@@ -416,11 +417,14 @@ struct Saved {
       x = Side{matrix(values_in(at, *next++, of_x)), -2, std::nullopt};
     if (w_gathered) {
       w_rows = gathered(at, "saved", std::span(saved).subspan(w_at, w_parts), recipe.dgrad_w, of_w,
-                        static_cast<bool>(of_x.groups));
+                        grouped);
       next += w_parts;
     } else if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
-      w_values = values_in(at, *next++, of_w, static_cast<bool>(of_x.groups));
-    else if (w_apart)
+      w_values = values_in(at, *next++, of_w, grouped);
+    else if (w_apart && !recipe.dgrad_w) {
+      const Tensor& values = values_in(at, *next++, of_w, grouped);
+      w = Side{grouped ? values : matrix(values), -2, std::nullopt};
+    } else if (w_apart)
       w = weight_of(at, "saved", *next++, recipe.dgrad_dy, recipe.dgrad_w, -2, of_w,
                     of_x.groups.count);
     if (draws) seed = key_of(at, "seed", *next++);

@@ -221,6 +221,8 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   const TorchStream& stream = at.stream();
   if (multiplies_codes(a, b)) return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
   check_layouts(at, a, b);
+  gpu::check_operand(at.op(), "a", a);
+  gpu::check_operand(at.op(), "b", b);
   const StoredShape sa = a.shape(), sb = b.shape();
   const bool empty_product = sa.lines * sb.lines * sa.extent == 0;
   const bool outer = a.spec.outer || b.spec.outer;

@@ -20,9 +20,10 @@ std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
                                        const ConstQuantized& b);
 
 // The operands' contraction axes are equally long, and their memory has been checked; they may be
-// in groups as for the core's gemm. `bias` is [lines of b], with groups [groups, lines of b], of
-// any dtype. `sizes` is the shape of D: the lines of a, perhaps in several dimensions, and the
-// lines of b; or [groups, lines of a, lines of b]. out_dtype is float32, bfloat16 or float16.
+// in groups as for the core's gemm. `bias` is [lines of b], with groups [groups, lines of b],
+// float32, bfloat16 or float16. `sizes` is the shape of D: the lines of a, perhaps in several
+// dimensions, and the lines of b; or [groups, lines of a, lines of b]. out_dtype is float32,
+// bfloat16 or float16.
 //
 // With `into`, a contiguous float32 tensor of as many elements, the product is added to it, and it
 // is the result. With `values` the operands have been decoded.

@@ -48,6 +48,7 @@ Tensor read_bytes(const Place& at, const char* name, const Tensor& saved, int64_
 Plan::Plan(const QuantSpec& spec, int axis, const Extent& e) {
   q.spec = spec, q.layout = storage_of(spec), q.axis = axis;
   q.rows = e.rows, q.columns = e.columns, q.batch = e.batch, q.groups = e.groups;
+  check_sizes("linear", "operand", q.rows, q.columns, q.batch, q.groups.count);
   const StoredShape s = q.shape();
   codes = q.batch * s.code_bytes;
   outer = spec.outer ? q.matrices() * static_cast<int64_t>(sizeof(float)) : 0;

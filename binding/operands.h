@@ -66,7 +66,7 @@ bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t group
 // An operand that an earlier call has made alone.
 Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
                  int axis, const Extent& e);
-// The same of a weight, which may lie wide, or is in high precision.
+// The same of a weight, which may lie wide; without a spec `saved` itself, which has been checked.
 Side weight_of(const Place& at, const char* name, const Tensor& saved, const Spec& a,
                const Spec& weight, int axis, const Extent& e, int64_t groups);
 

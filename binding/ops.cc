@@ -175,8 +175,9 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
 // a copy of the first. PyTorch's operators would be three launches.
 Tensor begin_forward_op(Tensor offset, Tensor upcoming, bool counts) {
   const Place at("begin_forward", "offset", offset);
-  auto* const here = const_cast<int64_t*>(key_of(at, "offset", offset));
-  auto* const next = const_cast<int64_t*>(key_of(at, "upcoming", upcoming));
+  key_of(at, "offset", offset), key_of(at, "upcoming", upcoming);
+  auto* const here = static_cast<int64_t*>(offset.mutable_data_ptr());
+  auto* const next = static_cast<int64_t*>(upcoming.mutable_data_ptr());
   Tensor copy = empty({}, ScalarType::Long, at.device());
   auto* const kept = static_cast<int64_t*>(copy.mutable_data_ptr());
   if (at.cuda()) {

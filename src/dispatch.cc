@@ -55,11 +55,12 @@ void check_matrix(const char* op, const char* name, int64_t rows, int64_t column
          "quantize parts of it, each with its origin");
   if (rows < 0 || columns < 0 || batch < 0)
     fail(op, name, extents(rows, columns), "extents of at least 0");
-  const int64_t tiles = ceil_div(rows, 128) * ceil_div(columns, 128);
-  if (memory == Memory::device && tiles != 0 && batch >= limit / tiles)
+  const bool empty = rows == 0 || columns == 0 || batch == 0;
+  if (memory == Memory::device && !empty &&
+      batch >= limit / (ceil_div(rows, 128) * ceil_div(columns, 128)))
     fail(op, name, std::to_string(batch) + " matrices of " + extents(rows, columns),
          "fewer than 2^31 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
-  if (!data && rows * columns * batch != 0) fail(op, name, "null", "a pointer to data");
+  if (!data && !empty) fail(op, name, "null", "a pointer to data");
 }
 void check_written(const char* op, const char* name, const Matrix& out) {
   if (out.dtype == DType::f32_as_bf16)
@@ -110,6 +111,7 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
          "axis is the contraction axis of the GEMM that will read the operand");
   if (q.rows < 0 || q.columns < 0 || q.batch < 0)
     fail(op, name, extents(q.rows, q.columns), "extents of at least 0");
+  check_sizes(op, name, q.rows, q.columns, q.batch, q.groups.count);
   check_groups(op, q.groups, q.rows, q.batch, memory);
   const StoredShape s = q.shape();
   if (!q.codes && s.code_bytes * q.batch != 0) fail(op, name, "null codes", "a pointer to codes");
@@ -302,6 +304,10 @@ void check_values(const Quantization& q) {
 }
 
 }  // namespace
+
+void gpu::check_operand(const char* op, const char* name, const ConstQuantized& q) {
+  check_quantized(op, name, q, Memory::device);
+}
 
 void check_offsets(const char* op, const Groups& groups, int64_t rows) {
   const auto name = [](int64_t g) { return "offsets[" + std::to_string(g) + "]"; };

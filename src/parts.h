@@ -64,7 +64,7 @@ inline int64_t rows_in(const Groups& groups, int64_t rows) {
 
 // Rows of x from `row` on become 0: those that belong to no group.
 inline void clear_rows(const Matrix& x, int64_t row) {
-  for (; row < x.rows; ++row)
+  for (; row < x.rows && x.columns != 0; ++row)
     for (int64_t c = 0; c < x.columns; ++c)
       store_element(x, row * x.row_stride + c * x.column_stride, 0.0f);
 }

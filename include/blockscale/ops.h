@@ -34,10 +34,11 @@ class Stream {
   virtual ~Stream() = default;
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done. Its size depends on shapes
-  // alone. Quantizers ask for one FP32 a matrix for an amax that is not given, a BF16 copy of x for
-  // a Hadamard transform wider than 16, with groups some bytes for each of them and for 128 rows of
-  // x, and a copy of the scales of both directions of elements of a byte, `linear` and not square;
-  // gemm for the scales that it copies and for MXFP4 as FP8 (below).
+  // alone. Quantizers ask for an FP32 a matrix for each amax that is not given, of small inputs one
+  // a tile of 128 x 128; for a BF16 copy of x for a Hadamard transform wider than 16; and for a
+  // copy of the scales of both directions of elements of a byte, `linear` and not square. Whatever
+  // runs in groups asks for some bytes for each of them, and quantizers for each 128 rows of x
+  // besides; gemm for the scales that it copies and for MXFP4 as FP8 (below).
   virtual void* workspace(int64_t bytes) const = 0;
 };
 

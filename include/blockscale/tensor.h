@@ -80,6 +80,12 @@ struct BasicQuantized {
   // How many matrices have an outer scale of their own.
   int64_t matrices() const { return groups ? groups.count : batch; }
 };
+// Throws Error, of the operator `op` and its argument `name`, where the buffers of an operand of
+// these extents, with whatever a layout adds, could be of 2^62 bytes or more, so that sizes would
+// overflow.
+void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
+                 int64_t groups);
+
 using Quantized = BasicQuantized<uint8_t, float>;
 using ConstQuantized = BasicQuantized<const uint8_t, const float>;
 

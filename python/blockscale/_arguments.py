@@ -102,7 +102,7 @@ def check_amax(
         return check_plain(operation, name, value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(operation, name, value, "a number, or a float32 tensor")
-    need = "a float32 number, at most 3.4028234e38"
+    need = "0, or from 1.4e-45 to 3.4028234e38, which float32 holds"
     try:
         number = float(value)
     except OverflowError:
@@ -111,7 +111,7 @@ def check_amax(
     # in compiled code the number may be a symbol.)
     if not number >= 0:
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
-    if torch.finfo(torch.float32).max < number < math.inf:
+    if torch.finfo(torch.float32).max < number < math.inf or 0 < number < 2**-149:
         fail(operation, name, number, need)
     shape = x.shape[:batch_dims] if offsets is None else offsets.shape
     return torch.full(shape, number, dtype=torch.float32, device=x.device)

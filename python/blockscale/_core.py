@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -177,10 +178,13 @@ def explain(
     return _ask("bs_matmul_path", operation, text, kind)
 
 
-def widens(a: Spec, weight: Spec, groups: int) -> bool:
+def widens(a: Spec, weight: Spec, groups: int, device: torch.device) -> bool:
     """Whether `quantize_weight` widens a weight for products with operands of spec `a`, whose rows
-    so many groups (or 0) divide, on the current GPU."""
-    return _ask("bs_widens", str(a), str(weight), str(groups)) == "true"
+    so many groups (or 0) divide, on this device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device) if torch.cuda.is_available() else contextlib.nullcontext():
+        return _ask("bs_widens", str(a), str(weight), str(groups)) == "true"
 
 
 @functools.cache

@@ -26,9 +26,14 @@ def fail(operation: str, argument: str, got: object, need: str, remedy: str = ""
 
 def fail_type(operation: str, argument: str, got: object, need: str, remedy: str = "") -> NoReturn:
     """Raise TypeError naming the type of `got`."""
-    kind = type(got).__name__
-    what = "None" if got is None else f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
+    what = "None" if got is None else kind_of(got)
     raise TypeError(message(operation, argument, what, need, remedy))
+
+
+def kind_of(got: object) -> str:
+    """The name of its type, with an article."""
+    kind = type(got).__name__
+    return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
 
 
 def reword(refusal: str, operation: str, argument: str) -> str:

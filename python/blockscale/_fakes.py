@@ -352,7 +352,7 @@ def _fake_quantize_weight(
         s, a = specs[name], specs[partner]
         if s is None or (axis == -2 and not dgrad):
             continue
-        if w.is_cuda and a is not None and widens(a, s, w.shape[0] if batch else 0):
+        if a is not None and widens(a, s, w.shape[0] if batch else 0, w.device):
             made.append(_fake_wide(w, s, axis))
         else:
             made.append(_fake_kept(w, [(w, s, 0, batch)], axis, False))

@@ -6,7 +6,9 @@ import torch
 
 # What wrappers put into the names of what they wrap. A layer's random bits must not depend on
 # whether it is compiled, checkpointed, replicated or sharded.
-_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WRAPPED = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+)
 REPLICATORS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeGuard
 
 import torch
 
 from blockscale._errors import any_int, did_you_mean, fail, fail_type
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
+from blockscale.classes import class_of, why_not_linear
 from blockscale.counting import states_of
-from blockscale.experts import experts_class, is_experts, matrices_of, why_not
+from blockscale.experts import Experts, is_experts, matrices_of, why_not
 from blockscale.nn import (
     Layer,
     Linear,
@@ -76,7 +77,8 @@ def convert(
     seed: int | None = None,
     experts: Sequence[str] | Set[str] = (),
 ) -> Report:
-    """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place.
+    """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place; so those of subclasses
+    that have its forward.
 
     A `blockscale.nn.GroupedLinear` gets the recipe; one that is left alone keeps its own. Modules,
     parameters and state_dict keys stay the same objects and names. Converting again changes what is
@@ -108,8 +110,9 @@ def convert(
         A Report, which prints as a table: each module, its recipe, or why it was left alone.
 
     Raises:
-        TypeError, ValueError: an unknown recipe, a rule, skip or experts that match nothing, a
-            model with nothing to convert, or a part of a converted one; a recipe that does not run
+        TypeError, ValueError: an unknown recipe; a rule, skip or experts that match nothing, or a
+            rule with a recipe or experts that match only what cannot be converted; a model with
+            nothing to convert, or a part of a converted one; a recipe that does not run
             where a layer lies; a layer that is to change while FSDP2 gathers its codes, or that
             something else has changed since it was converted. Nothing is changed then.
     """
@@ -201,7 +204,9 @@ class _Step:
 
 def _converted(plain: type[torch.nn.Module]) -> type[Layer]:
     """The class that a module of another one gets."""
-    return Linear if plain is torch.nn.Linear else experts_class(plain)
+    if plain is torch.nn.Linear:
+        return Linear
+    return class_of(Linear if issubclass(plain, torch.nn.Linear) else Experts, plain)
 
 
 def _check_types(model: object, rules: object, skip: object, seed: object, experts: object) -> None:
@@ -249,13 +254,20 @@ def _plan(
     }
     _check_named("skip", skip, names)
     chosen = _experts(experts, names)
-    _check_rules({rule: pattern for rule, (pattern, _) in parsed.items()}, names, chosen)
+    reasons = {
+        module: _unfit(module, module in chosen)
+        for module in names
+        # A layer may hold its weight further down.
+        if isinstance(module, Layer) or any(True for _ in module.parameters(recurse=False))
+    }
+    _check_fit(
+        "experts", {entry: _named(entry, chosen, names) for entry in experts}, names, reasons
+    )
+    _check_rules(parsed, names, reasons, chosen)
     for name, module in by_first_name(names).items():
-        own = any(True for _ in module.parameters(recurse=False))
-        if not own and not isinstance(module, Layer):  # which may hold its weight further down
+        if module not in reasons:
             continue
-        known = names[module]
-        reason = _unfit(module, module in chosen)
+        known, reason = names[module], reasons[module]
         rule = next((r for r, (at, _) in parsed.items() if any(map(at.search, known))), None)
         skipped = next((s for s in skip if any(is_part(s, name) for name in known)), None)
         stays = f", stays in {module.recipe}" if _has_no_plain_form(module) else ""
@@ -275,19 +287,41 @@ def _has_no_plain_form(module: torch.nn.Module) -> TypeGuard[Layer]:
 
 
 def _check_rules(
-    patterns: Mapping[str, re.Pattern[str]],
+    rules: Mapping[str, tuple[re.Pattern[str], Recipe | None]],
     names: Mapping[torch.nn.Module, list[str]],
+    reasons: Mapping[torch.nn.Module, str],
     experts: set[torch.nn.Module],
 ) -> None:
     """A rule that applies to nothing is a mistake in its expression."""
     kinds = (torch.nn.Linear, Layer)
-    layers = (m for m in names if isinstance(m, kinds) or m in experts)
+    layers = [m for m in names if isinstance(m, kinds) or m in experts]
     linears = [name for layer in layers for name in names[layer]]
-    for rule, pattern in patterns.items():
-        if not any(pattern.search(name) for name in linears):
+    found = {
+        rule: [layer for layer in layers if any(map(pattern.search, names[layer]))]
+        for rule, (pattern, _) in rules.items()
+    }
+    for rule, matches in found.items():
+        if not matches:
             need = "a regular expression that is found in the name of a layer to convert"
             some = ", ".join(linears[:4]) + (", ..." if len(linears) > 4 else "")
             fail("convert", "rules", repr(rule), need, f"the names are {some}")
+    recipes = {rule: found[rule] for rule, (_, to) in rules.items() if to is not None}
+    _check_fit("rules", recipes, names, reasons)
+
+
+def _check_fit(
+    argument: str,
+    found: Mapping[str, Sequence[torch.nn.Module]],
+    names: Mapping[torch.nn.Module, list[str]],
+    reasons: Mapping[torch.nn.Module, str],
+) -> None:
+    """Of the modules that were asked for by an entry at least one has to be converted."""
+    for entry, modules in found.items():
+        unfit = [(names[m][0], reasons.get(m, "it has no weight")) for m in modules]
+        if unfit and all(reason for _, reason in unfit):
+            got = f"{entry!r}, which finds {', '.join(name or '(root)' for name, _ in unfit[:4])}"
+            remedy = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in unfit[:4])
+            fail("convert", argument, got, "at least one layer that can be converted", remedy)
 
 
 def _check_named(
@@ -302,6 +336,12 @@ def _check_named(
             fail("convert", argument, repr(entry), "the name of a module", remedy)
 
 
+def _named(
+    entry: str, modules: Iterable[torch.nn.Module], names: Mapping[torch.nn.Module, list[str]]
+) -> list[torch.nn.Module]:
+    return [m for m in modules if any(is_part(entry, name) for name in names[m])]
+
+
 def _experts(
     entries: list[str], names: Mapping[torch.nn.Module, list[str]]
 ) -> set[torch.nn.Module]:
@@ -309,8 +349,7 @@ def _experts(
     _check_named("experts", entries, names)
     found: set[torch.nn.Module] = set()
     for entry in entries:
-        named = (m for m, known in names.items() if any(is_part(entry, name) for name in known))
-        could = [module for module in named if is_experts(module)]
+        could = [module for module in _named(entry, names, names) if is_experts(module)]
         if not could:
             need = "a module that holds matrices, [E, N, K]"
             remedy = "experts of nn.Linear need none; a model that is experts goes into a module"
@@ -340,7 +379,9 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
     elif isinstance(module, torch.nn.Linear) and torch.nn.utils.parametrize.is_parametrized(module):
         return f"{kind} is parametrized: convert it first, then parametrize it"
     elif isinstance(module, torch.nn.Linear):
-        return f"{kind} is a subclass of nn.Linear: its forward may be its own"
+        if reason := why_not_linear(module):
+            return reason
+        matrices = [module.weight]
     elif not as_experts:
         hint = "; experts= converts what it multiplies" if "experts" in kind.lower() else ""
         return f"{kind} is not nn.Linear{hint if is_experts(module) else ''}"

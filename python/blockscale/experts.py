@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils._pytree import tree_leaves
 
 from blockscale._errors import fail
+from blockscale.classes import why_none
 from blockscale.functional import autocast_dtype, linear_with_key
 from blockscale.nn import Kept, Layer
 from blockscale.rng import as_tensor, checkpointed_region, layer_seed
@@ -48,16 +49,8 @@ def why_not(module: torch.nn.Module) -> str:
         return f"{kind.__name__} has experts inside, which multiply by themselves"
     if kind.forward is torch.nn.Module.forward:
         return f"{kind.__name__} has no forward: whoever reads its parameters multiplies"
-    ours = {name for of in (Experts, Layer) for name in (*vars(of), *of.__annotations__)}
-    theirs = {*dir(kind), *vars(module), *module._parameters, *module._buffers, *module._modules}
-    if taken := sorted(ours & theirs - set(dir(torch.nn.Module))):
-        return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
     _let_modes_see_grouped_mm()
-    try:  # now, since nothing may fail once convert has begun to change a model
-        experts_class(kind)
-    except Exception as error:  # whatever its metaclass or __init_subclass__ wants
-        return f"{kind.__name__} cannot be subclassed: {error}"
-    return ""
+    return why_none(Experts, module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +150,9 @@ class Experts(Layer):
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe}")))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # of a class that no module names
-        return _empty, (self.plain,), self.__getstate__()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _let_modes_see_grouped_mm()  # in a process that loads it
 
 
 def _is_view(w: torch.Tensor, of: torch.Tensor) -> bool:
@@ -171,26 +165,6 @@ def _is_view(w: torch.Tensor, of: torch.Tensor) -> bool:
 def _has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = (*args, *kwargs.values())
     return any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in given)
-
-
-def experts_class(plain: type[torch.nn.Module]) -> type[Experts]:
-    """The class that `convert` makes of another: one for each, which keeps it, so that both go when
-    nobody uses them."""
-    made: type[Experts] | None = vars(plain).get(_CLASS)
-    if made is None:
-        attributes = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-        made = type(f"Quantized{plain.__name__}", (Experts, plain), attributes)
-        setattr(plain, _CLASS, made)
-    return made
-
-
-_CLASS: Final = "_blockscale_experts"
-
-
-def _empty(plain: type[torch.nn.Module]) -> Experts:
-    _let_modes_see_grouped_mm()  # in a process that loads it
-    kind = experts_class(plain)
-    return kind.__new__(kind)
 
 
 class _Products(TorchFunctionMode):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from blockscale._errors import as_pytorch_raises, fail, fail_type, message, typed
+from blockscale._errors import as_pytorch_raises, fail, fail_type, kind_of, message, typed
 from blockscale.recipe import OPERANDS, Recipe, Spec, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
@@ -285,7 +285,8 @@ def _check_into(
     if (into.shape, into.dtype, into.device) != (w.shape, torch.float32, w.device) or (
         not into.is_contiguous()
     ):
-        got = f"{into.dtype}{list(into.shape)} on {into.device}"
+        strided = "" if into.is_contiguous() else "strided "
+        got = f"{strided}{into.dtype}{list(into.shape)} on {into.device}"
         need = f"contiguous torch.float32{list(w.shape)} on {w.device}, as w is"
         fail(op, name, got, need)
     if torch.is_grad_enabled() and not dw:
@@ -481,7 +482,8 @@ def check_arguments(
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT, "convert it with .to()")
         check_dense(op, name, tensor)
         if not is_for_layer(tensor):
-            fail(op, name, f"a {type(tensor).__name__}", "a plain tensor")
+            remedy = "bs.revert the model before weights are replaced" if name == "w" else ""
+            fail(op, name, kind_of(tensor), "a plain tensor", remedy)
         if tensor.device != x.device:
             fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
     check_shapes(op, x, w, bias, offsets is not None)

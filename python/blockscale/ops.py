@@ -72,7 +72,8 @@ def quantize(
             What a layout does not hold stays linear; "+" joins one of codes and one of scales, as
             in "mfma_16x16+aiter_scale".
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices; else 0.
-        origin: (row, column) of x in the unsharded tensor, so that a shard draws its own bits.
+        origin: (row, column) of x in the unsharded tensor, so that a shard draws its own bits; a
+            multiple of the block and of the transform along the axis, of a square's side across it.
         offsets: [G] int32 or int64 on x's device: where each group ends. They must not decrease or
             pass the last row. A GPU does not wait to check that: the result is then NaN throughout
             (with the environment variable BLOCKSCALE_CHECK_OFFSETS=1 it does wait, and raises).

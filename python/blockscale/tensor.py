@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from blockscale import _core
-from blockscale._errors import any_device, check_int, fail, fail_type, reword
+from blockscale._errors import any_device, check_int, fail, fail_type, kind_of, reword
 from blockscale.recipe import Spec, spec
 
 # What can be quantized, and what a result can be asked for in.
@@ -94,7 +94,7 @@ def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor
     if not is_plain(tensor):
         local = is_dtensor(tensor)
         remedy = f"pass {name}.to_local() or {name}.full_tensor()" if local else ""
-        fail(operation, name, f"a {type(tensor).__name__}", "a plain tensor", remedy)
+        fail(operation, name, kind_of(tensor), "a plain tensor", remedy)
     return tensor.wait() if _is_underway(tensor) else tensor  # type: ignore[attr-defined]
 
 

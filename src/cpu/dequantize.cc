@@ -201,7 +201,8 @@ void dequantize_all(const ConstQuantized& q, const Matrix& x, const Executor& ex
   const bool along_rows = q.axis == -1;
   const int64_t unit = along_rows ? 1 : kTileColumns;  // lines a task handles
   const auto per_matrix = [&](int64_t rows) {
-    return along_rows ? rows : rows == 0 ? 0 : ceil_div(x.columns, unit);
+    if (rows == 0 || x.columns == 0) return int64_t{0};
+    return along_rows ? rows : ceil_div(x.columns, unit);
   };
   const bool stream = x.batch * x.rows * x.columns * dtype_bytes(x.dtype) >= kStreamBytes;
   const bool rounds = has_bf16();

@@ -47,7 +47,8 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Executor& e
   const auto sources = parts_of(from);
   const auto targets = parts_of(to);
   Pieces pieces;
-  for (const Target& part : targets) pieces.add(part.q.batch * part.shape.lines);
+  for (const Target& part : targets)
+    pieces.add(part.shape.padded == 0 ? 0 : part.q.batch * part.shape.lines);
   executor.parallel_for(pieces.total(), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t within = i;

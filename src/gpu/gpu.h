@@ -19,6 +19,10 @@ std::string failure();
 void begin_forward(int64_t* offset, int64_t* upcoming, int64_t* copy, bool counts,
                    const Stream& stream);
 
+// Refuses an operand in device memory that kernels could not count, as the core's operators do:
+// for who calls what is here without them.
+void check_operand(const char* op, const char* name, const ConstQuantized& q);
+
 // One input, or two: amaxes that are not given are found for both at once.
 void quantize(std::span<const Quantization> inputs, const Stream& stream,
               const WordCopy& word = {});
@@ -41,8 +45,8 @@ inline bool is_mxfp4(const QuantSpec& spec) {
 // whose scale is less than 2^-28 of the largest among those that come to share one: there an error
 // of at most 2^-31 of the largest value.
 //
-// Both are linear, and codes start at multiples of 16 bytes. In groups, rows of a lie among its
-// scales as they do among its codes.
+// Both are linear, of lines of at most 2^31 - 2048 codes, in whole 128, and codes start at
+// multiples of 16 bytes. In groups, rows of a lie among its scales as they do among its codes.
 struct Wide {
   ConstQuantized q;  // E5M2, scales mn_major; codes and scales of a batch follow each other
   // Of every line of b; along the contraction axis for each group.

@@ -112,6 +112,27 @@ TEST_F(Refused, NullPointersAndNegativeExtents) {
   expect_untouched();
 }
 
+// Each product of these extents is 0 or small in 64 bits.
+TEST_F(Refused, OperandsWhoseSizesOverflow) {
+  const auto expect_refused = [&](int64_t rows, int64_t columns, int64_t batch, int64_t groups) {
+    ConstMatrix huge = x.view();
+    huge.rows = rows, huge.columns = columns, huge.batch = batch;
+    Quantized q = out.view;
+    q.spec = kMxfp4, q.layout = parse_layout("mfma_16x16+aiter_scale");
+    q.rows = rows, q.columns = columns, q.batch = batch, q.groups.count = groups;
+    EXPECT_ERROR(quantize(huge, q), "quantize: out = ", "below 2^60", "parts");
+    EXPECT_ERROR(dequantize(as_const(q), Matrix{}), "dequantize: q = ", "below 2^60");
+  };
+  expect_refused(int64_t{1} << 62, 1, 1, 0);
+  expect_refused((int64_t{1} << 61) + 16, 1, 1, 0);
+  expect_refused(1, std::numeric_limits<int64_t>::max(), 1, 0);
+  expect_refused(int64_t{1} << 40, int64_t{1} << 40, 1, 0);
+  expect_refused(16, 32, int64_t{1} << 60, 0);
+  expect_refused(16, 32, 1, int64_t{1} << 60);
+  check_sizes("quantize", "x", int64_t{1} << 40, int64_t{1} << 16, 1, 1 << 16);
+  expect_untouched();
+}
+
 // Before anything is launched: no memory is looked at, and there need be no GPU.
 TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   class NoStream final : public Stream {

@@ -152,6 +152,7 @@ def test_buffers_that_nothing_may_be_added_to() -> None:
     value_error(into(lambda w: w.data), name + "memory of w; need memory of its own")
     two: Callable[..., torch.Tensor] = TwoTensor
     value_error(into(lambda w: two(w.data, w.data)), name + "a TwoTensor")
+    value_error(into(lambda w: torch.zeros(70, 8).t()), name + "strided torch.float32[8, 70]")
     x = torch.ones(8, 70)
     w = torch.ones(8, 70, requires_grad=True)
     call = partial(bs.linear, x, w, recipe="mxfp8", accumulate_into=x)
@@ -194,6 +195,29 @@ def test_numbers_of_more_than_64_bits() -> None:
     value_error(lambda: bs.quantize(X, "mxfp8", axis=wide), f"quantize: axis = {wide}; {said}")
     value_error(lambda: bs.quantize(X, "mxfp8", batch_dims=wide), "batch_dims = ", said)
     value_error(lambda: bs.quantize(X, "mxfp8", origin=(0, wide)), f"origin = {wide}; {said}")
+
+
+def test_extents_whose_sizes_overflow() -> None:
+    """Flat layouts have one size, which would be 0 or small in 64 bits."""
+    said, name = "product, padded, is below 2^60", "mfma_16x16+aiter_scale"
+    many = torch.zeros(1, 1).expand(1 << 62, 1)
+    value_error(lambda: bs.quantize(many, "mxfp4", layout=name), "quantize: ", said)
+    value_error(lambda: bs.linear(many, torch.ones(4, 1), recipe="mxfp8"), "linear: ", said)
+    none = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float8_e8m0fnu))
+    shape = [1 << 40, 1 << 40]
+    call: tuple[Any, ...] = (*none, "mxfp4", -1, shape, name, name)
+    value_error(lambda: OPS.relayout(*call), "relayout: shape = ", said)
+    side = (*none, torch.empty(0), "mxfp4", name, 1024)
+    call = (*side, *side, 1 << 59, None, torch.float32)
+    value_error(lambda: OPS.matmul(*call), "matmul: shape = [1024, ", said)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_rows_without_columns_take_no_time(axis: int) -> None:
+    for spec in ("mxfp8", "fp8_1x128", "nvfp4"):
+        q = bs.quantize(torch.empty(1 << 40, 0), spec, axis=axis)
+        assert bs.dequantize(q).shape == (1 << 40, 0)
+        bs.relayout(q, "linear")
 
 
 def test_derivatives_that_do_not_exist() -> None:
@@ -315,7 +339,7 @@ def test_weights_that_torchao_has_quantized() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
     bs.convert(model, "mxfp8")
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    value_error(lambda: model(torch.ones(4, 64)), "linear: w = a Int8Tensor; need a plain tensor")
+    value_error(lambda: model(torch.ones(4, 64)), "linear: w = an Int8Tensor; need a plain tensor")
 
 
 def test_entries_of_a_container() -> None:
@@ -371,8 +395,8 @@ def test_amax() -> None:
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.tensor(-1.0)), "amax = -1; need 0 or more"
     )
-    for large, got in ((1e300, "1e+300"), (10**400, "an int beyond any float")):
-        said = f"quantize: amax = {got}; need a float32 number"
+    for large, got in ((1e300, "1e+300"), (1e-300, "1e-300"), (10**400, "an int beyond any float")):
+        said = f"quantize: amax = {got}; need 0, or from 1.4e-45 to"
         value_error(partial(bs.quantize, X, "nvfp4", amax=large), said)
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.ones(2)), "amax.shape = [2]", "1 element"

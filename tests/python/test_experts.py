@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import io
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -312,6 +313,15 @@ def why(module: nn.Module, recipe: str = "mxfp8") -> dict[str, str]:
     return dict(bs.convert(whole, recipe, experts=["experts"]).skipped)
 
 
+def refused(module: nn.Module, why: str) -> None:
+    """Experts that are named and cannot be converted."""
+    whole = nn.ModuleDict({"gate": nn.Linear(4, 4), "experts": module})
+    need = "experts = 'experts', which finds experts; need at least one layer that can be converted"
+    with pytest.raises(ValueError, match=re.escape(f"{need}; experts: {why}")):
+        bs.convert(whole, "mxfp8", experts=["experts"])
+    assert type(whole["gate"]) is nn.Linear
+
+
 class Outer(ManyExperts):
     """Experts around experts."""
 
@@ -336,20 +346,20 @@ class Choosy(ManyExperts):
 def test_what_is_left_alone_and_why() -> None:
     named = ManyExperts()
     named.plain = nn.Identity()
-    assert why(named)["experts"] == "ManyExperts has attributes of ours: plain"
+    refused(named, "ManyExperts has attributes of ours: plain")
     named = ManyExperts()
     named.register_buffer("_seed", torch.zeros(2))
-    assert why(named)["experts"] == "ManyExperts has attributes of ours: _seed"
+    refused(named, "ManyExperts has attributes of ours: _seed")
     outer = Outer()
     assert why(outer) == {
         "experts": "Outer has experts inside, which multiply by themselves",
     }
     assert isinstance(outer.inner, bs.nn.Layer)
-    assert why(Passive())["experts"].startswith("Passive has no forward")
-    assert why(Choosy())["experts"].startswith("Choosy cannot be subclassed: ")
+    refused(Passive(), "Passive has no forward")
+    refused(Choosy(), "Choosy cannot be subclassed: ")
     made = ManyExperts()
     nn.utils.parametrize.register_parametrization(made, "up", nn.Identity())
-    assert why(made)["experts"].endswith("is parametrized: convert it first, then parametrize it")
+    refused(made, "ParametrizedManyExperts is parametrized: convert it first, then parametrize it")
     mixed = ManyExperts()
     mixed.add_module("conv", nn.Conv1d(2, 2, 3))
     assert why(mixed) == {"experts.conv": "Conv1d is not nn.Linear"}

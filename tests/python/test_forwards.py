@@ -587,6 +587,7 @@ def test_bits_do_not_depend_on_wrappers() -> None:
     plain = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     fast = nn.Module()
     fast._orig_mod = nn.Linear(32, 32)  # the name that torch.compile gives
-    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(32, 32)), fast)
-    a, b = bs.convert(plain, "nvfp4"), bs.convert(wrapped, "nvfp4")
+    fabric = nn.Module()
+    fabric._forward_module = nn.Sequential(checkpoint_wrapper(nn.Linear(32, 32)), fast)
+    a, b = bs.convert(plain, "nvfp4"), bs.convert(fabric, "nvfp4")
     assert [name for name, _ in a.converted] == [name for name, _ in b.converted] == ["0", "1"]

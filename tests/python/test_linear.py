@@ -287,6 +287,19 @@ def test_an_input_that_compiled_code_changes_afterwards(recipe: str, backend: st
     assert torch.equal(run(True), run(False))
 
 
+def test_a_weight_in_high_precision_is_as_the_forward_had_it() -> None:
+    recipe = bs.recipe("mxfp8[dgrad_dy=none,dgrad_w=none]").text
+    dy, ends = torch.ones(5, 9), torch.tensor([5])
+    for offsets, shapes in (
+        (None, [(9, 69), (9, 71), (8, 70), (630,)]),
+        (ends, [(9, 70), (1, 9, 69), (1, 8, 70), (2, 9, 70)]),
+    ):
+        for shape in shapes:
+            call = (dy, [torch.ones(shape)], recipe, 70, True, False, False, offsets)
+            with pytest.raises(ValueError, match=r"linear: saved = \[[\d, ]+\]; need x and w as"):
+                torch.ops.blockscale.linear_backward(*call)
+
+
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize(
     "recipe", ["mxfp8[keep_x=False]", "mxfp8[keep_w=False]", "mxfp8[wgrad_x=none,wgrad_dy=none]"]

@@ -40,7 +40,6 @@ namespace blockscale::sm90 {
                : "l"(a_tile), "l"(b_tile), "r"(add_to))
 // All sizes for one pair of formats.
 #define BLOCKSCALE_WGMMA_SIZES(types)                                          \
-  if constexpr (kN == 8) BLOCKSCALE_WGMMA(8, 32, types, "", 4, 4, 5, 6);       \
   if constexpr (kN == 16) BLOCKSCALE_WGMMA(16, 32, types, "", 8, 8, 9, 10);    \
   if constexpr (kN == 32) BLOCKSCALE_WGMMA(32, 32, types, "", 16, 16, 17, 18); \
   if constexpr (kN == 64) BLOCKSCALE_WGMMA(64, 32, types, "", 32, 32, 33, 34); \
@@ -49,7 +48,7 @@ namespace blockscale::sm90 {
 // `a_tile` and `b_tile` are descriptors (2 more is 32 codes on); add_to = 0 overwrites D.
 template <int kN, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile, int add_to) {
-  static_assert(kN == 8 || kN == 16 || kN == 32 || kN == 64 || kN == 128);
+  static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128);
   if constexpr (!kAE5m2 && !kBE5m2) {
     BLOCKSCALE_WGMMA_SIZES("e4m3.e4m3")
   } else if constexpr (kAE5m2 && !kBE5m2) {

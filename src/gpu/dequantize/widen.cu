@@ -18,7 +18,9 @@ constexpr int kBlock = 32;
 constexpr int kCodes = 16;          // of a lane at once: half a block
 constexpr int kStep = 32 * kCodes;  // of a warp
 constexpr int kAhead = 4;           // steps whose loads are under way together
-constexpr int kShared = 128;        // codes of A that share a scale, and of B's squares
+constexpr int64_t kMostCodes =
+    (int64_t{1} << 31) - kStep * kAhead;  // of a line, counted in 31 bits
+constexpr int kShared = 128;              // codes of A that share a scale, and of B's squares
 constexpr uint32_t kNanScale = traits(Format::e8m0).magnitude_mask();
 constexpr int kScaleBias = traits(Format::e8m0).bias;
 template <uint32_t kCode>
@@ -180,6 +182,9 @@ struct Room {
     // have whole blocks of theirs anyway.
     if (from.axis == -1 || !from.groups) q.axis = -1, q.rows = s.lines, q.columns = s.extent;
     const StoredShape m = q.shape();
+    if (m.padded > kMostCodes)
+      fail("gemm", "k", s.extent, "at most 2^31 - 2048 for MXFP4 on a GPU",
+           "multiply parts of it, and add up");
     padded = static_cast<int>(m.padded);
     side.to = take(q.batch * s.lines * padded);
     uint8_t* const to_scales = take(q.batch * m.scale_count * 4);

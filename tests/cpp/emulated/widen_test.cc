@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../buffers.h"
+#include "../throws.h"
 #include "gpu/gpu.h"
 #include "host_stream.h"
 
@@ -180,6 +181,16 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
         at += round_up(size, 32), to_at += round_up(size, 128);
       }
     }
+  }
+}
+
+TEST(Widen, LinesThatCannotBeCountedIn31Bits) {
+  ConstQuantized q;
+  q.spec = kMxfp4, q.rows = 1, q.columns = (int64_t{1} << 31) - 2048;
+  EXPECT_EQ(gpu::wide_bytes(q) / q.columns, 1);
+  for (const int64_t columns : {q.columns + 1, (int64_t{1} << 31) - 32}) {
+    q.columns = columns;
+    EXPECT_ERROR(gpu::wide_bytes(q), "gemm: k = ", "at most 2^31 - 2048", "parts");
   }
 }
 

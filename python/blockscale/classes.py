@@ -1,0 +1,62 @@
+"""Classes that `convert` makes: one of ours before that of a module, whose other methods stay."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from blockscale.nn import Layer, Linear
+
+_CLASS: Final = "_blockscale_class"
+# What a subclass may not have of its own where the forward of nn.Linear is to be replaced.
+_FORWARD: Final = ("forward", "__call__", "_call_impl", "__getattr__", "weight", "bias")
+
+
+def class_of(ours: type[Layer], plain: type[torch.nn.Module]) -> type[Layer]:
+    """Modules of class `plain` as ours. There is one for each, which `plain` keeps, so that both go
+    when nobody uses them."""
+    made: type[Layer] | None = vars(plain).get(_CLASS)
+    if made is None:
+
+        def reduce(self: Layer, protocol: Any) -> Any:  # of a class that no module names
+            return _empty, (ours, plain), self.__getstate__()
+
+        own = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+        made = type(f"Quantized{plain.__name__}", (ours, plain), own | {"__reduce_ex__": reduce})
+        setattr(plain, _CLASS, made)
+    return made
+
+
+def _empty(ours: type[Layer], plain: type[torch.nn.Module]) -> Layer:
+    kind = class_of(ours, plain)
+    return kind.__new__(kind)
+
+
+def why_none(ours: type[Layer], module: torch.nn.Module) -> str:
+    """Why there can be no class of ours before that of a module; "" when there can."""
+    kind = type(module)
+    layers = [of for of in ours.__mro__ if issubclass(of, Layer)]
+    names = {name for of in layers for name in (*vars(of), *of.__annotations__)}
+    theirs = {*dir(kind), *vars(module), *module._parameters, *module._buffers, *module._modules}
+    if taken := sorted(names & theirs - {"weight", *dir(torch.nn.Linear)}):
+        return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
+    try:  # now, since nothing may fail once convert has begun to change a model
+        class_of(ours, kind)
+    except Exception as error:  # whatever its metaclass or __init_subclass__ wants
+        return f"{kind.__name__} cannot be subclassed: {error}"
+    return ""
+
+
+def why_not_linear(module: torch.nn.Linear) -> str:
+    """Why `convert` cannot take a module of a subclass of nn.Linear; "" when it can: its forward is
+    that of nn.Linear."""
+    kind = type(module)
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return f"{kind.__name__} is read by nn.MultiheadAttention, past its forward"
+    for name in _FORWARD:
+        if getattr(kind, name, None) is not getattr(torch.nn.Linear, name, None):
+            where = f"{kind.__module__}.{kind.__qualname__}"
+            return f"{where} is a subclass of nn.Linear with a {name} of its own"
+    return why_none(Linear, module)
