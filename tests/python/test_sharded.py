@@ -409,3 +409,34 @@ def test_a_piece_is_quantized_in_the_dtype_that_is_gathered(device: str) -> None
                         assert a.dtype is torch.uint8
                         assert torch.equal(a, b.view(torch.uint8)), (spec, shape, dtype)
                     assert torch.equal(got[2], want[2])
+
+
+@pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp4", "amdfp4"])
+def test_gathered_parts_may_begin_anywhere(name: str, device: torch.device) -> None:
+    """They come as bytes, cut from what a collective wrote."""
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        to: torch.Tensor = torch.empty(t.numel() + 1, dtype=t.dtype, device=device)[1:].view(
+            t.shape
+        )
+        return to.copy_(t)
+
+    ops, recipe = torch.ops.blockscale, bs.recipe(name)
+    torch.manual_seed(0)
+    x, w, dy = (
+        torch.randn(shape, dtype=torch.bfloat16, device=device)
+        for shape in ((70, 384), (200, 384), (70, 200))
+    )
+    key = [torch.tensor(i, device=device) for i in (1, 2)]
+    made = ops.quantize_piece(w, torch.bfloat16, str(recipe.fprop_w), None, 0)
+    moved = [shifted(part) for part in made[:2]] + [made[2]]
+    apart = (*[None] * 3, *[False] * 4, True)
+    results = []
+    for parts in (list(made), moved):
+        y, *kept = ops.linear(x, w, None, recipe.text, True, False, *key, None, None, parts)
+        saved = [*kept, *parts, *([key[0]] if recipe.stochastic else [])]
+        call = (dy, saved, recipe.text, 384, True, False, False, None, *apart)
+        results.append((y, ops.linear_backward(*call)[0]))
+    for got, want in zip(*results, strict=True):
+        assert bool(torch.isfinite(want).all())
+        assert torch.equal(got, want)
