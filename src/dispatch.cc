@@ -221,6 +221,11 @@ void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
   if (x.rows != q.rows || x.columns != q.columns || x.batch != q.batch)
     fail("dequantize", "x", extents(x.rows, x.columns),
          "the extents of q, " + extents(q.rows, q.columns));
+  // A thread has a piece of 8 columns of 4 rows, or as many of them.
+  if (memory == Memory::device &&
+      ceil_div(x.rows, int64_t{4}) * ceil_div(x.columns, int64_t{8}) >= int64_t{1} << 31)
+    fail("dequantize", "q", extents(q.rows, q.columns),
+         "fewer than 2^36 elements of a matrix on a GPU", "dequantize parts of it");
 }
 
 void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memory) {
@@ -359,12 +364,17 @@ void quantize_two(const Quantization& first, const Quantization& second, const S
                   const WordCopy& word) {
   const Quantization both[] = {first, second};
   for (const Quantization& q : both) {
+    const auto check_alone = [&](const Quantized& out, int axis, const QuantizeOptions& options) {
+      if (out.axis != axis)
+        fail("quantize", "axis", out.axis, axis == -1 ? "-1 of row" : "-2 of column");
+      check_quantize("quantize", q.x, out, options, Memory::device);
+    };
     if (q.row && q.column)
       check_dual(q.x, *q.row, *q.column, q.row_options, q.column_options, Memory::device);
     else if (q.row)
-      check_quantize("quantize", q.x, *q.row, q.row_options, Memory::device);
+      check_alone(*q.row, -1, q.row_options);
     else if (q.column)
-      check_quantize("quantize", q.x, *q.column, q.column_options, Memory::device);
+      check_alone(*q.column, -2, q.column_options);
     check_values(q);
   }
   gpu::quantize(both, stream, word);

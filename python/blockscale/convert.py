@@ -15,13 +15,13 @@ from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
 from blockscale.classes import class_of, why_not_linear
 from blockscale.counting import states_of
 from blockscale.experts import Experts, is_experts, matrices_of, why_not
+from blockscale.fsdp import is_sharded
 from blockscale.nn import (
     Layer,
     Linear,
     WeightLayer,
     check_model,
     drop_root,
-    is_sharded,
     make_root,
     root_state,
 )
@@ -38,6 +38,8 @@ _FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
     (torch.nn.TransformerEncoder, "use_nested_tensor", False),
 )
 
+
+_NO_LINEAR = " is not nn.Linear"  # with the kind of a module before it
 
 # What counts the steps of models that were reverted: their optimizers still do so.
 _REVERTED: weakref.WeakKeyDictionary[torch.nn.Module, RngState] = weakref.WeakKeyDictionary()
@@ -111,7 +113,8 @@ def convert(
 
     Raises:
         TypeError, ValueError: an unknown recipe; a rule, skip or experts that match nothing, or a
-            rule with a recipe or experts that match only what cannot be converted; a model with
+            rule with a recipe or experts that match only what cannot be converted; a rule whose
+            matches earlier ones all decide otherwise; a model with
             nothing to convert, or a part of a converted one; a recipe that does not run
             where a layer lies; a layer that is to change while FSDP2 gathers its codes, or that
             something else has changed since it was converted. Nothing is changed then.
@@ -125,7 +128,9 @@ def convert(
         [(step.name, step.what) for step in plan if isinstance(step.what, str)],
     )
     if not report.converted:
-        why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in report.skipped[:4])
+        # Layers before what never is one.
+        skipped = sorted(report.skipped, key=lambda of: of[1].endswith(_NO_LINEAR))
+        why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in skipped[:4])
         fail(
             "convert",
             "model",
@@ -305,6 +310,13 @@ def _check_rules(
             need = "a regular expression that is found in the name of a layer to convert"
             some = ", ".join(linears[:4]) + (", ..." if len(linears) > 4 else "")
             fail("convert", "rules", repr(rule), need, f"the names are {some}")
+    taken: dict[torch.nn.Module, str] = {}  # the rule that decides
+    for rule, matches in found.items():
+        before = {taken.setdefault(layer, rule) for layer in matches}
+        if rule not in before and any(rules[one][1] != rules[rule][1] for one in before):
+            first = ", ".join(repr(one) for one in rules if one in before)
+            need = f"a layer that {first} before it does not match"
+            fail("convert", "rules", repr(rule), need, "write it first: the first match decides")
     recipes = {rule: found[rule] for rule, (_, to) in rules.items() if to is not None}
     _check_fit("rules", recipes, names, reasons)
 
@@ -383,8 +395,11 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
             return reason
         matrices = [module.weight]
     elif not as_experts:
-        hint = "; experts= converts what it multiplies" if "experts" in kind.lower() else ""
-        return f"{kind} is not nn.Linear{hint if is_experts(module) else ''}"
+        if kind == "Conv1D":  # Transformers' GPT-2
+            return f"{kind}{_NO_LINEAR}: replace it by one with its weight transposed"
+        several = is_experts(module) and sum(1 for _ in matrices_of(module)) > 1
+        experts = several or (is_experts(module) and "experts" in kind.lower())
+        return f"{kind}{_NO_LINEAR}{'; experts= converts what it multiplies' if experts else ''}"
     elif is_sharded(module):
         return f"{kind} is sharded by itself: convert before fully_shard"
     elif reason := why_not(module):

@@ -75,7 +75,7 @@ class Experts(Layer):
     def matrices(self) -> list[torch.Tensor]:
         return [*matrices_of(self)]
 
-    def keep(self, backward: bool) -> list[torch.Tensor]:
+    def keep(self, name: str, backward: bool) -> list[torch.Tensor]:
         # Which way round a matrix is multiplied shows in a forward.
         if not self.quantizes_ahead():
             return []
@@ -136,11 +136,11 @@ class Experts(Layer):
                 return None
             with torch.inference_mode(False):  # training saves it
                 made = quantize_weight(w.detach(), self.recipe, None, self._kept.backward)
-            self._kept.of[index] = Kept.of(owner, made), w.stride()
+            self._kept.of[index] = Kept.of(self._name or "experts", owner, made), w.stride()
         kept, strides = self._kept.of[index]
         if w.stride() != strides or not _is_view(w, kept.weight):
             return None
-        kept.check_version(self._name or "experts")
+        kept.check(kept.weight)
         return kept.operands
 
     def _refuse(self, got: str, need: str, remedy: str) -> NoReturn:

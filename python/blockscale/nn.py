@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,34 +14,37 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from blockscale._errors import any_int, check_int, fail, fail_type
+from blockscale.fsdp import of_fsdp
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, recipe_names
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, RngState, as_tensor, layer_seed
-from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain
+from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Operands of a weight that were made ahead, and how often it had been changed by then."""
+    """Operands of a weight that were made ahead, and what it was then."""
 
     operands: QuantizedWeight
+    name: str
     weight: torch.Tensor
-    version: int
+    state: tuple[Any, ...]
 
     @classmethod
-    def of(cls, weight: torch.Tensor, operands: QuantizedWeight) -> Kept:
-        return cls(operands, weight, version_of(weight))
+    def of(cls, name: str, weight: torch.Tensor, operands: QuantizedWeight) -> Kept:
+        return cls(operands, name, weight, _state_of(weight))
 
-    def check_version(self, name: str, weight: torch.Tensor | None = None) -> None:
+    def check(self, weight: torch.Tensor) -> None:
         """Refuse a weight that has changed, or is another one."""
-        need = "what it was when quantized_weights() began"
-        if weight is not None and weight is not self.weight:
-            remedy = "leave it out around functional_call, parametrizations and FSDP2's modules"
-            fail(name, "weight", "changed: another tensor", need, remedy)
-        if version_of(self.weight) != self.version:
-            fail(name, "weight", "changed", need, "leave it before the optimizer's step")
+        if weight is self.weight and _state_of(weight) == self.state:
+            return
+        got, what = "changed", "steps an optimizer, loads a checkpoint or merges adapters"
+        if weight is not self.weight:
+            got, what = "another tensor", "assigns or offloads weights; and around functional_call"
+        need, remedy = "what it was when it began", f"leave it before what {what}"
+        fail("quantized_weights", self.name, got, need, remedy)
 
 
 def version_of(weight: torch.Tensor) -> int:
@@ -52,6 +54,13 @@ def version_of(weight: torch.Tensor) -> int:
     if is_dtensor(weight):  # also by what knows its part alone, such as a checkpoint that is loaded
         return weight._version + weight._local_tensor._version  # type: ignore[attr-defined,no-any-return]
     return weight._version
+
+
+def _state_of(weight: torch.Tensor) -> tuple[Any, ...]:
+    """What a change of it changes too, of most: `.data = ` gives it other memory."""
+    here: Any = weight._local_tensor if is_dtensor(weight) else weight  # type: ignore[attr-defined]
+    here = values_of(here)
+    return version_of(weight), here.data_ptr(), here.dtype
 
 
 def without_type(weight: torch.Tensor) -> torch.Tensor:
@@ -66,28 +75,6 @@ def without_type(weight: torch.Tensor) -> torch.Tensor:
     at = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
     made: torch.Tensor = type(weight).from_local(piece.local.detach(), *at, **whole)  # type: ignore[attr-defined]
     return made
-
-
-def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether fully_shard was called for this module, which changes its class."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has called it if nobody imported it
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def of_fsdp(model: torch.nn.Module) -> set[int]:
-    """The parameters that fully_shard has cut, by identity, whatever they are at the moment: those
-    of the outermost module stay gathered after a forward without a backward, plain like others."""
-    found: set[int] = set()
-    for module in model.modules():
-        if not is_sharded(module):
-            continue
-        state = module._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.11 has one, or none
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for parameter in group.fsdp_params if group is not None else ():
-                at = parameter._module_info
-                found.add(id(at.module._parameters[at.param_name]))
-    return found
 
 
 def got_and_need(weight: torch.Tensor) -> tuple[str, str]:
@@ -119,7 +106,7 @@ class Layer(torch.nn.Module):
         """The parameters that are multiplied."""
         raise NotImplementedError
 
-    def keep(self, backward: bool) -> list[torch.Tensor]:
+    def keep(self, name: str, backward: bool) -> list[torch.Tensor]:
         """Make the operands of weights ahead, or let the first forward do so; of these weights."""
         raise NotImplementedError
 
@@ -206,13 +193,13 @@ class WeightLayer(Layer):
     def matrices(self) -> list[torch.Tensor]:
         return [self.weight]
 
-    def keep(self, backward: bool) -> list[torch.Tensor]:
+    def keep(self, name: str, backward: bool) -> list[torch.Tensor]:
         weight = self.weight
         computed = weight is not self._parameters.get("weight")
         if computed or not self.quantizes_ahead():
             return []
         made = quantize_weight(without_type(self._here(weight)), self.recipe, None, backward)
-        self._kept = Kept.of(weight, made)
+        self._kept = Kept.of(f"{name}.weight".lstrip("."), weight, made)
         return [weight]
 
     def _here(self, weight: torch.Tensor) -> torch.Tensor:
@@ -238,7 +225,7 @@ class WeightLayer(Layer):
         """Of the weight, where they were made ahead."""
         if self._kept is not None:
             if not torch.compiler.is_compiling():
-                self._kept.check_version(type(self).__name__, weight)
+                self._kept.check(weight)
             return self._kept.operands
         if type(weight) is torch.nn.Parameter:
             return None
@@ -280,6 +267,7 @@ class Linear(WeightLayer, torch.nn.Linear):
         named: object = bias
         if isinstance(named, str | Recipe):  # which would count as true
             fail_type("Linear", "bias", bias, "a bool", "pass the recipe as recipe=")
+        _check_no_recipe("Linear", device)
         number = any_int("Linear", "seed", seed)
         chosen = recipe_named(recipe)
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
@@ -303,6 +291,12 @@ class Linear(WeightLayer, torch.nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
+
+
+def _check_no_recipe(kind: str, device: object) -> None:
+    named = isinstance(device, str) and device.partition("[")[0] in recipe_names()
+    if named or isinstance(device, Recipe):
+        fail_type(kind, "device", device, "a device", "pass the recipe as recipe=")
 
 
 def _check_dtype(kind: str, weight: torch.Tensor, recipe: Recipe) -> None:
@@ -351,9 +345,7 @@ class GroupedLinear(WeightLayer):
             least = 1 if name == "groups" else 0
             if check_int("GroupedLinear", name, value) < least:
                 fail("GroupedLinear", name, value, f"{least} or more")
-        named_recipe = isinstance(device, str) and device.partition("[")[0] in recipe_names()
-        if isinstance(device, Recipe) or named_recipe:
-            fail_type("GroupedLinear", "device", device, "a device", "pass the recipe as recipe=")
+        _check_no_recipe("GroupedLinear", device)
         number = any_int("GroupedLinear", "seed", seed)
         chosen = recipe_named(recipe)
         super().__init__()
@@ -442,9 +434,9 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
             cut or gathered elsewhere, or fully_shard has cut it (but for experts that are divided
             over ranks and not sharded besides); within another one. Within it: a step of an
             optimizer of these weights, before it does anything; and a forward that is not compiled,
-            where its layer's weight has changed since (but by `.data`, as `model.half()` and
-            `vector_to_parameters` do, by a foreach function where it is a DTensor, or where it was
-            made in inference mode: PyTorch does not count such changes).
+            where its layer's weight has changed since (but in place by `.data`, as PEFT merges
+            adapters and `vector_to_parameters` writes, by a foreach function where it is a DTensor,
+            or where it was made in inference mode: PyTorch does not count such changes).
     """
     layers = converted_layers("quantized_weights", model)
     cut = of_fsdp(model)
@@ -478,8 +470,8 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
 
     steps = register_optimizer_step_pre_hook(refuse)
     try:
-        for layer in layers.values():
-            kept.update(map(id, layer.keep(backward)))
+        for name, layer in layers.items():
+            kept.update(map(id, layer.keep(name, backward)))
         yield
     finally:
         steps.remove()

@@ -23,14 +23,16 @@ import torch.utils._pytree as pytree
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from blockscale._errors import fail
-from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need, of_fsdp
+from blockscale.fsdp import gathered_with, of_fsdp
+from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
 from blockscale.tensor import KeptWeight, WeightOfFsdp, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
-_quantize_piece = _ops.quantize_piece.default._op  # compilers do not see it
+_amax = _ops.amax.default._op  # compilers do not see it
+_quantize_piece = _ops.quantize_piece.default._op
 
 
 def quantized_all_gather(model: torch.nn.Module) -> list[str]:
@@ -45,8 +47,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     The results are the same bits. A gather moves a byte an element in FP8 and 0.5 to 0.6 in FP4
     instead of two in BF16, each rank quantizes its piece of a weight instead of the whole, and what
     a backward reads of a weight is gathered anew for it, where without this each layer keeps its
-    quantized operand from the forward on. Where a recipe has an outer scale, ranks exchange one
-    number for each weight and gather.
+    quantized operand from the forward on. Where a recipe has an outer scale, ranks exchange the
+    largest values of the weights that are gathered together, once for each gather.
 
     Call it between `convert` and `fully_shard`, and before the optimizer is made: parameters are
     replaced by others of the same values. Checkpoints stay as they are. Weights whose recipe does
@@ -242,15 +244,12 @@ class ShardedWeight(KeptWeight):
         if piece.shape[0] == n:  # a rank alone, of which FSDP2 takes one tensor
             return (piece.to(dtype),), None
         experts = piece.dim() == 3  # whole matrices, each with an outer scale of its own
-        whole = ranks if experts or s is None else ranks * s.block[0]
-        if s is None or n % whole or outer_size.numel() == 0:
+        if s is None or not _is_whole(s, outer_size, ranks):
             values = piece.to(dtype)
             missing = values.new_zeros(-(-n // ranks) - piece.shape[0], *piece.shape[1:])
             return (torch.cat([values, missing]),), None
-        amax = None
-        if s.outer and not experts:
-            here = _ops.amax(piece, s.text, -1, 0, None, dtype)
-            amax = largest_of_ranks(here, mesh.get_group())
+        largest = s.outer and not experts
+        amax = _largest_of_weight(module, (piece, dtype, s), mesh) if largest else None
         # Bytes, as FSDP2 moves them; the values of the piece in `dtype` are written nowhere.
         codes, scales, outer = _quantize_piece(piece, dtype, s.text, amax, int(experts))
         sent = (codes, scales, outer) if s.outer and experts else (codes, scales)
@@ -290,6 +289,46 @@ class ShardedWeight(KeptWeight):
                 return GatheredWeight(weight, param_dtype), ()
             out.quantized = weight
             return None
+
+
+def _is_whole(s: Spec, shape: torch.Size, ranks: int) -> bool:
+    """Whether each of `ranks` pieces of a weight is whole blocks, or of experts whole matrices."""
+    rows = 1 if len(shape) == 3 else s.block[0]
+    return shape.numel() > 0 and shape[0] % (ranks * rows) == 0
+
+
+def _largest_of_weight(
+    module: torch.nn.Module, piece: tuple[torch.Tensor, torch.dtype, Spec], mesh: Any
+) -> torch.Tensor:
+    """The amax of a layer's weight, of which this rank has a piece: its values, the dtype that they
+    are rounded to, and their spec.
+
+    Ranks exchange those of all weights that FSDP2 gathers together when it asks the first of them,
+    and leave the others' for when they are asked: each exchange is waited for, and a block of a
+    model may have seven weights. Nothing stays beyond the gather, since whether a weight has
+    changed by the next one nobody can tell.
+    """
+    own, ranks = vars(module), mesh.size()
+    if "_amax" not in own:
+        pieces: dict[torch.nn.Module, tuple[torch.Tensor, torch.dtype, Spec]] = {}
+        for parameter in gathered_with(module):
+            layer, shape = parameter._module_info.module, parameter._orig_size
+            local: Any = getattr(parameter.sharded_param, "_local_tensor", None)
+            coded = isinstance(layer, Layer) and isinstance(local, ShardedWeight)
+            s = gathered_spec(layer.recipe) if coded else None
+            if s is not None and s.outer and len(shape) == 2 and _is_whole(s, shape, ranks):
+                dtype = parameter.mp_policy.param_dtype or local.dtype
+                pieces[layer] = (local.local, dtype, s)
+        # What is offloaded FSDP2 copies to the device before it asks, each by itself.
+        if next(iter(pieces), None) is not module or pieces[module][0].device != piece[0].device:
+            pieces = {}
+        pieces[module] = piece
+        here = [_amax(values, s.text, -1, 0, None, dtype) for values, dtype, s in pieces.values()]
+        largest = largest_of_ranks(torch.stack(here), mesh.get_group())
+        for layer, amax in zip(pieces, largest.unbind(), strict=True):
+            vars(layer)["_amax"] = amax
+    found: torch.Tensor = own.pop("_amax")
+    return found
 
 
 # FSDP2 asks for it in every gather of every weight, and would have it made anew each time.

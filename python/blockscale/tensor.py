@@ -28,6 +28,8 @@ def check_dense(operation: str, name: str, tensor: torch.Tensor) -> None:
             "torch.nested.to_padded_tensor makes one; a TransformerEncoder makes none if it is "
             "converted as a whole, or made with enable_nested_tensor=False"
         )
+        if tensor.layout is torch.jagged and operation == "linear":  # row by row, so exactly
+            remedy = "write torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())"
         fail(operation, name, "a nested tensor", "a tensor of one shape", remedy)
     if tensor.layout is not torch.strided:
         remedy = f"call {name}.to_dense() first"

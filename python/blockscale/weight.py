@@ -58,7 +58,8 @@ class QuantizedWeight:
             fail(operation, name, got, f"that of w {list(w.shape)}")
         if dx and not self.backward:
             need = "the operand of x's gradient"
-            fail(operation, name, "without backward", need, "make it with backward=True")
+            remedy = "make it, or begin quantized_weights, with backward=True"
+            fail(operation, name, "without backward", need, remedy)
         return self.operands
 
 
@@ -112,6 +113,9 @@ def quantize_weight(
     specs = (chosen.fprop_w, chosen.dgrad_w)
     stochastic = any(s is not None and s.rounding == "stochastic" for s in specs)
     key = layer_key("quantize_weight", rng, stochastic, w.device)
+    if stochastic and key is None:
+        need = f"a key for random bits: recipe {chosen} rounds w stochastically"
+        fail("quantize_weight", "rng", None, need, "pass rng=bs.Rng(seed, offset)")
     operands = torch.ops.blockscale.quantize_weight.default(
         w.detach(), chosen.text, backward, *(key or ())
     )

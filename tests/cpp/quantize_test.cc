@@ -26,7 +26,9 @@ constexpr int kKernelCases = 1;
 #endif
 
 class QuantizeTest : public BackendTest {};
-BLOCKSCALE_BACKEND_TESTS(QuantizeTest);
+BLOCKSCALE_BACKEND_TESTS(QuantizeTest, all_runs());
+class QuantizeKernelTest : public BackendTest {};
+BLOCKSCALE_BACKEND_TESTS(QuantizeKernelTest, kernel_runs());
 
 // One random matrix and what it shall become; half of them what a GPU has kernels of its own for.
 struct Case {
@@ -124,7 +126,7 @@ void expect_reference(Runner& runner, Random random, Strides strides, const Spec
 // Every kernel that is compiled for a spec or a pair of specs: along rows, along columns, at once;
 // rows at multiples of 16 bytes, of 4, and anywhere; FP32 and FP16. (Rows that go backwards have no
 // such kernel, and of what lies by columns the transpose may have one.)
-TEST_P(QuantizeTest, EveryCompiledKernelIsTheReference) {
+TEST_P(QuantizeKernelTest, EveryCompiledKernelIsTheReference) {
   constexpr Strides kPlaces[] = {Strides::aligned_rows, Strides::even_rows,
                                  Strides::padded_rows,  Strides::negative_rows,
                                  Strides::column_major, Strides::aligned_columns};
@@ -165,7 +167,7 @@ TEST_P(QuantizeTest, EveryCompiledKernelIsTheReference) {
 }
 
 // Rows in layouts that put lines beside each other, where neighbours store together.
-TEST_P(QuantizeTest, JoinedLinesAreTheReference) {
+TEST_P(QuantizeKernelTest, JoinedLinesAreTheReference) {
   Random random(seed());
   for (const Specs& specs : compiled_specs()) {
     const QuantSpec spec = random.pick(specs);
@@ -194,7 +196,7 @@ TEST_P(QuantizeTest, JoinedLinesAreTheReference) {
 }
 
 // Blocks of threads take several tiles where there are enough.
-TEST_P(QuantizeTest, ManyTilesAreTheReference) {
+TEST_P(QuantizeKernelTest, ManyTilesAreTheReference) {
   Random random(seed());
   for (int i = 0; i < 16 && !HasFailure(); ++i) {
     const Specs rows_of = random.pick(compiled_specs()), columns_of = random.pick(compiled_specs());
@@ -206,7 +208,7 @@ TEST_P(QuantizeTest, ManyTilesAreTheReference) {
 
 // More matrices than kernels keep outer scales of, and enough for the kernels of many tiles, of
 // which emulated multiprocessors, being few, want less.
-TEST_P(QuantizeTest, ManyMatricesAreTheReference) {
+TEST_P(QuantizeKernelTest, ManyMatricesAreTheReference) {
   const int64_t matrices = std::get<0>(GetParam()) == "cuda" ? 3300 : 80;
   auto check = [&](const Specs* rows_of, const Specs& columns_of) {
     expect_reference(*runner, Random(seed()), Strides::aligned_rows, rows_of, &columns_of, 1,
@@ -225,7 +227,7 @@ TEST_P(QuantizeTest, ManyMatricesAreTheReference) {
 
 // Many tiles of elements of a byte, which have kernels of their own: for columns in twos, and for
 // the scales of both directions.
-TEST_P(QuantizeTest, ManyTilesOfBytesAreTheReference) {
+TEST_P(QuantizeKernelTest, ManyTilesOfBytesAreTheReference) {
   const Specs fp8 = {kFp8_1x128}, mxfp8 = {kMxfp8};
   const Specs wide = {parse_spec("mxfp8[hadamard=32]")};  // in a pass of its own
   for (int i = 0; i < (kSweepStep > 1 ? 1 : 4) && !HasFailure(); ++i) {
@@ -345,22 +347,21 @@ TEST_P(QuantizeTest, DequantizeStoresRowsThatStartAnywhere) {
 
 TEST_P(QuantizeTest, RelayoutIsQuantizingIntoThatLayoutAndComesBack) {
   for (int i = 0; i < kCases; ++i) {
-    const Case c(seed(), 4000000 + i);
-    SCOPED_TRACE(c.text);
+    Case c(seed(), 4000000 + i);
+    const StorageLayout layout = c.random.pick(layouts_for(c.spec));
+    SCOPED_TRACE(c.text + " into " + to_string(layout));
     Output from = c.output(), back = c.output();
     runner->quantize(c.x, from, c.options());
-    for (const StorageLayout& layout : layouts_for(c.spec)) {
-      Output want(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
-      Output got(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
-      Output oracle(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
-      runner->quantize(c.x, want, c.options());
-      runner->relayout(from, got, seed() + i);
-      reference::relayout(as_const(from.view), oracle.view);
-      ASSERT_TRUE(same_operand(got, want)) << to_string(layout);
-      ASSERT_TRUE(same_operand(oracle, want)) << to_string(layout);
-      runner->relayout(got, back, 1);
-      ASSERT_TRUE(same_operand(back, from)) << "back from " << to_string(layout);
-    }
+    Output want(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
+    Output got(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
+    Output oracle(c.spec, layout, c.axis, c.rows, c.columns, c.batch);
+    runner->quantize(c.x, want, c.options());
+    runner->relayout(from, got, seed() + i);
+    reference::relayout(as_const(from.view), oracle.view);
+    ASSERT_TRUE(same_operand(got, want));
+    ASSERT_TRUE(same_operand(oracle, want));
+    runner->relayout(got, back, 1);
+    ASSERT_TRUE(same_operand(back, from)) << "and back";
   }
 }
 

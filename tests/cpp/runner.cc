@@ -162,6 +162,21 @@ std::vector<std::string> test_backends() {
 #endif
 }
 
+namespace {
+std::vector<Run> runs(bool one_seed_of_cpu) {
+  std::vector<Run> all;
+  for (const std::string& backend : test_backends())
+    for (const uint64_t seed : test_seeds()) {
+      all.emplace_back(backend, seed);
+      if (one_seed_of_cpu && backend == "cpu") break;
+    }
+  return all;
+}
+}  // namespace
+
+std::vector<Run> all_runs() { return runs(false); }
+std::vector<Run> kernel_runs() { return runs(true); }
+
 std::unique_ptr<Runner> make_runner(const std::string& backend) {
   if (backend == "cpu") return std::make_unique<CpuRunner>();
   return std::make_unique<DeviceRunner>();

@@ -46,9 +46,15 @@ class Runner {
 std::vector<std::string> test_backends();
 std::unique_ptr<Runner> make_runner(const std::string& backend);
 
-// A property test of one backend and one seed: BLOCKSCALE_BACKEND_TESTS(Name) instantiates it for
-// all of both. Skipped where the backend cannot run.
-class BackendTest : public ::testing::TestWithParam<std::tuple<std::string, uint64_t>> {
+// A backend, and a seed of a test's random cases.
+using Run = std::tuple<std::string, uint64_t>;
+// All of both; and for tests of what is compiled for GPUs, which has no meaning on a CPU, one seed
+// there.
+std::vector<Run> all_runs(), kernel_runs();
+
+// A property test of one backend and one seed: BLOCKSCALE_BACKEND_TESTS(Name, all_runs())
+// instantiates it. Skipped where the backend cannot run.
+class BackendTest : public ::testing::TestWithParam<Run> {
  protected:
   void SetUp() override {
     runner = make_runner(std::get<0>(GetParam()));
@@ -58,10 +64,9 @@ class BackendTest : public ::testing::TestWithParam<std::tuple<std::string, uint
   static uint64_t seed() { return std::get<1>(GetParam()); }
   std::unique_ptr<Runner> runner;
 };
-#define BLOCKSCALE_BACKEND_TESTS(name)                                                             \
-  INSTANTIATE_TEST_SUITE_P(                                                                        \
-      Backends, name,                                                                              \
-      ::testing::Combine(::testing::ValuesIn(test_backends()), ::testing::ValuesIn(test_seeds())), \
-      [](const auto& info) { return std::get<0>(info.param) + std::to_string(info.index); })
+#define BLOCKSCALE_BACKEND_TESTS(name, runs)                                                 \
+  INSTANTIATE_TEST_SUITE_P(Backends, name, ::testing::ValuesIn(runs), [](const auto& info) { \
+    return std::get<0>(info.param) + std::to_string(info.index);                             \
+  })
 
 }  // namespace blockscale::testing

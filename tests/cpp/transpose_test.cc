@@ -56,7 +56,7 @@ TEST_P(TransposeTest, LargerThanATile) {
     check(parse_spec(name), x, -1, {}, {}, seed());
   }
 }
-BLOCKSCALE_BACKEND_TESTS(TransposeTest);
+BLOCKSCALE_BACKEND_TESTS(TransposeTest, all_runs());
 
 TEST(Transpose, RefusesWhatHasOneAxis) {
   const auto operand = [](const char* name, int axis, StorageLayout layout = {}) {

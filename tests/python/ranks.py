@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
+
+# Ranks are forked from a process that has imported these and done nothing else, as importing them
+# takes several seconds.
+multiprocessing.set_forkserver_preload(
+    ["blockscale", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+)
 
 
 def devices(ranks: int) -> list[Any]:
@@ -51,4 +58,4 @@ def on_ranks(
     """Call a function of a module with these arguments in so many processes, one thread each; fails
     where it raises."""
     call = (function, device, str(folder / "meeting"), ranks, args)
-    spawn(_run, args=call, nprocs=ranks)  # type: ignore[no-untyped-call]
+    start_processes(_run, args=call, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]

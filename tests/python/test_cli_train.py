@@ -62,14 +62,18 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def sources(folder: Path, files: int, size: int) -> str:
+    """That folder, filled with the beginnings of some of the standard library's sources. Losses are
+    measured on one in twenty, which with all of them takes longer than a short run."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.glob("*.py"))[5 : 5 + files]:
+        (folder / path.name).write_bytes(path.read_bytes()[:size])
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder of a dozen short sources."""
-    folder = tmp_path_factory.mktemp("text")
-    library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(library.glob("*.py"))[5:17]:
-        (folder / path.name).write_bytes(path.read_bytes()[:1000])
-    return str(folder)
+    return sources(tmp_path_factory.mktemp("text"), 12, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -178,28 +182,30 @@ def test_resuming_a_finished_run_reports_again(whole: tuple[Path, str]) -> None:
     assert metrics(folder) == before
 
 
-def test_recipes_with_changes(tmp_path: Path) -> None:
+def test_recipes_with_changes(tmp_path: Path, text: str) -> None:
     """Their brackets and commas are no others': in the list, in rich's markup, in files' names."""
-    out, text = tmp_path / "run", "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]"
-    text += "[keep_w=False]" * 15  # longer than a file's name may be
+    out, changed = tmp_path / "run", "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]"
+    changed += "[keep_w=False]" * 15  # longer than a file's name may be
     words = ["--out", str(out), "--seq-len", "8", "--batch-size", "1", "--steps", "2"]
-    first = train(*words, "--recipes", f"bf16,{text}")
-    assert f"| {text} |" in (out / "report.md").read_text()
+    first = train(*words, "--data", text, "--recipes", f"bf16,{changed}")
+    assert f"| {changed} |" in (out / "report.md").read_text()
     table = first[first.index("┏") :]
     column = "".join(line.split("│")[1].strip() for line in table.splitlines() if "│" in line)
-    assert column == f"bf16{text}"
-    assert {row["recipe"] for row in metrics(out)} == {"bf16", text}
+    assert column == f"bf16{changed}"
+    assert {row["recipe"] for row in metrics(out)} == {"bf16", changed}
     before = metrics(out)
-    train(*words[:2], "--resume", "--recipes", f"bf16, {text}")
+    train(*words[:2], "--resume", "--recipes", f"bf16, {changed}")
     assert metrics(out) == before
 
 
 def test_learns_more_than_byte_frequencies(tmp_path: Path) -> None:
-    """The default text and model, a seventh of the default steps, a quarter of their size."""
-    out = tmp_path / "learns"
-    train("--out", str(out), "--recipes", RECIPES, "--steps", "30", "--batch-size", "4",
+    """The default model, a seventh of the default steps, a quarter of their size."""
+    out, text = tmp_path / "learns", tmp_path / "text"
+    text.mkdir()
+    words = ["--data", sources(text, 60, 5000)]
+    train("--out", str(out), *words, "--recipes", RECIPES, "--steps", "30", "--batch-size", "4",
           "--seq-len", "64", "--eval-every", "30")  # fmt: skip
-    baseline = load_corpus([], 64).unigram_loss()
+    baseline = load_corpus(words[1:], 64).unigram_loss()
     final = [r["validation_loss"] for r in metrics(out) if "validation_loss" in r]
     assert len(final) == 2
     assert max(final) < baseline - 0.1

@@ -575,3 +575,22 @@ def test_rules_in_order_and_skip_first() -> None:
     ]
     bs.revert(m)
     assert len(bs.convert(m, "bf16", skip=["q_proj"]).converted) == 3
+
+
+def test_a_rule_that_others_decide_for_is_refused() -> None:
+    said = r"rules = 'q_proj'; need a layer that 'proj' before it does not match; write it first"
+    for first, then in (("mxfp8", None), ("mxfp8", "nvfp4"), (None, "nvfp4")):
+        with pytest.raises(ValueError, match=said):
+            bs.convert(model(), "nvfp4", rules={"proj": first, "q_proj": then})
+    said = "need a layer that 'q_proj', 'o_proj' before it does not match"
+    with pytest.raises(ValueError, match=said):
+        bs.convert(model(), "nvfp4", rules={"q_proj": None, "o_proj": "mxfp8", "_proj": None})
+    # One that says the same does no harm.
+    bs.convert(model(), "nvfp4", rules={"proj": "mxfp8", "q_proj": "mxfp8"})
+
+
+def test_layers_come_first_among_the_reasons_why_nothing_is_converted() -> None:
+    parts: list[nn.Module] = [nn.Conv1d(1, 1, 1) for _ in range(5)]
+    said = r"; 5: its weight is torch.float64, .*; 0: Conv1d is not nn.Linear; 1: .*; 2: [^;]*$"
+    with pytest.raises(ValueError, match=said):
+        bs.convert(nn.Sequential(*parts, nn.Linear(4, 4)).double(), "nvfp4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
@@ -178,7 +179,11 @@ def test_nested_tensors() -> None:
     need = "x = a nested tensor; need a tensor of one shape; torch.nested.to_padded_tensor"
     value_error(lambda: bs.quantize(nested, "mxfp8"), f"quantize: {need}")
     value_error(lambda: bs.amax(jagged, "mxfp8"), f"amax: {need}")
-    value_error(lambda: bs.linear(nested, torch.ones(8, 32), recipe="mxfp8"), f"linear: {need}")
+    layer = functools.partial(bs.linear, w=torch.ones(8, 32), recipe="mxfp8")
+    value_error(lambda: layer(nested), f"linear: {need}")
+    value_error(lambda: layer(jagged), "one shape; write torch.nested.nested_tensor_from_jagged(")
+    same = torch.nested.nested_tensor_from_jagged(layer(jagged.values()), jagged.offsets())  # type: ignore[attr-defined]
+    assert all(torch.equal(a, layer(b)) for a, b in zip(same.unbind(), rows, strict=True))
 
 
 def test_parts_of_a_quantized_tensor() -> None:

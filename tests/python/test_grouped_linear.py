@@ -116,11 +116,9 @@ def test_is_a_linear_for_every_group(recipe: str) -> None:
             assert_same(run(case, nearest(recipe)), by_linears(case, nearest(recipe)), ends)
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("recipe", [name for name in QUANTIZED if bs.recipe(name).stochastic])
 def test_random_bits_are_those_of_the_place_of_a_group(recipe: str) -> None:
     """The composition draws them by `offsets`; another key draws others."""
-    if not bs.recipe(recipe).stochastic:
-        return
     case = make(ENDS[0])
     one, same, other = (run(case, recipe, bs.Rng(1, o)) for o in (0, 0, 1))
     assert_same(one, same)
@@ -152,7 +150,7 @@ def test_error_is_that_of_the_format(recipe: str, device: torch.device) -> None:
 def test_bf16_is_plain(dtype: torch.dtype, device: torch.device) -> None:
     """Sums of 128 and 70 products: FP32's rounding of them, then the dtype's, on either side."""
     if device.type == "cuda" and dtype == torch.float32:
-        return
+        pytest.skip("PyTorch's grouped GEMM is of bfloat16")
     for ends in ENDS:
         case = make(ends, device, dtype=dtype)
         unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24

@@ -8,11 +8,13 @@ import io
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
+from blockscale.ops import largest_of_ranks
 from ranks import DEVICES, on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -166,6 +168,50 @@ def changed_between(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_backward_reads_what_was_gathered_for_it(device: str, tmp_path: Path) -> None:
     on_ranks(changed_between, tmp_path, device, device=device)
+
+
+def exchanged(device: str) -> None:
+    """Weights that are gathered together have their maxima exchanged together, each under its own
+    recipe, and with weights that have none between them."""
+    sent: list[int] = []
+
+    def count(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        sent.append(amax.numel())
+        return largest_of_ranks(amax, group)
+
+    def model(codes: bool) -> nn.Sequential:
+        torch.manual_seed(0)
+        made = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to(device)
+        made.insert(0, nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to(device))
+        rules = {"0.1": "fp8_blockwise", "0.2": "amdfp4", "2": "bf16"}
+        bs.convert(made, "nvfp4", rules=rules)
+        if codes:
+            bs.quantized_all_gather(made)
+        policy = MixedPrecisionPolicy(torch.bfloat16)
+        fully_shard([made[0]], mp_policy=policy)
+        fully_shard([made], mp_policy=policy)
+        return made
+
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(64, 256, device=device)
+    seen = []
+    with mock.patch("blockscale.sharded.largest_of_ranks", count):
+        for made in (model(False), model(True)):
+            y = made(x)
+            y.float().square().mean().backward()
+            torch.optim.SGD(made.parameters(), 1.0).step()
+            grads = [p.grad.full_tensor() for p in made.parameters()]  # type: ignore[union-attr]
+            seen.append([y, *grads, made(x)])
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a, b)
+    # The first group's two, in each forward and once more for the backward; and the root's two,
+    # which stay gathered for it.
+    assert sorted(sent) == [2] * 5, sent
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_maxima_are_exchanged_together(device: str, tmp_path: Path) -> None:
+    on_ranks(exchanged, tmp_path, device, device=device)
 
 
 def refused(call: Any, said: str) -> None:
@@ -384,7 +430,7 @@ def test_what_nobody_has_cut_is_quantized_ahead() -> None:
         got.sum().backward()
         with torch.no_grad():
             layer.weight.add_(1)
-        with pytest.raises(ValueError, match="Linear: weight = changed"):
+        with pytest.raises(ValueError, match="quantized_weights: weight = changed"):
             layer(torch.ones(2, 64))
     assert layer.weight.grad is not None
 

@@ -191,7 +191,7 @@ def test_what_does_not_belong() -> None:
     for wrong in (torch.float32, "foo"):
         with pytest.raises(TypeError, match=r"QuantizedWeight.to: device = .*; need a device"):
             kept.to(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="quantize_weight: rng = none"):
+    with pytest.raises(ValueError, match="quantize_weight: rng = None; need a key"):
         bs.quantize_weight(case.w, RECIPES["stochastic weight"])
     with pytest.raises(TypeError, match="quantize_weight: w = a list; need a tensor"):
         bs.quantize_weight([1.0])  # type: ignore[arg-type]
@@ -261,11 +261,15 @@ def test_a_weight_that_changes_within_raises() -> None:
     with bs.quantized_weights(model):
         with torch.no_grad():
             model.get_submodule("0").get_parameter("weight").mul_(2)
-        with pytest.raises(ValueError, match=r"^Linear: weight = changed; need what it was when"):
+        with pytest.raises(ValueError, match=r"^quantized_weights: 0.weight = changed; need"):
             model(x)
     model(x)
+    with bs.quantized_weights(model):  # past its version, but elsewhere
+        model.get_submodule("0").get_parameter("weight").data = normal(37, 70).float()
+        with pytest.raises(ValueError, match=r"^quantized_weights: 0.weight = changed; need"):
+            model(x)
     others = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with bs.quantized_weights(model), pytest.raises(ValueError, match="weight = changed"):
+    with bs.quantized_weights(model), pytest.raises(ValueError, match="weight = another tensor"):
         torch.func.functional_call(model, others, (x,))
 
 

@@ -246,10 +246,12 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
       multiply_waves(std::integral_constant<int, 1>());
     else
       multiplier.pass_over(w.blocks);
+    const bool any = w.blocks > 0;
+    if (!any && p.out.add && !p.out.bias) continue;  // not even -0 changes
     if constexpr (T::kScaled)
-      finish<T>(sum, p, w.group, column, !T::kSplit || rank == 0);
+      finish<T>(sum, p, w.group, column, any, !T::kSplit || rank == 0);
     else
-      finish_outer<T>(sum, p, w.group, column, w.blocks > 0);
+      finish_outer<T>(sum, p, w.group, column, any);
     if constexpr (T::kSplit) {
       add_parts<T>(sum, p, shared.base, w, group_column, rank);
       return;  // the launch has a cluster for every unit

@@ -64,13 +64,13 @@ BLOCKSCALE_DEVICE void finish_outer(float (&sum)[T::kWaves][T::kN / 2], const Ge
   }
 }
 
-// Factors of columns, alpha and bias.
+// Factors of columns, alpha and bias; `any` as above.
 template <class T>
 BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
-                              int column, bool with_bias) {
+                              int column, bool any, bool with_bias) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t first = int64_t{1} * group * p.problem.n;
-  if (p.out.factors) {
+  if (p.out.factors && any) {
 #pragma unroll
     for (int g = 0; g < T::kN / 8; ++g) {
       const int c = column + g * 8 + lane % 4 * 2;
@@ -86,7 +86,7 @@ BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
     }
   }
   const float alpha = p.out.device_alpha ? p.out.alpha * *p.out.device_alpha : p.out.alpha;
-  if (alpha != 1.0f) {
+  if (alpha != 1.0f && any) {
 #pragma unroll
     for (int w = 0; w < T::kWaves; ++w)
 #pragma unroll

@@ -119,7 +119,7 @@ struct ColumnValues {
           // To nearest there are registers to keep them: anew takes 2% longer.
           if ((kLimits ? amax_of(unpack_plain<kWhich>()) : amax_of(unpack_again<kWhich>())) >=
               kInfBits)
-            b = nan_block<kPass.scale>();
+            b = nan_block<kPass.scale>(s);
         }
         if (kLimits) run.limit(nearest_limit(b.inv));
         run.keep_if(b.inv != 0.0f);
@@ -151,8 +151,7 @@ BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int
   const int b = static_cast<int>(threadIdx.x) % kBlocks;
   int line = static_cast<int>(threadIdx.x) / kBlocks;
   if (first_block + b >= s.blocks) return;
-  uint8_t* to =
-      m.scales + static_cast<uint32_t>((tile_line + line) * s.scale_columns + first_block + b);
+  uint8_t* to = m.scales + linear_offset(tile_line + line, s.scale_columns, first_block + b);
 #pragma unroll 1
   for (; line < lines; line += kLines, to += int64_t{kLines} * s.scale_columns)
     *to = stage.template scale<uint8_t>(line, kBlocks, b);
@@ -194,7 +193,7 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
       if (line >= lines || b >= s.blocks) return;
       if (goes_aside<kPass>(s)) return store_aside(s, m, tile_line + line, b / 4, stage.scales[i]);
       const uint32_t at = s.linear_scales
-                              ? static_cast<uint32_t>((tile_line + line) * s.scale_columns + b)
+                              ? linear_offset(tile_line + line, s.scale_columns, b)
                               : layout_offset_as<uint32_t>(Layout::nv_128x4, s.lines,
                                                            s.scale_columns, tile_line + line, b);
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];

@@ -4,10 +4,7 @@ namespace blockscale::gpu {
 
 std::span<const Table> nvfp4_kernels() {
   static constexpr Table kTables[] = {
-    Table(kFp4Entries<Format::e4m3>),
-#if !defined(BLOCKSCALE_SAMPLE)
-    Table(kFp4Entries<Format::ue5m3>),
-#endif
+      Table(kFp4Entries<Format::e4m3>),
   };
   return kTables;
 }

@@ -121,7 +121,7 @@ struct JoinedLines {
       : p(p), first(line), there(there), pos(pos) {
     const Side& s = p.row;
     codes = codes_at<kPass>(s, m, line, pos) + (p.joins_codes ? 8 * second() : 0);
-    scale = m.scales + static_cast<uint32_t>(line * s.scale_columns + block());
+    scale = m.scales + linear_offset(line, s.scale_columns, block());
     keep(codes);
     keep(scale);
   }

@@ -28,7 +28,7 @@ Pass pass_of(const QuantSpec& spec) {
     encoder = Encoder::byte;
   else
     return Any::kPass;
-  return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
+  return {encoder, compiled_scale(spec.scale), spec.square, spec.hadamard.dim != 0};
 }
 
 template <bool kGrouped>
@@ -114,6 +114,7 @@ Side side_of(const Output& operand) {
   s.out = out;
   s.shape = out.shape();
   s.element = ElementFacts(out.spec.element);
+  if (out.spec.rule == ScaleRule::two_level) s.scale = ScaleFacts(out.spec.scale);
   s.amax = o.amax, s.amax_parts = operand.amax_parts;
   s.seed = o.device_seed;
   s.offset = o.device_offset;

@@ -30,7 +30,7 @@ struct RowValues {
       if constexpr (kPass.hadamard) {
         if constexpr (kPass.two_level()) {
           if (transformed.settled(s.transform, unpack_plain(), amax) >= kInfBits)
-            b = nan_block<kPass.scale>();
+            b = nan_block<kPass.scale>(s);
         }
         cut_run(transformed);
       } else {
