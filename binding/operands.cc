@@ -89,14 +89,17 @@ void Kept::place() {
     view[i].codes = base + (i ? second_ : 0);
     next = view[i].codes + plans_[i]->codes;
   }
-  if (has_offset_) offset = reinterpret_cast<int64_t*>(next), next += sizeof(int64_t);
-  for (int i = 0; i < 2; ++i)
-    if (plans_[i]) view[i].outer = reinterpret_cast<float*>(next), next += plans_[i]->outer;
-  // Those of four bytes first, which have to be aligned.
-  for (const int64_t size : {4, 1})
+  const auto place_scales = [&](int64_t size) {
     for (int i = 0; i < 2; ++i)
       if (plans_[i] && scale_bytes(plans_[i]->q.spec.scale) == size)
         view[i].scales = next, next += plans_[i]->scales;
+  };
+  // By what has to be aligned: mn_major, of whole 16 bytes, as the GEMM reads it; then words.
+  place_scales(4);
+  if (has_offset_) offset = reinterpret_cast<int64_t*>(next), next += sizeof(int64_t);
+  for (int i = 0; i < 2; ++i)
+    if (plans_[i]) view[i].outer = reinterpret_cast<float*>(next), next += plans_[i]->outer;
+  place_scales(1);
 }
 
 bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups) {

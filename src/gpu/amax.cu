@@ -1,7 +1,7 @@
 // max |x| after a spec's transform, one FP32 a matrix.
 #include "gpu/launch.h"
 #include "gpu/quantize/direct_tiles.h"
-#include "gpu/quantize/quantize.h"
+#include "gpu/quantize/loaders.h"
 
 namespace blockscale::gpu {
 namespace {

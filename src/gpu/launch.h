@@ -7,7 +7,7 @@
 
 #include "blockscale/status.h"
 #include "gpu/gpu.h"
-#include "gpu/quantize/quantize.h"
+#include "gpu/quantize/walk.h"
 
 namespace blockscale::gpu {
 

@@ -1,6 +1,6 @@
 // Codes and scales from one storage layout to another.
 #include "gpu/launch.h"
-#include "gpu/quantize/quantize.h"
+#include "gpu/quantize/columns.h"
 
 namespace blockscale::gpu {
 namespace {

@@ -94,21 +94,18 @@ inline bool shares_encoder(const QuantSpec& s) {
   const bool own = s.element == Format::e4m3fn || s.element == Format::e5m2;
   return s.element != Format::e2m1 && (!own || s.stochastic());
 }
-// Formats of two levels have the same kernels.
-inline bool same_scale(const QuantSpec& a, const QuantSpec& b) {
-  return a.scale == b.scale || (a.rule == ScaleRule::two_level && b.rule == ScaleRule::two_level);
-}
 // Whether two specs differ in nothing that a kernel is compiled for.
 inline bool same_kernel(const QuantSpec& a, const QuantSpec& b) {
   if (shares_encoder(a) && shares_encoder(b)) return a.scale == b.scale && a.square == b.square;
-  return a.element == b.element && same_scale(a, b) && a.square == b.square &&
+  return a.element == b.element && a.scale == b.scale && a.square == b.square &&
          a.stochastic() == b.stochastic() && (a.hadamard.dim != 0) == (b.hadamard.dim != 0);
 }
 inline bool is_compiled(const QuantSpec& s) {
 #if defined(BLOCKSCALE_SAMPLE)  // kernels_*.cu
-  if (s.element != Format::e2m1 && s.scale != (shares_encoder(s) ? Format::e8m0 : Format::fp32))
-    return false;
-  if (s.element == Format::e5m2 && !shares_encoder(s)) return false;
+  const Format kept = s.element != Format::e2m1 ? shares_encoder(s) ? Format::e8m0 : Format::fp32
+                      : s.scale == Format::e8m0 ? Format::e8m0
+                                                : Format::e4m3;
+  if (s.scale != kept || (s.element == Format::e5m2 && !shares_encoder(s))) return false;
 #endif
   if (s.element == Format::e2m1)
     return s.hadamard.dim == 0 || (s.hadamard.dim == 16 && !s.square) ? !s.square || !s.stochastic()
@@ -132,7 +129,7 @@ inline const std::vector<std::vector<QuantSpec>>& compiled_specs() {
 }
 // Whether there is one for rows and columns at once.
 inline bool is_compiled_pair(const QuantSpec& row, const QuantSpec& column) {
-  if (!same_scale(row, column)) return false;
+  if (row.scale != column.scale) return false;
   if (row.square != column.square) {
     const auto is_e4m3fn = [](const QuantSpec& s) {
       return s.element == Format::e4m3fn && s.scale == Format::fp32 && !s.stochastic();

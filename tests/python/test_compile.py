@@ -38,8 +38,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     "index", range(len(SAMPLES)), ids=[f"{s}-{i}" for i, s in enumerate(SAMPLES)]
 )
 def test_opcheck(index: int, device: torch.device) -> None:
+    """The slow checks, of the schema and of compiled code, of one sample of an operator and number
+    of arguments that are tensors; the others of all."""
     name, args = op_samples(device)[index]
-    torch.library.opcheck(getattr(OPS, name), args)
+    kinds = [(one, sum(isinstance(a, torch.Tensor) for a in of)) for one, of in op_samples(device)]
+    quick = ("test_autograd_registration", "test_faketensor")
+    every = (*quick, "test_schema", "test_aot_dispatch_dynamic")
+    first = kinds.index(kinds[index]) == index
+    torch.library.opcheck(getattr(OPS, name), args, test_utils=every if first else quick)
 
 
 def test_the_compiler_is_not_imported_before_it_is_used() -> None:

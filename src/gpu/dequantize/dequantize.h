@@ -5,7 +5,7 @@
 #include "divisor.h"
 #include "gpu/dequantize/piece.h"
 #include "gpu/launch.h"
-#include "gpu/quantize/quantize.h"
+#include "gpu/quantize/walk.h"
 
 namespace blockscale::gpu {
 

@@ -1,43 +1,9 @@
-// What rows and columns share: amaxes of blocks that several warps see, and the codes of a run.
+// What rows and columns share: random bits, and the codes of a run.
 #pragma once
 
 #include "gpu/quantize/walk.h"
 
 namespace blockscale::gpu {
-
-// Amaxes of the blocks that more than one thread sees. Three by turns, with one barrier a tile
-// between filling and reading: after it, the one of the tile before has been read by all, and is
-// cleared for the tile after the next.
-struct BlockTables {
-  static constexpr int kSize = kTile * kTile / 32;
-  static_assert(kSize == kThreads);
-  uint32_t amax[3][kSize];
-
-  BLOCKSCALE_DEVICE void clear(int which) { amax[which][threadIdx.x] = 0; }
-};
-// Shared memory for them, or none.
-template <bool kPresent>
-struct BlockSpace {
-  BlockTables tables;
-  BLOCKSCALE_DEVICE BlockTables* get() { return &tables; }
-  BLOCKSCALE_DEVICE void clear() {
-    tables.clear(0);
-    tables.clear(1);
-  }
-};
-template <>
-struct BlockSpace<false> {
-  BLOCKSCALE_DEVICE BlockTables* get() { return nullptr; }
-  BLOCKSCALE_DEVICE void clear() {}
-};
-
-// Entry of the block of (line, pos), both within the tile.
-template <Pass kPass>
-BLOCKSCALE_DEVICE int table_index(const Side& s, int line, int pos) {
-  const int block = block_length<kPass>(s);
-  return is_square<kPass>(s) ? line / block * (kTile / block) + pos / block
-                             : pos / block * kTile + line;
-}
 
 // The random bits of the runs at `pos` of a matrix, of all lines.
 struct RandomRuns : RandomLines {

@@ -64,12 +64,6 @@ BLOCKSCALE_DEVICE void stage_scale(const Side& s, Stage<kPass>& stage, uint32_t 
         static_cast<uint8_t>(scale);
 }
 
-// Whether threads of several warps see parts of one block.
-template <Pass kPass>
-BLOCKSCALE_DEVICE bool shares_blocks(const Side& s) {
-  return is_square<kPass>(s) || block_length<kPass>(s) != kRun;
-}
-
 // Columns c and c + 1 of the tile down one run of rows, and their amaxes. kLater, as Transformed
 // has it, is for those who have registers to keep both as they were.
 template <Pass kPass, class Tile, bool kMayKeep = false>
@@ -119,7 +113,7 @@ struct ColumnValues {
           // To nearest there are registers to keep them: anew takes 2% longer.
           if ((kLimits ? amax_of(unpack_plain<kWhich>()) : amax_of(unpack_again<kWhich>())) >=
               kInfBits)
-            b = nan_block<kPass.scale>(s);
+            b = nan_block<kPass.scale>();
         }
         if (kLimits) run.limit(nearest_limit(b.inv));
         run.keep_if(b.inv != 0.0f);
@@ -296,54 +290,6 @@ BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_li
   store_staged_codes<kPass, kWide, kCount>(s, m, tile_line, tile_pos, stage);
   store_staged_scales<kPass, kCount>(s, m, tile_line, tile_pos, min(kTile, s.lines - tile_line),
                                      stage);
-}
-
-template <Pass kPass, class Loader, class Turn>
-BLOCKSCALE_DEVICE void quantize_columns(Loader& loader, const typename Loader::Tile& tile,
-                                        const Side& s, const MatrixAt& m, const TileAt& at,
-                                        BlockTables* tables, Stage<kPass>& stage,
-                                        const Turn& turn) {
-  const bool square = is_square<kPass>(s);
-  const int block = block_length<kPass>(s);
-  // A warp: 32 pairs of columns, half of the tile, by one run of rows.
-  const int warp = static_cast<int>(threadIdx.x) / 32, g = warp % kRunsPerLine;
-  const int first = warp / kRunsPerLine * (kTile / 2) + static_cast<int>(threadIdx.x) % 32 * 2;
-  const bool shared_blocks = shares_blocks<kPass>(s);
-  ColumnValues<kPass, typename Loader::Tile> values;
-  values.take(tile.columns(g * kRun, first), s);
-  loader.release(turn.stage);
-  uint32_t* table = tables->amax[turn.three];
-  if (shared_blocks) {
-    if (square && block == kTile) {
-      const uint32_t a = warp_max(max(values.amax[0], values.amax[1]));
-      if (threadIdx.x % 32 == 0) atomicMax(&table[0], a);
-    } else {
-      atomicMax(&table[table_index<kPass>(s, first, g * kRun)], values.amax[0]);
-      atomicMax(&table[table_index<kPass>(s, first + 1, g * kRun)], values.amax[1]);
-    }
-    __syncthreads();
-    tables->clear(turn.three == 0 ? 2 : turn.three - 1);
-  }
-  const RandomRuns random = random_runs<kPass>(s, m, 1, at.row + g * kRun);
-  auto column = [&](auto which) {
-    constexpr int kWhich = decltype(which)::value;
-    const int line = first + kWhich;
-    const uint32_t a =
-        shared_blocks ? table[table_index<kPass>(s, line, g * kRun)] : values.amax[kWhich];
-    const Block b =
-        block_of<kPass>(s, m.outer, a, [&](Block& b) { values.template cut<kWhich>(s, b); });
-    float v[kRun];
-    const float inv = unpack_for<kPass>(
-        b, [&](float* to) { values.template unpack<kWhich>(s, to); }, v);
-    const Codes codes = encode_run<kPass>(s, v, values.template signs<kWhich>(s), inv, random,
-                                          m.line + at.column + line);
-    stage_codes<kPass, 2>(s, stage, codes, line, g);
-    if (g * kRun % block == 0) stage_scale<kPass>(s, stage, b.stored, line, g);
-  };
-  column(Constant<0>{});
-  column(Constant<1>{});
-  __syncthreads();
-  store_stage<kPass, 2, kThreads>(s, m, at.column, at.row, stage);
 }
 
 }  // namespace blockscale::gpu

@@ -265,7 +265,7 @@ inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
 template <Pass kPass>
 BLOCKSCALE_DEVICE void fill_lines(const Side& s, const LineGroups<kPass>& m, int line, int pos,
                                   int first, int lines) {
-  const uint32_t scale = m.bad ? nan_block<kPass.scale>(s).stored : 0;
+  const uint32_t scale = m.bad ? nan_block<kPass.scale>().stored : 0;
   for (int i = max(first, 0); i < lines; ++i) {
     if (pos % kPass.block() == 0) store_scale<kPass>(s, m, line + i, pos / kPass.block(), scale);
     store_codes<kPass>(codes_at<kPass>(s, m, line + i, pos), s, Codes{});

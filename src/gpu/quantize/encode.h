@@ -13,17 +13,11 @@ namespace blockscale::gpu {
 // uses.
 enum class Encoder : uint8_t { none, any, byte, e4m3fn, e5m2, fp4_nearest, fp4_stochastic };
 
-// The scale format that stands for one in kernels: formats of two levels differ in constants alone,
-// which kernels read (ScaleFacts).
-BLOCKSCALE_HD constexpr Format compiled_scale(Format scale) {
-  return scale == Format::ue5m3 ? Format::e4m3 : scale;
-}
-
 // What a kernel knows of a spec when it is compiled, along one axis. The scale format fixes the
 // length of the block; rules, signs and layouts are read at run time: they cost little a block.
 struct Pass {
   Encoder encoder = Encoder::none;
-  Format scale = Format::fp32;  // a compiled one
+  Format scale = Format::fp32;
   bool square = false;
   bool hadamard = false;
   constexpr bool operator==(const Pass&) const = default;

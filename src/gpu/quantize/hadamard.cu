@@ -1,5 +1,6 @@
 // Hadamard transforms wider than a run, as a pass of their own: see transformed() in launch.h.
 #include "gpu/launch.h"
+#include "gpu/quantize/loaders.h"
 
 namespace blockscale::gpu {
 namespace {

@@ -8,19 +8,9 @@
 #include "gpu/quantize/joined_tiles.h"
 #include "gpu/quantize/kernels.h"
 #include "gpu/quantize/layout_rows.h"
-#include "gpu/quantize/quantize.h"
 
 namespace blockscale::gpu {
 
-template <class Row, class Column, class Loader, bool kGrouped = false>
-void launch(QuantizeParams& p, NativeStream stream) {
-  constexpr int kBytes = sizeof(Shared<Row::kPass, Column::kPass, Loader>);
-  static_assert(kBytes * Loader::kBlocks <= kSharedBytes);
-  constexpr auto kKernel = quantize_kernel<Row, Column, Loader, kGrouped>;
-  const unsigned blocks =
-      set_grid(p, Column::kPass.present(), Loader::kBlocks * prepare<kKernel>(kBytes));
-  start(kKernel, blocks, kThreads, kBytes, stream, p);
-}
 // Lines of a thread, of `lines` with `runs` runs each. A thread of FP4 has much to do before its
 // first line, so there are no more threads than run at a time while each has kMost lines at most.
 // Beyond that each has kOften lines, or half of them if the work is light and there would be fewer
@@ -151,7 +141,6 @@ constexpr Launcher<QuantizeParams> aligned_launcher() {
 }
 
 using None = PassType<Encoder::none>;
-using Any = PassType<Encoder::any>;
 template <Encoder kElement, Format kScale>
 using Fp8 = PassType<kElement, kScale>;
 template <Encoder kElement, Format kScale>

@@ -4,7 +4,10 @@ namespace blockscale::gpu {
 
 std::span<const Table> nvfp4_kernels() {
   static constexpr Table kTables[] = {
-      Table(kFp4Entries<Format::e4m3>),
+    Table(kFp4Entries<Format::e4m3>),
+#if !defined(BLOCKSCALE_SAMPLE)
+    Table(kFp4Entries<Format::ue5m3>),
+#endif
   };
   return kTables;
 }

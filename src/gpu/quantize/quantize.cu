@@ -2,7 +2,8 @@
 #include <bit>
 #include <utility>
 
-#include "gpu/quantize/instances.h"
+#include "gpu/quantize/any.h"
+#include "gpu/quantize/kernels.h"
 #include "gpu/quantize/pairs.h"
 
 namespace blockscale::gpu {
@@ -27,15 +28,23 @@ Pass pass_of(const QuantSpec& spec) {
   else if (spec.hadamard.dim == 0)
     encoder = Encoder::byte;
   else
-    return Any::kPass;
-  return {encoder, compiled_scale(spec.scale), spec.square, spec.hadamard.dim != 0};
+    return kAny;
+  return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
 }
 
+template <bool kRows, bool kColumns, bool kGrouped>
+void launch_any(QuantizeParams& p, NativeStream stream) {
+  constexpr auto kKernel = any_kernel<kRows, kColumns, kGrouped>;
+  constexpr int kBytes = sizeof(AnyMemory);
+  static_assert(kBytes * AnyLoader::kBlocks <= kSharedBytes);
+  const unsigned blocks = set_grid(p, kColumns, AnyLoader::kBlocks * prepare<kKernel>(kBytes));
+  start(kKernel, blocks, kThreads, kBytes, stream, p);
+}
 template <bool kGrouped>
 void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
-  if (!column.present()) return launch<Any, None, AnyLoader, kGrouped>(p, stream);
-  if (!row.present()) return launch<None, Any, AnyLoader, kGrouped>(p, stream);
-  launch<Any, Any, AnyLoader, kGrouped>(p, stream);
+  if (!column.present()) return launch_any<true, false, kGrouped>(p, stream);
+  if (!row.present()) return launch_any<false, true, kGrouped>(p, stream);
+  launch_any<true, true, kGrouped>(p, stream);
 }
 
 // The compiled quantizer for these passes and this input, or null.
@@ -114,7 +123,6 @@ Side side_of(const Output& operand) {
   s.out = out;
   s.shape = out.shape();
   s.element = ElementFacts(out.spec.element);
-  if (out.spec.rule == ScaleRule::two_level) s.scale = ScaleFacts(out.spec.scale);
   s.amax = o.amax, s.amax_parts = operand.amax_parts;
   s.seed = o.device_seed;
   s.offset = o.device_offset;

@@ -30,7 +30,7 @@ struct RowValues {
       if constexpr (kPass.hadamard) {
         if constexpr (kPass.two_level()) {
           if (transformed.settled(s.transform, unpack_plain(), amax) >= kInfBits)
-            b = nan_block<kPass.scale>(s);
+            b = nan_block<kPass.scale>();
         }
         cut_run(transformed);
       } else {
@@ -108,15 +108,6 @@ BLOCKSCALE_DEVICE Codes encode_row_run(const Side& s, const MatrixAt& m, const R
       b, [&](float* to) { values.unpack(s, to); }, v);
   return encode_run<kPass>(s, v, values.signs(s), inv, random, m.line + line);
 }
-// Codes and scale of the run at (line, pos), which is within the stored matrix and in block `b`.
-template <Pass kPass, class Values>
-BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
-                                     Values& values, const Block& b, int line, int pos) {
-  const int block = block_length<kPass>(s);
-  if (pos % block == 0) store_scale<kPass>(s, m, line, pos / block, b.stored);
-  store_codes<kPass>(codes_at<kPass>(s, m, line, pos), s,
-                     encode_row_run<kPass>(s, m, random, values, b, line));
-}
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const RandomRuns& random,
                                        Values& values, const Block& b, int line, int pos,
@@ -149,51 +140,6 @@ BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const Ran
                                      const RowTarget<kPass>& to) {
   store_row<kPass>(s, m, encode_row_run<kPass>(s, m, random, values, b, line), b, true, line, pos,
                    to);
-}
-
-// Runs of a thread: two of a tile, kRowStep rows apart.
-inline constexpr int kRowStep = kThreads / kRunsPerLine;
-inline constexpr int kRowRuns = kTile / kRowStep;
-
-template <Pass kPass, class Loader, class Turn>
-BLOCKSCALE_DEVICE void quantize_rows(Loader& loader, const typename Loader::Tile& tile,
-                                     bool last_reader, const Side& s, const MatrixAt& m,
-                                     const TileAt& at, BlockTables* tables, const Turn& turn) {
-  using Tile = typename Loader::Tile;
-  const bool square = is_square<kPass>(s);
-  const int block = block_length<kPass>(s);
-  const int pos = static_cast<int>(threadIdx.x) % kRunsPerLine * kRun;
-  const int first = static_cast<int>(threadIdx.x) / kRunsPerLine;
-  RowValues<kPass, Tile> values[kRowRuns];
-#pragma unroll
-  for (int i = 0; i < kRowRuns; ++i) values[i].take(tile.row(first + i * kRowStep, pos), s);
-  if (last_reader) loader.release(turn.stage);
-  uint32_t* table = tables->amax[turn.three];
-  if (square) {
-#pragma unroll
-    for (int i = 0; i < kRowRuns; ++i) {
-      if (block == kTile) {
-        const uint32_t largest = warp_max(values[i].amax);
-        if (threadIdx.x % 32 == 0) atomicMax(&table[0], largest);
-      } else {
-        atomicMax(&table[table_index<kPass>(s, first + i * kRowStep, pos)], values[i].amax);
-      }
-    }
-    __syncthreads();
-    tables->clear(turn.three == 0 ? 2 : turn.three - 1);
-  }
-  const int c = at.column + pos;
-  const RandomRuns random = random_runs<kPass>(s, m, 0, c);
-#pragma unroll
-  for (int i = 0; i < kRowRuns; ++i) {
-    const int line = first + i * kRowStep, r = at.row + line;
-    const uint32_t amax =
-        square ? table[table_index<kPass>(s, line, pos)] : row_block_amax<kPass>(s, values[i].amax);
-    if (r < s.lines && c < s.padded) {
-      const Block b = block_of<kPass>(s, m.outer, amax, [&](Block& b) { values[i].cut(s, b); });
-      store_row_run<kPass>(s, m, random, values[i], b, r, c);
-    }
-  }
 }
 
 }  // namespace blockscale::gpu

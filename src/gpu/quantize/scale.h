@@ -6,32 +6,11 @@
 
 namespace blockscale::gpu {
 
-// What is known of a scale format of two levels before the kernel starts, as of an element's.
-struct ScaleFacts {
-  float largest, normal;  // normal: the smallest
-  // Added to a value as a multiple of the power of two below it, rounds it to the format: 2^(23-m),
-  // and the codes below the smallest normal's binade, but for whole multiples of 256.
-  float unit;
-  uint32_t nan;
-
-  static constexpr int kMantissaBits = traits(Format::e4m3).mantissa_bits;
-  ScaleFacts() = default;
-  explicit ScaleFacts(Format f) {
-    const FormatTraits t = traits(f);
-    const int below = (127 + t.min_exponent()) % (256 >> kMantissaBits) << kMantissaBits;
-    largest = max_value(f), normal = exp2i(t.min_exponent());
-    unit = exp2i(23 - kMantissaBits) + static_cast<float>(256 - below) / exp2i(kMantissaBits);
-    nan = t.nan_code();
-  }
-};
-static_assert(ScaleFacts::kMantissaBits == traits(Format::ue5m3).mantissa_bits);
-
 // One output: where it goes and everything about it that a kernel asks for.
 struct Side {
   Quantized out;
   StoredShape shape;
   ElementFacts element;
-  ScaleFacts scale;   // where there are two levels
   const float* amax;  // of every matrix of the batch; for specs with an outer scale
   int amax_parts;     // not 0: of one matrix, the largest of so many
   const int64_t* seed;
@@ -164,23 +143,26 @@ struct Block {
 };
 
 template <Format kScale>
-BLOCKSCALE_DEVICE Block nan_block(const Side& s) {
-  if (kScale == Format::fp32) return {0.0f, kNanBits};
-  return {0.0f, kScale == Format::e8m0 ? traits(kScale).nan_code() : s.scale.nan};
+BLOCKSCALE_DEVICE Block nan_block() {
+  return {0.0f, kScale == Format::fp32 ? kNanBits : traits(kScale).nan_code()};
 }
 
 // As two_level_scale(). Rounds to the scale format by an addition: with P the power of two at or
 // below the value, or the smallest normal, v + P 2^(23-m) has the format's spacing as its last
 // place. 1 / scale is that of the usual scale, and not always right.
-BLOCKSCALE_DEVICE Block two_level_block(const Side& s, float amax, const Outer& outer,
-                                        float& decoded) {
-  const ScaleFacts& f = s.scale;
-  const float v = fminf(__fmul_rn(amax, outer.sixth), f.largest);
-  const float p = bit_cast<float>(bit_cast<uint32_t>(fmaxf(v, f.normal)) & 0x7F800000);
-  const float w = s.scales_up ? fma_up(p, f.unit, v) : __fmaf_rn(p, f.unit, v);
-  const float value = __fmaf_rn(p, -f.unit, w);
+template <Format kScale>
+BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer, float& decoded) {
+  constexpr FormatTraits t = traits(kScale);
+  constexpr float kLargest = max_value(kScale), kNormal = exp2i(t.min_exponent());
+  // The codes below the smallest normal's binade come off here, but for whole multiples of 256.
+  constexpr int kBelow = (127 + t.min_exponent()) % (256 >> t.mantissa_bits) << t.mantissa_bits;
+  constexpr float kUnit = exp2i(23 - t.mantissa_bits) + (256 - kBelow) / exp2i(t.mantissa_bits);
+  const float v = fminf(__fmul_rn(amax, outer.sixth), kLargest);
+  const float p = bit_cast<float>(bit_cast<uint32_t>(fmaxf(v, kNormal)) & 0x7F800000);
+  const float w = up ? fma_up(p, kUnit, v) : __fmaf_rn(p, kUnit, v);
+  const float value = __fmaf_rn(p, -kUnit, w);
   // The low bits of w count units; each binade has 2^m of them.
-  const uint32_t stored = bit_cast<uint32_t>(w) + (bit_cast<uint32_t>(p) >> (23 - f.kMantissaBits));
+  const uint32_t stored = bit_cast<uint32_t>(w) + (bit_cast<uint32_t>(p) >> (23 - t.mantissa_bits));
   decoded = __fmul_rn(value, outer.dec);
   return {fminf(reciprocal_of_normal(decoded), kFloatMax), stored};
 }
@@ -206,17 +188,17 @@ BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t a
     const FloatScale f = spec.rule == ScaleRule::pow2 ? pow2_scale(amax, s.element.largest)
                                                       : amax_scale(amax, s.element.largest);
     b = {f.inv, bit_cast<uint32_t>(f.scale)};
-    return amax_bits < outer.limit ? b : nan_block<kScale>(s);
+    return amax_bits < outer.limit ? b : nan_block<kScale>();
   } else {
     // The usual block is told by one comparison, which a NaN does not pass.
     float decoded = 0;
     if constexpr (kScale == Format::e8m0)
       b = e8m0_block(spec.rule, s.element, amax);
     else
-      b = two_level_block(s, amax, outer, decoded);
+      b = two_level_block<kScale>(s.scales_up, amax, outer, decoded);
     if (!(__fmaf_rn(amax, b.inv, outer.unusual) <= safe)) {
       if (kScale != Format::e8m0) b.inv = inverse_scale(decoded);
-      if (amax_bits >= outer.limit) b = nan_block<kScale>(s);
+      if (amax_bits >= outer.limit) b = nan_block<kScale>();
       b.far = !(b.inv >= kStochasticLeast && __fmul_rn(amax, b.inv) <= kStochasticSafe);
       cut(b);
     }
@@ -231,11 +213,13 @@ BLOCKSCALE_DEVICE Block block_of(const Side& s, const Outer& outer, uint32_t ama
                           : kPass.encoder == Encoder::fp4_stochastic ? kStochasticSafe
                                                                      : -1.0f;
   if constexpr (!kPass.any()) return block_with<kPass.scale>(s, outer, amax_bits, kSafe, cut);
-  switch (compiled_scale(s.out.spec.scale)) {
+  switch (s.out.spec.scale) {
     case Format::e8m0:
       return block_with<Format::e8m0>(s, outer, amax_bits, kSafe, cut);
     case Format::e4m3:
       return block_with<Format::e4m3>(s, outer, amax_bits, kSafe, cut);
+    case Format::ue5m3:
+      return block_with<Format::ue5m3>(s, outer, amax_bits, kSafe, cut);
     default:
       return block_with<Format::fp32>(s, outer, amax_bits, kSafe, cut);
   }

@@ -116,10 +116,9 @@ using WalkOver = std::conditional_t<kGrouped, GroupWalk<kDown, kConsecutive>, Wa
 // Which of several buffers a tile uses.
 template <int kStages>
 struct Turn {
-  int stage = 0, two = 0, three = 0;
+  int stage = 0, three = 0;
   BLOCKSCALE_DEVICE void advance() {
     stage = stage == kStages - 1 ? 0 : stage + 1;
-    two ^= 1;
     three = three == 2 ? 0 : three + 1;
   }
 };

@@ -252,7 +252,8 @@ TEST(Emulated, TransformedRunsAreTheDefinitions) {
 
 // ---- scales ----
 
-void expect_two_level(Format scale) {
+template <Format kScale>
+void expect_two_level() {
   std::vector<float> amaxes = {0, 0x1p-149f, 0x1p-126f, 1e-30f, 3.4e38f, 2688.0f, 688128.0f, 1.0f};
   Random random(3);
   for (int i = 0; i < (kSweepStep > 1 ? 4 : 100); ++i)
@@ -262,22 +263,20 @@ void expect_two_level(Format scale) {
     // The last one is no outer scale at all.
     float amax = i < amaxes.size() ? amaxes[i] : 0.0f;
     Side s{};
-    s.out.spec.scale = scale;
-    s.scale = ScaleFacts(scale);
+    s.out.spec.scale = kScale;
     s.out.spec.outer = i < amaxes.size();
     s.amax = &amax;
     const Outer outer = outer_of(s, 0);
     const OuterScale want_outer =
-        s.out.spec.outer ? outer_scale(scale, amax) : OuterScale{1.0f, 1.0f};
+        s.out.spec.outer ? outer_scale(kScale, amax) : OuterScale{1.0f, 1.0f};
     ASSERT_EQ(bits_of(outer.dec), bits_of(want_outer.dec));
     for (const bool up : {false, true}) {
       s.scales_up = up;
       for (uint32_t b = 0; b < kBf16End; ++b) {
         const float a = from_bf16(static_cast<uint16_t>(b));
-        const Block got =
-            block_with<Format::e4m3>(s, outer, bits_of(a), kNearestSafe, [](Block&) {});
+        const Block got = block_with<kScale>(s, outer, bits_of(a), kNearestSafe, [](Block&) {});
         const BlockScale want =
-            two_level_scale(scale, up ? ScaleRounding::up : ScaleRounding::nearest, a, want_outer);
+            two_level_scale(kScale, up ? ScaleRounding::up : ScaleRounding::nearest, a, want_outer);
         ASSERT_EQ(got.stored & 0xFF, want.code) << a << " up " << up << " tensor " << amax;
         ASSERT_EQ(bits_of(got.inv), bits_of(want.enc)) << a << " up " << up << " tensor " << amax;
       }
@@ -285,8 +284,8 @@ void expect_two_level(Format scale) {
   }
 }
 TEST(Emulated, TwoLevelScalesOfEveryBf16AmaxAreTheDefinitions) {
-  expect_two_level(Format::e4m3);
-  if (!HasFatalFailure()) expect_two_level(Format::ue5m3);
+  expect_two_level<Format::e4m3>();
+  if (!HasFatalFailure()) expect_two_level<Format::ue5m3>();
 }
 
 TEST(Emulated, E8m0ScalesOfEveryBf16AmaxAreTheDefinitions) {
