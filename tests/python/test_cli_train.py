@@ -199,16 +199,15 @@ def test_recipes_with_changes(tmp_path: Path, text: str) -> None:
 
 
 def test_learns_more_than_byte_frequencies(tmp_path: Path) -> None:
-    """The default model, a seventh of the default steps, a quarter of their size."""
+    """The default model, a fifth of the default steps, a quarter of their size."""
     out, text = tmp_path / "learns", tmp_path / "text"
     text.mkdir()
-    words = ["--data", sources(text, 60, 5000)]
-    train("--out", str(out), *words, "--recipes", RECIPES, "--steps", "30", "--batch-size", "4",
-          "--seq-len", "64", "--eval-every", "30")  # fmt: skip
+    words = ["--data", sources(text, 150, 6000)]
+    train("--out", str(out), *words, "--recipes", "nvfp4", "--steps", "40", "--batch-size", "4",
+          "--seq-len", "64", "--eval-every", "40")  # fmt: skip
     baseline = load_corpus(words[1:], 64).unigram_loss()
-    final = [r["validation_loss"] for r in metrics(out) if "validation_loss" in r]
-    assert len(final) == 2
-    assert max(final) < baseline - 0.1
+    (final,) = (r["validation_loss"] for r in metrics(out) if "validation_loss" in r)
+    assert final < baseline - 0.1
 
 
 def test_batches_depend_on_seed_and_step_alone() -> None:
