@@ -201,11 +201,16 @@ def amax(
 
 
 def largest_of_ranks(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Each of these magnitudes where it is largest, which is NaN where a rank has that."""
-    # What selective checkpointing may keep and give back; what c10d's own does in place it may not.
+    """Each of these magnitudes where it is largest, which is NaN where a rank has that. Whoever
+    calls it has no more use for them."""
+    bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+        return amax
+    # What a compiler may trace, and selective checkpointing keep and give back. It takes a host
+    # several times as long.
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-    bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
     found: torch.Tensor = wait_tensor(all_reduce(bits, "max", group))  # type: ignore[no-untyped-call]
     return found.view(torch.float32)
 
