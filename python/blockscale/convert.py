@@ -52,17 +52,22 @@ class Report:
     Attributes:
         converted: (qualified name, recipe) of every converted layer.
         skipped: (qualified name, reason) of every other module that has parameters of its own.
+        unused: rules that decided nothing, as others come before them (or `skip` does).
     """
 
     converted: list[tuple[str, Recipe]]
     skipped: list[tuple[str, str]]
+    unused: Sequence[str] = ()  # as in reports that were saved before there was any
 
     def __str__(self) -> str:
         rows = [(name or "(root)", str(recipe)) for name, recipe in self.converted]
         rows += [(name or "(root)", f"left alone: {reason}") for name, reason in self.skipped]
         width = max((len(name) for name, _ in rows), default=0)
         head = f"{len(self.converted)} layers converted, {len(self.skipped)} modules not"
-        return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
+        lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
+        if self.unused:
+            lines.append(f"Rules that decided nothing: {', '.join(map(repr, self.unused))}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -113,8 +118,7 @@ def convert(
 
     Raises:
         TypeError, ValueError: an unknown recipe; a rule, skip or experts that match nothing, or a
-            rule with a recipe or experts that match only what cannot be converted; a rule whose
-            matches earlier ones all decide otherwise; a model with
+            rule with a recipe or experts that match only what cannot be converted; a model with
             nothing to convert, or a part of a converted one; a recipe that does not run
             where a layer lies; a layer that is to change while FSDP2 gathers its codes, or that
             something else has changed since it was converted. Nothing is changed then.
@@ -126,6 +130,7 @@ def convert(
     report = Report(
         [(step.name, step.what) for step in plan if isinstance(step.what, Recipe)],
         [(step.name, step.what) for step in plan if isinstance(step.what, str)],
+        [rule for rule in rules or () if all(step.rule != rule for step in plan)],
     )
     if not report.converted:
         # Layers before what never is one.
@@ -205,6 +210,7 @@ class _Step:
     name: str
     module: torch.nn.Module
     what: Recipe | str  # its recipe, or why it is left alone
+    rule: str | None = None  # that says so
 
 
 def _converted(plain: type[torch.nn.Module]) -> type[Layer]:
@@ -281,7 +287,7 @@ def _plan(
         elif skipped is not None:
             yield _Step(name, module, f"skip {skipped!r}{stays}")
         elif rule is not None:
-            yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}{stays}")
+            yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}{stays}", rule)
         else:
             yield _Step(name, module, default)
 
@@ -310,13 +316,6 @@ def _check_rules(
             need = "a regular expression that is found in the name of a layer to convert"
             some = ", ".join(linears[:4]) + (", ..." if len(linears) > 4 else "")
             fail("convert", "rules", repr(rule), need, f"the names are {some}")
-    taken: dict[torch.nn.Module, str] = {}  # the rule that decides
-    for rule, matches in found.items():
-        before = {taken.setdefault(layer, rule) for layer in matches}
-        if rule not in before and any(rules[one][1] != rules[rule][1] for one in before):
-            first = ", ".join(repr(one) for one in rules if one in before)
-            need = f"a layer that {first} before it does not match"
-            fail("convert", "rules", repr(rule), need, "write it first: the first match decides")
     recipes = {rule: found[rule] for rule, (_, to) in rules.items() if to is not None}
     _check_fit("rules", recipes, names, reasons)
 
@@ -395,10 +394,11 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
             return reason
         matrices = [module.weight]
     elif not as_experts:
-        if kind == "Conv1D":  # Transformers' GPT-2
+        weight = module._parameters.get("weight")
+        if kind == "Conv1D" and weight is not None and weight.dim() == 2:  # Transformers' GPT-2
             return f"{kind}{_NO_LINEAR}: replace it by one with its weight transposed"
-        several = is_experts(module) and sum(1 for _ in matrices_of(module)) > 1
-        experts = several or (is_experts(module) and "experts" in kind.lower())
+        of = [len(matrix) for matrix in matrices_of(module)] if is_experts(module) else []
+        experts = of and ("experts" in kind.lower() or (len(of) > 1 and {*of} == {max(of[0], 2)}))
         return f"{kind}{_NO_LINEAR}{'; experts= converts what it multiplies' if experts else ''}"
     elif is_sharded(module):
         return f"{kind} is sharded by itself: convert before fully_shard"

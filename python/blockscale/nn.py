@@ -40,7 +40,7 @@ class Kept:
         """Refuse a weight that has changed, or is another one."""
         if weight is self.weight and _state_of(weight) == self.state:
             return
-        got, what = "changed", "steps an optimizer, loads a checkpoint or merges adapters"
+        got, what = "changed", "steps an optimizer, loads a checkpoint, merges or moves weights"
         if weight is not self.weight:
             got, what = "another tensor", "assigns or offloads weights; and around functional_call"
         need, remedy = "what it was when it began", f"leave it before what {what}"

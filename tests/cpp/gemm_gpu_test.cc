@@ -261,6 +261,22 @@ TEST_F(Fp8GemmTest, EveryTileEveryTail) {
   }
 }
 
+// Fewer blocks of K than it is cut into parts: some add nothing, and store their share of the sums.
+TEST_F(Fp8GemmTest, EmptyPartsOfK) {
+  for (int tile = 0; tile < cuda::kTileCount; ++tile) {
+    if (!cuda::kTiles[tile].split) continue;
+    for (const int64_t k : {1, 128, 129, 300}) {
+      Case c;
+      c.tile = tile, c.m = 70, c.n = 300, c.k = k, c.f32 = true;
+      c.square = cuda::kTiles[tile].compiled(true, false, false);
+      for (const bool accumulate : {false, true}) {
+        c.accumulate = accumulate;
+        run(c, 1);
+      }
+    }
+  }
+}
+
 // More tiles than a device has multiprocessors, so that clusters have several each.
 TEST_F(Fp8GemmTest, EverySchedule) {
   Case c;

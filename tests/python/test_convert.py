@@ -577,16 +577,14 @@ def test_rules_in_order_and_skip_first() -> None:
     assert len(bs.convert(m, "bf16", skip=["q_proj"]).converted) == 3
 
 
-def test_a_rule_that_others_decide_for_is_refused() -> None:
-    said = r"rules = 'q_proj'; need a layer that 'proj' before it does not match; write it first"
-    for first, then in (("mxfp8", None), ("mxfp8", "nvfp4"), (None, "nvfp4")):
-        with pytest.raises(ValueError, match=said):
-            bs.convert(model(), "nvfp4", rules={"proj": first, "q_proj": then})
-    said = "need a layer that 'q_proj', 'o_proj' before it does not match"
-    with pytest.raises(ValueError, match=said):
-        bs.convert(model(), "nvfp4", rules={"q_proj": None, "o_proj": "mxfp8", "_proj": None})
-    # One that says the same does no harm.
-    bs.convert(model(), "nvfp4", rules={"proj": "mxfp8", "q_proj": "mxfp8"})
+def test_a_rule_that_decides_nothing_is_reported() -> None:
+    report = bs.convert(model(), "nvfp4", rules={"proj": "mxfp8", "q_proj": None, "o_proj": "bf16"})
+    assert report.unused == ["q_proj", "o_proj"]
+    assert str(report).endswith("\nRules that decided nothing: 'q_proj', 'o_proj'")
+    rules = {"q_proj": None, "proj": "mxfp8", "lm_head": "bf16"}
+    report = bs.convert(model(), "nvfp4", rules=rules, skip=["lm_head"])
+    assert report.unused == ["lm_head"]
+    assert bs.convert(model(), "nvfp4", rules={"q_proj": None, "proj": "mxfp8"}).unused == []
 
 
 def test_layers_come_first_among_the_reasons_why_nothing_is_converted() -> None:

@@ -247,7 +247,8 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     else
       multiplier.pass_over(w.blocks);
     const bool any = w.blocks > 0;
-    if (!any && p.out.add && !p.out.bias) continue;  // not even -0 changes
+    // Not even -0 changes. (A part of K may be empty where others, which wait for it, are not.)
+    if (!T::kSplit && !any && p.out.add && !p.out.bias) continue;
     if constexpr (T::kScaled)
       finish<T>(sum, p, w.group, column, any, !T::kSplit || rank == 0);
     else
