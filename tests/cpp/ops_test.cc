@@ -172,6 +172,16 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   q.batch = limit;
   EXPECT_ERROR(quantize(many, q, {}, NoStream()), "quantize: x = 2147483648 matrices of [40, 48]",
                "fewer than 2^31 tiles of 128 x 128 on a GPU", "parts of the batch");
+  constexpr int64_t kSide = int64_t{1} << 18;
+  q = out.view;
+  q.spec = kMxfp4, q.rows = q.columns = kSide;
+  float to = 0;
+  EXPECT_ERROR(dequantize(as_const(q), {&to, DType::f32, kSide, kSide, kSide, 1, 1, 0}, NoStream()),
+               "dequantize: q = [262144, 262144]", "fewer than 2^36 elements", "parts");
+  Output down(kNvfp4, {}, -2, 40, 48);
+  const Quantization turned[] = {{x.view(), &down.view, nullptr}, {x.view(), nullptr, &out.view}};
+  EXPECT_ERROR(quantize_two(turned[0], {}, NoStream()), "quantize: axis = -2", "-1 of row");
+  EXPECT_ERROR(quantize_two(turned[1], {}, NoStream()), "quantize: axis = -1", "-2 of column");
 }
 
 TEST_F(Refused, DualTakesRowsThenColumns) {

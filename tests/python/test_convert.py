@@ -592,3 +592,24 @@ def test_layers_come_first_among_the_reasons_why_nothing_is_converted() -> None:
     said = r"; 5: its weight is torch.float64, .*; 0: Conv1d is not nn.Linear; 1: .*; 2: [^;]*$"
     with pytest.raises(ValueError, match=said):
         bs.convert(nn.Sequential(*parts, nn.Linear(4, 4)).double(), "nvfp4")
+
+
+def test_what_holds_matrices_is_told_of_experts() -> None:
+    class Conv1D(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(shape))
+
+    class Holder(nn.Module):
+        def __init__(self, *shapes: tuple[int, ...]) -> None:
+            super().__init__()
+            for i, shape in enumerate(shapes):
+                self.register_parameter(f"p{i}", nn.Parameter(torch.ones(shape)))
+
+    parts = dict(layer=nn.Linear(4, 4), gpt=Conv1D(4, 8), audio=Conv1D(4, 8, 3))
+    parts |= dict(pair=Holder((3, 4, 4), (3, 4, 4)), tokens=Holder((1, 1, 4), (1, 9, 4)))
+    reasons = dict(bs.convert(nn.ModuleDict(parts), "mxfp8").skipped)
+    transposed = "Conv1D is not nn.Linear: replace it by one with its weight transposed"
+    assert (reasons["gpt"], reasons["audio"]) == (transposed, "Conv1D is not nn.Linear")
+    assert reasons["pair"] == "Holder is not nn.Linear; experts= converts what it multiplies"
+    assert reasons["tokens"] == "Holder is not nn.Linear"
