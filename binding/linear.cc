@@ -68,7 +68,7 @@ void check_operands(const Place& at, const Tensor& x, const Tensor& w,
 // A weight's operand along its rows as FSDP2 gathers it: codes, scales and outer scale, each as
 // quantize_piece returns it. Codes have two dimensions, or three of [E, N, K]; what is not gathered
 // is bytes in one, or values.
-constexpr int64_t kGatheredParts = 3;
+constexpr size_t kGatheredParts = 3;
 bool is_gathered(const Tensor& first) {
   const ScalarType type = first.scalar_type();
   return first.dim() > 1 && type != ScalarType::Float && type != ScalarType::BFloat16 &&
@@ -176,10 +176,10 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
   const bool both = xs && ws && left->view && right->view;
   auto values = both ? room_for_values(at, *left->view, *right->view) : std::nullopt;
   if (values) xs->row_values = values->left, ws->row_values = values->right;
-  make(at, xs ? &*xs : nullptr, ws ? &*ws : nullptr, snapshot);
-  const Ints sizes = with_last(x, n);
-  std::vector<Tensor> results{product(at, *left, *right, bias, out, out, sizes, groups, rows,
-                                      std::nullopt, values ? &*values : nullptr)};
+  const Previous previous = make(at, xs ? &*xs : nullptr, ws ? &*ws : nullptr, snapshot);
+  const Target y{out, with_last(x, n), std::nullopt, previous};
+  std::vector<Tensor> results{
+      product(at, *left, *right, bias, out, y, groups, rows, values ? &*values : nullptr)};
   if (kept) results.push_back(kept->memory);
   return results;
 }
@@ -284,53 +284,68 @@ const Tensor& values_in(const Place& at, const Tensor& saved, const Extent& e,
 struct Saved {
   Saved(const Place& at, const std::vector<Tensor>& saved, const Recipe& recipe, const Needs& needs,
         bool draws, const Extent& of_x, const Extent& of_w) {
+    std::span<const Tensor> left(saved);
+    const auto take = [&](size_t count) {
+      require(count <= left.size(), at.op(), "saved", saved.size(), kNeeds);
+      const auto taken = left.first(count);
+      left = left.subspan(count);
+      return taken;
+    };
     const bool x_apart = needs.dw && (!recipe.wgrad_x || needs.x_apart);
     const bool w_apart = needs.dx && (!recipe.dgrad_w || needs.w_apart);
     const bool x_here = needs.dw && !x_apart, w_here = needs.dx && !w_apart;
-    const bool grouped = static_cast<bool>(of_x.groups);
-    const bool together = x_here || w_here || draws;
-    const size_t w_at = size_t{together} + size_t{x_apart};
-    const bool w_gathered = w_apart && saved.size() > w_at && is_gathered(saved[w_at]);
-    const size_t w_parts = w_gathered ? kGatheredParts : w_apart;
-    require(saved.size() == w_at + w_parts + size_t{draws}, at.op(), "saved", saved.size(),
-            "what the forward made, x, w and seed, each where it is needed");
-    auto next = saved.begin();
-    if (together) {
+    if (x_here || w_here || draws) {
       std::optional<Plan> x_plan, w_plan;
       if (x_here) x_plan.emplace(*recipe.wgrad_x, -2, of_x);
       if (w_here) w_plan.emplace(*recipe.dgrad_w, -2, of_w);
       Kept kept(x_plan ? &*x_plan : nullptr, w_plan ? &*w_plan : nullptr, draws);
-      kept.read(at, "saved", *next++);
-      if (x_plan) x = Side{kept.memory, -2, as_const(kept.view[0])};
-      if (w_plan) w = Side{kept.memory, -2, as_const(kept.view[1])};
+      kept.read(at, "saved", take(1)[0]);
+      if (x_here) x = Side{kept.memory, -2, as_const(kept.view[0])};
+      if (w_here) w = Side{kept.memory, -2, as_const(kept.view[1])};
       offset = kept.offset;
       memory = kept.memory;
     }
-    if (x_apart && recipe.wgrad_x && next->scalar_type() != ScalarType::Byte)
-      x_values = values_in(at, *next++, of_x);
-    else if (x_apart && recipe.wgrad_x)
-      x = made_before(at, "saved", *next++, *recipe.wgrad_x, -2, of_x);
-    else if (x_apart)
-      x = Side{matrix(values_in(at, *next++, of_x)), -2, std::nullopt};
-    if (w_gathered) {
-      w_rows = gathered(at, "saved", std::span(saved).subspan(w_at, w_parts), recipe.dgrad_w, of_w,
-                        grouped);
-      next += w_parts;
-    } else if (w_apart && recipe.dgrad_w && next->scalar_type() != ScalarType::Byte)
-      w_values = values_in(at, *next++, of_w, grouped);
-    else if (w_apart && !recipe.dgrad_w) {
-      const Tensor& values = values_in(at, *next++, of_w, grouped);
-      w = Side{grouped ? values : matrix(values), -2, std::nullopt};
-    } else if (w_apart)
-      w = weight_of(at, "saved", *next++, recipe.dgrad_dy, recipe.dgrad_w, -2, of_w,
-                    of_x.groups.count);
-    if (draws) seed = key_of(at, "seed", *next++);
+    if (x_apart) read_x(at, take(1)[0], recipe.wgrad_x, of_x);
+    if (w_apart) {
+      const bool parts = !left.empty() && is_gathered(left[0]);
+      read_w(at, take(parts ? kGatheredParts : 1), recipe, of_w, of_x.groups.count);
+    }
+    if (draws) seed = key_of(at, "seed", take(1)[0]);
+    require(left.empty(), at.op(), "saved", saved.size(), kNeeds);
   }
   std::optional<Side> x, w;
   std::optional<Tensor> x_values, w_values;  // to be quantized
   std::optional<Operand> w_rows;             // to be transposed
   const int64_t *seed = nullptr, *offset = nullptr;
   std::optional<Tensor> memory;  // of the offset
+
+ private:
+  static constexpr const char* kNeeds =
+      "what the forward made, x, w and seed, each where it is needed";
+
+  void read_x(const Place& at, const Tensor& saved, const Spec& spec, const Extent& e) {
+    if (spec && saved.scalar_type() == ScalarType::Byte)
+      x = made_before(at, "saved", saved, *spec, -2, e);
+    else if (const Tensor& values = values_in(at, saved, e); spec)
+      x_values = values;
+    else
+      x = Side{matrix(values), -2, std::nullopt};
+  }
+
+  void read_w(const Place& at, std::span<const Tensor> saved, const Recipe& recipe, const Extent& e,
+              int64_t groups) {
+    const Spec& spec = recipe.dgrad_w;
+    const Tensor& first = saved.front();
+    const bool batched = groups > 0;
+    if (is_gathered(first))
+      w_rows = gathered(at, "saved", saved, spec, e, batched);
+    else if (spec && first.scalar_type() == ScalarType::Byte)
+      w = weight_of(at, "saved", first, recipe.dgrad_dy, spec, -2, e, groups);
+    else if (const Tensor& values = values_in(at, first, e, batched); spec)
+      w_values = values;
+    else
+      w = Side{batched ? values : matrix(values), -2, std::nullopt};
+  }
 };
 
 // In square blocks the operand along the rows has the codes and scales of that down the columns.
@@ -344,16 +359,14 @@ Side transposed(const Place& at, const Operand& rows) {
 // W's gradient, [N, K] or one for each group, of dy's and x's operands along the rows. `turned`: in
 // memory it is [K, N], as W is, which is the product the other way round.
 Tensor weight_gradient(const Place& at, const Side& dy, const Side& x, ScalarType compute,
-                       ScalarType dtype, const Ints& sizes, const Groups& groups, int64_t m,
-                       const std::optional<Tensor>& into, bool turned) {
+                       Target target, const Groups& groups, int64_t m, bool turned) {
   // One in square blocks the FP8 GEMM takes on the right alone.
   const bool x_goes_left = !x.view || !x.view->spec.square;
-  if (!turned || into || !x_goes_left)
-    return product(at, dy, x, std::nullopt, compute, dtype, sizes, groups, m, into);
-  Ints other = sizes;
-  std::swap(other.back(), other[other.size() - 2]);
-  return torch::stable::transpose(
-      product(at, x, dy, std::nullopt, compute, dtype, other, groups, m), -2, -1);
+  if (!turned || target.into || !x_goes_left)
+    return product(at, dy, x, std::nullopt, compute, target, groups, m);
+  std::swap(target.sizes.back(), target.sizes[target.sizes.size() - 2]);
+  return torch::stable::transpose(product(at, x, dy, std::nullopt, compute, target, groups, m), -2,
+                                  -1);
 }
 
 // The gradients asked for, but dw where it is added to `into`: of those in `needs` this backward
@@ -383,12 +396,15 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   if (dx && from.w_values)
     ws.emplace(at, *from.w_values, static_cast<bool>(groups), Groups{}, Spec(), recipe.dgrad_w,
                Wanted::no, Wanted::here, Key{Role::w, nullptr, nullptr});
-  make(at, &dys, ws ? &*ws : nullptr);
+  Previous previous = make(at, &dys, ws ? &*ws : nullptr);
   std::vector<Tensor> gradients;
   if (dx) {
     const Side w = ws ? *ws->column : from.w_rows ? transposed(at, *from.w_rows) : *from.w;
-    gradients.push_back(product(at, *dys.row, w, std::nullopt, dtype, x_dtype.value_or(dtype),
-                                with_last(dy, k), groups, m));
+    const Target to{x_dtype.value_or(dtype), with_last(dy, k), std::nullopt, previous};
+    gradients.push_back(product(at, *dys.row, w, std::nullopt, dtype, to, groups, m));
+    // W's gradient reads nothing of it.
+    const bool apart = previous == Previous::operands && multiplies_codes(*dys.row, w);
+    previous = apart ? Previous::nothing : Previous::any;
   }
   if (dw) {
     Ints sizes{n, k};
@@ -398,10 +414,11 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
     if (from.x_values) {
       xs.emplace(at, *from.x_values, false, groups, Spec(), recipe.wgrad_x, Wanted::no,
                  Wanted::here, Key{Role::x, nullptr, nullptr});
-      make(at, &*xs);
+      previous = make(at, &*xs);
     }
-    const Tensor made = weight_gradient(at, *dys.column, xs ? *xs->column : *from.x, dtype,
-                                        w_dtype.value_or(dtype), sizes, groups, m, into, w_turned);
+    const Target to{w_dtype.value_or(dtype), sizes, into, previous};
+    const Tensor made = weight_gradient(at, *dys.column, xs ? *xs->column : *from.x, dtype, to,
+                                        groups, m, w_turned);
     if (!into) gradients.push_back(made);
   }
   if (db) {

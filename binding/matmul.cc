@@ -56,11 +56,6 @@ ConstQuantized without_outer(const ConstQuantized& q) {
   return view;
 }
 
-// Whether the core's GEMM reads codes, those of the operands or wider ones; else both are decoded.
-bool multiplies_codes(const ConstQuantized& a, const ConstQuantized& b) {
-  return a.spec.scale == Format::fp32 || gpu::widens(a, b);
-}
-
 // Memory for both, [lines, extent] and b's as a batch. Rows are at multiples of 16 bytes, which the
 // fast kernels of both sides ask for, and both are parts of one piece, which costs the host less
 // than two.
@@ -126,11 +121,14 @@ Matrix result_view(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
   return result_view(at, a, b.q, out);
 }
 
+Tensor room_of(const Place& at, const Target& target) {
+  return target.into ? *target.into : empty(target.sizes, target.dtype, at.device());
+}
+
 // The core's GEMM, with threads or on a stream; b may be widened before.
 template <class B, class On>
 Tensor core_matmul(const Place& at, const ConstQuantized& a, const B& b,
-                   const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
-                   const std::optional<Tensor>& into, const On& on) {
+                   const std::optional<Tensor>& bias, const Target& target, const On& on) {
   GemmOptions options;
   std::optional<Tensor> row;  // keeps the memory of the bias
   if (bias) {
@@ -138,16 +136,17 @@ Tensor core_matmul(const Place& at, const ConstQuantized& a, const B& b,
     options.bias = row->const_data_ptr();
     options.bias_dtype = dtype_of(at.op(), "bias.dtype", row->scalar_type());
   }
-  options.accumulate = into.has_value();
+  options.accumulate = target.into.has_value();
+  options.previous = target.previous;
   // It writes FP32 and BF16.
-  const bool half = !into && out_dtype == ScalarType::Half;
-  Tensor out = into ? *into : empty(sizes, half ? ScalarType::Float : out_dtype, at.device());
+  const bool half = !target.into && target.dtype == ScalarType::Half;
+  Tensor out = half ? empty(target.sizes, ScalarType::Float, at.device()) : room_of(at, target);
   try {
     gemm(a, b, result_view(at, a, b, out), options, on);
   } catch (const Error& error) {
     throw Error(renamed(error, at.op()));
   }
-  return half ? torch::stable::to(out, out_dtype) : out;
+  return half ? torch::stable::to(out, target.dtype) : out;
 }
 
 // The sums of D in PyTorch's GEMM, with `bias` or without, rounded once to `dtype`; over groups
@@ -193,14 +192,14 @@ int64_t storage_unit(const QuantSpec& spec) {
 
 // Decoded, and all of the rest in one kernel.
 Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-                   const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
-                   const std::optional<Tensor>& into, const Decoded* given, const Stream& stream) {
+                   const std::optional<Tensor>& bias, const Target& target, const Decoded* given,
+                   const Stream& stream) {
   std::optional<Decoded> made;
   const Decoded& values = given ? *given : made.emplace(decoded(at, a, b, stream));
-  Tensor out = into ? *into : empty(sizes, out_dtype, at.device());
+  Tensor out = room_of(at, target);
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
-  epilogue.accumulate = into.has_value();
+  epilogue.accumulate = target.into.has_value();
   gpu::multiply_bf16(to_read(values.left), to_read(values.right), result_view(at, a, b, out),
                      a.groups, a.rows, b.groups ? storage_unit(a.spec) : 0, epilogue, stream);
   return out;
@@ -215,17 +214,19 @@ void check_layouts(const Place& at, const ConstQuantized& a, const ConstQuantize
 }
 
 Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-                     const std::optional<Tensor>& bias, ScalarType out_dtype, const Ints& sizes,
-                     const std::optional<Tensor>& into, const Decoded* given) {
+                     const std::optional<Tensor>& bias, const Target& target,
+                     const Decoded* given) {
   check_pair(at, a.spec, b.spec);
   const TorchStream& stream = at.stream();
-  if (multiplies_codes(a, b)) return core_matmul(at, a, b, bias, out_dtype, sizes, into, stream);
+  if (multiplies_codes(a, b)) return core_matmul(at, a, b, bias, target, stream);
   check_layouts(at, a, b);
   gpu::check_operand(at.op(), "a", a);
   gpu::check_operand(at.op(), "b", b);
   const StoredShape sa = a.shape(), sb = b.shape();
   const bool empty_product = sa.lines * sb.lines * sa.extent == 0;
   const bool outer = a.spec.outer || b.spec.outer;
+  const ScalarType out_dtype = target.dtype;
+  const auto& into = target.into;
   // PyTorch's GEMM rounds its sums once, to whatever dtype it writes: BF16 over groups, in rows of
   // whole 16 bytes.
   const bool writes = a.groups ? out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0
@@ -238,7 +239,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   const bool f32 = into || out_dtype == ScalarType::Float;
   if (!half && !empty_product &&
       gpu::multiplies_bf16({sa.lines, sb.lines, sa.extent, a.groups.count, f32}, !finished))
-    return bf16_matmul(at, a, b, bias, out_dtype, sizes, into, given, stream);
+    return bf16_matmul(at, a, b, bias, target, given, stream);
 
   std::optional<Ends> ends;
   if (a.groups)
@@ -249,14 +250,13 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   const Tensor sums =
       sums_on_gpu(at, a, b, finished ? bias : std::nullopt, ends, sum_dtype, given, stream);
   if (finished) {
-    Tensor out = with_shape(sums, sizes);
+    Tensor out = with_shape(sums, target.sizes);
     if (ends)
       gpu::settle(result_view(at, a, b, out), a.groups, a.rows, b.groups.count != 0, true, stream);
     return out;
   }
-  Tensor out = into                             ? *into
-               : ends || out_dtype != sum_dtype ? empty(sizes, out_dtype, at.device())
-                                                : with_shape(sums, sizes);
+  Tensor out =
+      into || ends || out_dtype != sum_dtype ? room_of(at, target) : with_shape(sums, target.sizes);
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = into.has_value();
@@ -283,6 +283,10 @@ void check_bias(const Place& at, const std::optional<Tensor>& bias, const Groups
 }
 
 }  // namespace
+
+bool multiplies_codes(const ConstQuantized& a, const ConstQuantized& b) {
+  return a.spec.scale == Format::fp32 || gpu::widens(a, b);
+}
 
 gpu::GroupEnds Ends::view(bool contraction) const {
   return {static_cast<const int32_t*>(ends.const_data_ptr()),
@@ -348,22 +352,19 @@ std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
 }
 
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-              const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into,
-              const Decoded* values) {
+              const std::optional<Tensor>& bias, const Target& target, const Decoded* values) {
   const StoredShape sa = a.shape(), sb = b.shape();
   check_bias(at, bias, a.groups, sb.lines);
-  if (at.cuda()) return matmul_on_gpu(at, a, b, bias, out_dtype, sizes, into, values);
+  if (at.cuda()) return matmul_on_gpu(at, a, b, bias, target, values);
   // A multiply-add costs about 1/16 of quantizing an element.
   const int64_t work = sa.lines * sb.lines / 16 * sa.extent;
-  return core_matmul(at, a, b, bias, out_dtype, sizes, into, executor_for(work));
+  return core_matmul(at, a, b, bias, target, executor_for(work));
 }
 
 Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
-              const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into) {
+              const std::optional<Tensor>& bias, const Target& target) {
   check_bias(at, bias, a.groups, b.q.shape().lines);
-  return core_matmul(at, a, b, bias, out_dtype, sizes, into, at.stream());
+  return core_matmul(at, a, b, bias, target, at.stream());
 }
 
 }  // namespace blockscale::binding

@@ -19,22 +19,28 @@ struct Decoded {
 std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
                                        const ConstQuantized& b);
 
+// Where a product goes.
+struct Target {
+  ScalarType dtype;  // float32, bfloat16 or float16
+  // The lines of a, perhaps in several dimensions, and the lines of b; or [groups, lines of a,
+  // lines of b].
+  std::vector<int64_t> sizes;
+  // A contiguous float32 tensor of as many elements, to which it is added, and which is the result.
+  std::optional<Tensor> into{};
+  Previous previous = Previous::any;
+};
+
 // The operands' contraction axes are equally long, and their memory has been checked; they may be
 // in groups as for the core's gemm. `bias` is [lines of b], with groups [groups, lines of b],
-// float32, bfloat16 or float16. `sizes` is the shape of D: the lines of a, perhaps in several
-// dimensions, and the lines of b; or [groups, lines of a, lines of b]. out_dtype is float32,
-// bfloat16 or float16.
-//
-// With `into`, a contiguous float32 tensor of as many elements, the product is added to it, and it
-// is the result. With `values` the operands have been decoded.
+// float32, bfloat16 or float16. With `values` the operands have been decoded.
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
-              const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt,
+              const std::optional<Tensor>& bias, const Target& target,
               const Decoded* values = nullptr);
 // The same of a in MXFP4, and a b that was widened before.
 Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
-              const std::optional<Tensor>& bias, ScalarType out_dtype,
-              const std::vector<int64_t>& sizes, const std::optional<Tensor>& into = std::nullopt);
+              const std::optional<Tensor>& bias, const Target& target);
+// Whether the core's GEMM reads codes, those of the operands or wider ones; else both are decoded.
+bool multiplies_codes(const ConstQuantized& a, const ConstQuantized& b);
 
 // Where groups of `rows` rows end on a GPU, in storage where each starts at a multiple of `unit`;
 // looked at, so that nothing is read outside whatever the offsets are.

@@ -182,16 +182,20 @@ Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* 
   return kept;
 }
 
-void make(const Place& at, const Making* first, const Making* second, const WordCopy& word) {
+Previous make(const Place& at, const Making* first, const Making* second, const WordCopy& word) {
   const auto of = [](const Making* m) { return m ? m->quantization() : Quantization{}; };
   if (at.cuda()) {
     quantize_two(of(first), of(second), at.stream(), word);
     at.stream().release();
-    return;
+    const auto launched = [](const Making* m) {
+      return m && (m->made_row || m->made_column) && m->in.tensor.numel() > 0;
+    };
+    return launched(first) || launched(second) ? Previous::operands : Previous::any;
   }
   if (word.to) *word.to = *word.from;
   for (const Making* m : {first, second})
     if (m) quantize_one(m->quantization(), executor_for(m->in.tensor.numel()));
+  return Previous::any;
 }
 
 }  // namespace blockscale::binding

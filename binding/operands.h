@@ -130,9 +130,9 @@ struct Making : Operands {
   Matrix row_values{};  // of Quantization
 };
 // Those of one tensor, in one pass where both are quantized, or of two, of which either may be
-// null.
-void make(const Place& at, const Making* first, const Making* second = nullptr,
-          const WordCopy& word = {});
+// null. Tells what a product may be promised that is launched next.
+Previous make(const Place& at, const Making* first, const Making* second = nullptr,
+              const WordCopy& word = {});
 
 // Gives what is for outside its memory: one tensor for both operands, and the offset.
 Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second = nullptr,

@@ -168,7 +168,7 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
                          along ? groups : Groups{});
   Ints sizes{a_rows, b_rows};
   if (along) sizes.insert(sizes.begin(), groups.count);
-  return matmul(at, a.view, b.view, bias, out_dtype, sizes);
+  return matmul(at, a.view, b.view, bias, {out_dtype, sizes});
 }
 
 // Sets the offset of the forward that begins, and that of the next one if this one counts; returns

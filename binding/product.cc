@@ -94,25 +94,30 @@ Tensor grouped_on_cpu(const Place& at, const Tensor& a, const Tensor& b, const G
 
 }  // namespace
 
+bool multiplies_codes(const Side& a, const Side& b) {
+  return a.view && (b.wide || (b.view && multiplies_codes(*a.view, *b.view)));
+}
+
 Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
-               ScalarType compute, ScalarType out_dtype, const Ints& sizes, const Groups& groups,
-               int64_t rows, const std::optional<Tensor>& into, const Decoded* decoded) {
-  if (a.view && b.wide) return matmul(at, *a.view, *b.wide, bias, out_dtype, sizes, into);
-  if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, out_dtype, sizes, into, decoded);
+               ScalarType compute, const Target& target, const Groups& groups, int64_t rows,
+               const Decoded* decoded) {
+  if (a.view && b.wide) return matmul(at, *a.view, *b.wide, bias, target);
+  if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, target, decoded);
   const Tensor left = values(at, a, false, compute);
   const Tensor right = values(at, b, groups && a.axis == -1, compute);
   Tensor y;
   if (groups) {
-    const ScalarType type = into ? ScalarType::Float : out_dtype;
-    y = at.cuda() ? grouped_on_gpu(at, left, right, groups, rows, a.axis == -2, type, sizes)
-                  : grouped_on_cpu(at, left, right, groups, a.axis == -2, type, sizes);
+    const ScalarType type = target.into ? ScalarType::Float : target.dtype;
+    y = at.cuda() ? grouped_on_gpu(at, left, right, groups, rows, a.axis == -2, type, target.sizes)
+                  : grouped_on_cpu(at, left, right, groups, a.axis == -2, type, target.sizes);
   } else {
     std::optional<Tensor> row;
     if (bias) row = torch::stable::to(*bias, compute);
-    y = with_shape(torch::stable::to(call("aten::linear", "", left, right, row), out_dtype), sizes);
+    y = with_shape(torch::stable::to(call("aten::linear", "", left, right, row), target.dtype),
+                   target.sizes);
   }
-  if (!into) return y;
-  Tensor sum = *into;  // the stable ABI has no addition in place
+  if (!target.into) return y;
+  Tensor sum = *target.into;  // the stable ABI has no addition in place
   return torch::stable::copy_(sum, torch::stable::subtract(sum, y, -1.0));
 }
 

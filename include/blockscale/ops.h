@@ -122,6 +122,16 @@ void transpose(const ConstQuantized& from, const Quantized& to,
                const Executor& executor = default_executor());
 void transpose(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
+// How early a product begins on a GPU: other than `any` is a promise about what it reads. `last` is
+// the kernel of this library that the same thread has launched last on the stream, and is no
+// product of the same promise. (Calls of empty operands launch none; without one only `any` is
+// right.)
+enum class Previous : int {
+  any,       // waits for all that was launched before
+  operands,  // offsets were written before `last` was launched
+  nothing,   // so were A and B (codes, scales, offsets)
+};
+
 // D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each operand's
 // contraction axis is the one it was quantized along, its lines are the rows of A or B. Both have
 // blocks of one length and the same Hadamard transform. D is FP32 or BF16.
@@ -151,6 +161,7 @@ struct GemmOptions {
   const void* bias = nullptr;           // N values, added to every row; with groups N for each
   DType bias_dtype = DType::f32;        // f32 where the bias is in host memory
   bool accumulate = false;              // add to D (FP32 only) instead of overwriting it
+  Previous previous = Previous::any;    // on a GPU
 };
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());

@@ -12,8 +12,8 @@ namespace {
 __global__ void __launch_bounds__(256)
     spread_scales_kernel(const float* from, float* to, Layout layout, int lines, int blocks,
                          int64_t scale_rows, int repeat) {
-  constexpr int kSide = 32, kDown = 256 / kSide;
   after_previous();
+  constexpr int kSide = 32, kDown = 256 / kSide;
   __shared__ float tile[kSide][kSide + 1];
   const int pitch = static_cast<int>(padded_rows(Layout::mn_major, lines));
   from += blockIdx.z * layout_size(layout, scale_rows, blocks);
@@ -41,9 +41,11 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+const float* scales_at(const ConstQuantized& q) { return reinterpret_cast<const float*>(q.scales); }
+
 // `by_line`: one a line also for 128x128 blocks. Where groups of rows begin stays as it is.
 const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream& stream) {
-  const float* scales = reinterpret_cast<const float*>(q.scales);
+  const float* scales = scales_at(q);
   const bool aligned = reinterpret_cast<uintptr_t>(scales) % 16 == 0;
   const bool repeated = by_line && q.spec.square;
   if (q.layout.scales == Layout::mn_major && !repeated && aligned) return scales;
@@ -112,6 +114,9 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   g.b_e5m2 = b.spec.element == Format::e5m2;
   g.a_scales = mn_major_scales(a, true, stream);
   g.b_scales = mn_major_scales(b, false, stream);
+  // What lays scales out has waited for all before it.
+  const bool spread = g.a_scales != scales_at(a) || g.b_scales != scales_at(b);
+  g.previous = spread ? Previous::operands : options.previous;
   g.b_square = b.spec.square;
   g.b_factors = b_factors;
   g.d = d.data;
@@ -123,6 +128,12 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   g.bias = options.bias;
   g.bias_dtype = options.bias_dtype;
   check_launched(sm90::fp8_gemm(g, native(stream)));
+}
+
+// Codes that were widened are operands that the kernel before has written, if there are any.
+GemmOptions behind_widen(GemmOptions options, const ConstQuantized& a) {
+  options.previous = a.shape().extent > 0 ? Previous::operands : Previous::any;
+  return options;
 }
 
 }  // namespace
@@ -159,14 +170,15 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   check_groups(a);
   if (!is_mxfp4(a.spec)) return multiply(a, b, nullptr, d, options, stream);
   const Widened wide = widen(in_linear(a, stream), in_linear(b, stream), stream);
-  multiply(wide.a.q, wide.b.q, wide.b.line_scales, d, options, stream);
+  multiply(wide.a.q, wide.b.q, wide.b.line_scales, d, behind_widen(options, a), stream);
 }
 
 void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOptions& options,
           const Stream& stream) {
   check_gemm_device();
   check_groups(a);
-  multiply(widen_a(in_linear(a, stream), stream).q, b.q, b.line_scales, d, options, stream);
+  const Wide wide = widen_a(in_linear(a, stream), stream);
+  multiply(wide.q, b.q, b.line_scales, d, behind_widen(options, a), stream);
 }
 
 bool multiplies_bf16(const ProductSize& s, bool needs_pass) {
@@ -186,6 +198,7 @@ void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
   g.a = a.data, g.b = b.data, g.stride = a.row_stride;
   g.d = d.data, g.d_stride = d.row_stride, g.d_f32 = d.dtype == DType::f32;
   g.accumulate = e.accumulate;
+  g.previous = Previous::operands;
   g.alpha = e.alpha, g.a_outer = e.a_outer, g.b_outer = e.b_outer;
   g.bias = e.bias, g.bias_dtype = e.bias_dtype;
   if (groups) {

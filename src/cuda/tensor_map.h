@@ -9,18 +9,32 @@
 
 namespace blockscale::cuda {
 
+// A function of the driver, or null where it has none. `since`: the version whose form is wanted.
+inline void* driver_function(const char* name, unsigned since) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t e =
+      cudaGetDriverEntryPointByVersion(name, &found, since, cudaEnableDefault, &result);
+  return e == cudaSuccess ? found : nullptr;
+}
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-// Null where the driver has none.
 inline EncodeTiled tensor_map_encoder() {
-  static const EncodeTiled encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                         &result) != cudaSuccess)
-      found = nullptr;
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
+  static const auto encode =
+      reinterpret_cast<EncodeTiled>(driver_function("cuTensorMapEncodeTiled", 12000));
   return encode;
+}
+
+// The driver encodes nothing in a thread that has not used a device yet.
+inline bool has_context() {
+  using GetCurrent = decltype(&cuCtxGetCurrent);
+  static const auto get = reinterpret_cast<GetCurrent>(driver_function("cuCtxGetCurrent", 4000));
+  thread_local bool has = false;
+  if (has) return true;
+  CUcontext current = nullptr;
+  int device = 0;
+  has = get && get(&current) == CUDA_SUCCESS && current;
+  if (!has) has = cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+  return has;
 }
 
 // The sizes of an array of three dimensions, the innermost first; strides in bytes.
@@ -35,7 +49,7 @@ inline bool make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const vo
                             const Extents& extents, int across, int down,
                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
   const EncodeTiled encode = tensor_map_encoder();
-  if (!encode) return false;
+  if (!encode || !has_context()) return false;
   const auto& [size, stride] = extents;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(size[0]), static_cast<cuuint64_t>(size[1]),
                               static_cast<cuuint64_t>(size[2])};

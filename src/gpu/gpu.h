@@ -123,7 +123,9 @@ bool multiplies_bf16(const ProductSize& size, bool needs_pass);
 // D = alpha * a_outer * b_outer * (A B^T) + bias in one kernel, rounded as finish() does it. A
 // [m, k] and B [n, k], or with groups of A's rows [groups, n, k], are BF16; their lines are equally
 // far apart, a multiple of 8 elements, and they start at multiples of 16 bytes. Rows of no group
-// become 0 unless D is added to, and wrong offsets make all of D NaN; e.groups is not used.
+// become 0 unless D is added to, and wrong offsets make all of D NaN; e.groups is not used. What
+// was launched before is the kernel of this library that has written A, B or both
+// (Previous::operands).
 //
 // `groups` divide `rows` rows: with a `unit` those of the contraction axis, where each starts at a
 // multiple of it, itself one of 16, in the lines of both, and D has a matrix for each.

@@ -66,7 +66,7 @@ class Product {
     if (c_.wrong) ends.back() = rows + 1;
     const Memory wide(ends), narrow(std::vector<int32_t>(ends.begin(), ends.end()));
     GuardedD d(matrices_ * c_.m, c_.n, c_.pad, c_.f32, c_.accumulate);
-    d.run([&](void* to) {
+    d.run([&](void* to, Previous previous) {
       Bf16Gemm g;
       g.m = c_.m, g.n = c_.n, g.k = c_.k, g.stride = stride_;
       g.a = a.as<void>(), g.b = b.as<void>();
@@ -80,7 +80,7 @@ class Product {
       if (c_.unit) g.storage_unit = static_cast<int>(c_.unit);
       g.groups = static_cast<int>(groups_), g.group_rows = rows;
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
-      g.tile = c_.tile, g.schedule = c_.schedule;
+      g.tile = c_.tile, g.schedule = c_.schedule, g.previous = previous;
       return sm90::bf16_gemm(g, nullptr);
     });
     if (::testing::Test::HasFatalFailure()) return;

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "blockscale/spec.h"
+#include "blockscale/ops.h"
 #include "device.h"
 #include "testing.h"
 
@@ -39,16 +39,17 @@ class GuardedD {
   }
   int64_t stride() const { return n_ + pad_; }
 
-  // `launch` gets the place of D on the device; it is called twice and has to write the same bits.
+  // `launch` gets the place of D on the device, and what to promise; it has to write the same bits
+  // whatever that is.
   template <class Launch>
   void run(const Launch& launch) {
-    for (int repeat = 0; repeat < 2; ++repeat) {
+    for (const Previous previous : {Previous::any, Previous::operands, Previous::nothing}) {
       const Memory d(before_);
-      ASSERT_EQ(launch(d.at((kGuard + pad_) * size_)), cudaSuccess);
+      ASSERT_EQ(launch(d.at((kGuard + pad_) * size_), previous), cudaSuccess);
       ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       std::vector<uint8_t> got(before_.size());
       d.read(got.data(), static_cast<int64_t>(got.size()));
-      if (repeat == 0) got_ = got;
+      if (previous == Previous::any) got_ = got;
       ASSERT_EQ(got_, got) << "not the same bits again";
     }
   }

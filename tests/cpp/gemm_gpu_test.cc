@@ -81,7 +81,7 @@ class Product {
     const Memory alpha(std::vector<float>{0.5f});
     const Memory wide(ends_), narrow(std::vector<int32_t>(ends_.begin(), ends_.end()));
     GuardedD d(outs_ * c_.m, c_.n, c_.pad, c_.f32, c_.accumulate);
-    d.run([&](void* to) {
+    d.run([&](void* to, Previous previous) {
       Fp8Gemm g;
       g.m = c_.m, g.n = c_.n, g.k = c_.k;
       g.a = a.as<void>(), g.b = b.as<void>();
@@ -97,7 +97,7 @@ class Product {
       g.group_rows = c_.grouping == Grouping::rows ? c_.m : c_.k;
       g.a_scale_line = scale_rows_, g.a_scale_unit = c_.spread ? 4 : 1;
       g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
-      g.tile = c_.tile, g.schedule = c_.schedule;
+      g.tile = c_.tile, g.schedule = c_.schedule, g.previous = previous;
       return sm90::fp8_gemm(g, nullptr);
     });
     if (::testing::Test::HasFatalFailure()) return;

@@ -25,6 +25,7 @@ TEST(CounterNumbers, AreOneStreamsOrOneLaunchsOwn) {
   EXPECT_EQ(numbers.of_stream(70), first);
   EXPECT_EQ(numbers.of_stream(1), -1);
   EXPECT_EQ(numbers.of_stream(7), second);
+  EXPECT_EQ(numbers.of_stream(70, 1), -1) << "another kind of kernels";
   const int last = numbers.take();
   EXPECT_EQ(numbers.take(), -1);
   EXPECT_EQ((std::set{first, second, third, captured, last}), (std::set{0, 1, 2, 3, 4}));
@@ -47,22 +48,32 @@ cudaGraph_t captured(cudaStream_t stream, const Work& work) {
 
 TEST_F(ScheduleTest, EveryStreamAndEveryCapturedLaunchHasACounter) {
   cudaStream_t one = new_stream(), other = new_stream();
-  const int first = sm90::counter_of(one), second = sm90::counter_of(other);
-  const int of_default = sm90::counter_of(nullptr);
-  EXPECT_EQ(sm90::counter_of(one), first);
-  EXPECT_EQ(sm90::counter_of(cudaStreamLegacy), of_default);
-  int in_thread = -1, here = sm90::counter_of(cudaStreamPerThread);
-  std::thread([&] { in_thread = sm90::counter_of(cudaStreamPerThread); }).join();
+  const int first = sm90::counter_of(one, Previous::any),
+            second = sm90::counter_of(other, Previous::any);
+  const int of_default = sm90::counter_of(nullptr, Previous::any);
+  EXPECT_EQ(sm90::counter_of(one, Previous::any), first);
+  EXPECT_EQ(sm90::counter_of(cudaStreamLegacy, Previous::any), of_default);
+  int in_thread = -1, here = sm90::counter_of(cudaStreamPerThread, Previous::any);
+  std::thread([&] { in_thread = sm90::counter_of(cudaStreamPerThread, Previous::any); }).join();
   delete_stream(other);
   other = new_stream();
-  const int third = sm90::counter_of(other);
+  const int third = sm90::counter_of(other, Previous::any);
   std::set<int> all{first, second, third, of_default, in_thread, here};
-  EXPECT_EQ(all.size(), 6u);
+  const auto promised = [&] {
+    for (const Previous previous : {Previous::operands, Previous::nothing}) {
+      const int number = sm90::counter_of(one, previous);
+      all.insert(number);
+      EXPECT_EQ(sm90::counter_of(one, previous), number);
+    }
+  };
+  promised();
+  std::thread(promised).join();
+  EXPECT_EQ(all.size(), 10u);
   EXPECT_GE(*all.begin(), 0);
 
   std::array<int, 3> launches{};
   const auto ask = [&] {
-    for (int& launch : launches) launch = sm90::counter_of(one);
+    for (int& launch : launches) launch = sm90::counter_of(one, Previous::any);
   };
   const cudaGraph_t graph = captured(one, ask);
   const std::set<int> of_graph(launches.begin(), launches.end());
@@ -159,7 +170,7 @@ class ManyUnits {
 };
 
 TEST_F(ScheduleTest, ManyUnitsHaveTheBitsOfAFixedSchedule) {
-  ASSERT_GE(sm90::counter_of(nullptr), 0);
+  ASSERT_GE(sm90::counter_of(nullptr, Previous::any), 0);
   ManyUnits many;
   for (const int tile : {0, 1, 2}) {
     for (const bool square : {true, false}) {
@@ -187,19 +198,31 @@ class LongProduct {
     check(cudaDeviceSynchronize());
     want_ = bytes(d, kBytes);
   }
-  void multiply(const Memory& d, Schedule schedule, cudaStream_t stream) const {
-    sm90::Fp8Gemm g;
-    g.m = kM, g.n = kN, g.k = kK;
-    g.a = a_.as<void>(), g.b = b_.as<void>();
-    g.a_scales = g.b_scales = ones_.as<float>();
-    g.d = d.as<void>(), g.d_stride = kN, g.d_f32 = true;
-    g.tile = 5, g.schedule = schedule;
+  void multiply(const Memory& d, Schedule schedule, cudaStream_t stream,
+                Previous previous = Previous::any) const {
+    check(sm90::fp8_gemm(arguments(d, schedule, previous), stream));
+  }
+  // Takes as long, and writes numbers whose bytes are codes of FP8, none of them NaN.
+  void write_codes(const Memory& d, cudaStream_t stream) const {
+    sm90::Fp8Gemm g = arguments(d, Schedule::dynamic, Previous::any);
+    g.alpha = 0, g.bias = bias_.as<void>();
     check(sm90::fp8_gemm(g, stream));
   }
   bool is_in(const Memory& d) const { return bytes(d, kBytes) == want_; }
 
  private:
+  sm90::Fp8Gemm arguments(const Memory& d, Schedule schedule, Previous previous) const {
+    sm90::Fp8Gemm g;
+    g.m = kM, g.n = kN, g.k = kK;
+    g.a = a_.as<void>(), g.b = b_.as<void>();
+    g.a_scales = g.b_scales = ones_.as<float>();
+    g.d = d.as<void>(), g.d_stride = kN, g.d_f32 = true;
+    g.tile = 5, g.schedule = schedule, g.previous = previous;
+    return g;
+  }
+
   const Memory a_ = random_bytes(kM * kK), b_ = random_bytes(kN * kK);
+  const Memory bias_ = random_bytes(kN * 4);
   const Memory ones_{std::vector<float>(kM * kK / 128, 1.0f)};
   std::vector<uint8_t> want_;
 };
@@ -215,6 +238,122 @@ TEST_F(ScheduleTest, StreamsSideBySide) {
     for (const Memory& one : d) ASSERT_TRUE(product.is_in(one)) << "repeat " << repeat;
   }
   for (cudaStream_t stream : streams) delete_stream(stream);
+}
+
+// Two threads launch on one stream, in any order, products of which those of a promise find room
+// beside the ones before them.
+TEST_F(ScheduleTest, ThreadsOfOneStreamMakePromises) {
+  const LongProduct product;
+  cudaStream_t stream = new_stream();
+  std::vector<Memory> d;
+  for (int i = 0; i < 48; ++i) d.push_back(poisoned(product.kBytes));
+  const auto launch = [&](size_t first) {
+    for (size_t i = first; i < d.size(); i += 6) {
+      product.multiply(d[i], Schedule::dynamic, stream);
+      product.multiply(d[i + 2], Schedule::dynamic, stream, Previous::operands);
+      product.multiply(d[i + 4], Schedule::dynamic, stream, Previous::nothing);
+    }
+  };
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    for (const Memory& one : d) check(cudaMemset(one.as<void>(), 0xFF, product.kBytes));
+    check(cudaDeviceSynchronize());
+    std::thread other(launch, 1);
+    launch(0);
+    other.join();
+    check(cudaDeviceSynchronize());
+    for (const Memory& one : d) ASSERT_TRUE(product.is_in(one)) << "repeat " << repeat;
+  }
+  delete_stream(stream);
+}
+
+// A chain behind a long product: codes of A that it writes, of `operands`; what is written to where
+// those codes are read, of `nothing`; a copy of all. Launched at once it has the bits of launches
+// one by one.
+class Chain {
+ public:
+  Chain(int tile, Grouping grouping) {
+    g_.a = codes_.as<void>(), g_.b = other_.as<void>();
+    g_.a_scales = g_.b_scales = ones_.as<float>();
+    g_.m = kM, g_.n = kN, g_.k = kK, g_.d_stride = kN, g_.a_scale_line = kM;
+    g_.tile = tile, g_.schedule = Schedule::dynamic;
+    g_.grouping = grouping, g_.offsets = ends_.as<void>();
+    if (grouping != Grouping::dense) g_.groups = 3;
+    g_.group_rows = grouping == Grouping::rows ? kM : 256;  // in storage of 384
+  }
+  std::vector<uint8_t> run(const LongProduct& product, cudaStream_t stream, bool at_once) const {
+    const auto meet = [&] {
+      if (!at_once) check(cudaDeviceSynchronize());
+    };
+    const Memory d = poisoned(kBytes), all = poisoned(2 * kBytes);
+    check(cudaMemset(codes_.as<void>(), 0, product.kBytes));
+    check(cudaDeviceSynchronize());
+    product.write_codes(codes_, stream);
+    meet();
+    sm90::Fp8Gemm g = g_;
+    g.d = d.as<void>(), g.previous = Previous::operands;
+    check(sm90::fp8_gemm(g, stream));
+    meet();
+    g.a = other_.as<void>(), g.d = codes_.as<void>(), g.previous = Previous::nothing;
+    check(sm90::fp8_gemm(g, stream));
+    meet();
+    check(cudaMemcpyAsync(all.at(), d.as<void>(), kBytes, cudaMemcpyDeviceToDevice, stream));
+    check(cudaMemcpyAsync(all.at(kBytes), codes_.as<void>(), kBytes, cudaMemcpyDeviceToDevice,
+                          stream));
+    check(cudaDeviceSynchronize());
+    return bytes(all, 2 * kBytes);
+  }
+
+ private:
+  static constexpr int64_t kM = 640, kN = 192, kK = 384, kBytes = 3 * kM * kN * 2;
+  static_assert(kM * kK < LongProduct::kBytes && kBytes < 3 * LongProduct::kBytes);
+
+  sm90::Fp8Gemm g_;
+  const Memory codes_ = poisoned(3 * LongProduct::kBytes);
+  const Memory other_ = random_bytes(3 * kM * kK);
+  const Memory ones_{std::vector<float>(3 * kM * kK, 1.0f)};
+  const Memory ends_{std::vector<int32_t>{64, 64, 256}};
+};
+
+TEST_F(ScheduleTest, ChainsHaveTheBitsOfLaunchesOneByOne) {
+  const LongProduct product;
+  cudaStream_t stream = new_stream();
+  for (const Grouping grouping : {Grouping::dense, Grouping::rows, Grouping::contraction}) {
+    for (const int tile : {0, 1, 2, 3, 5, 6}) {
+      if (grouping != Grouping::dense && tile == 6) continue;  // which divides K
+      const Chain chain(tile, grouping);
+      const std::vector<uint8_t> want = chain.run(product, stream, false);
+      for (int repeat = 0; repeat < 5; ++repeat)
+        ASSERT_TRUE(chain.run(product, stream, true) == want)
+            << "tile " << tile << ", grouping " << static_cast<int>(grouping);
+    }
+  }
+  delete_stream(stream);
+}
+
+// What comes behind a product that had no work for most of its CTAs comes behind the kernel before
+// that one, too.
+TEST_F(ScheduleTest, WhatFollowsWaitsForBoth) {
+  const LongProduct product;
+  cudaStream_t stream = new_stream();
+  const Memory slow = poisoned(product.kBytes), beside = poisoned(64 * 64 * 4);
+  const Memory copy = poisoned(product.kBytes), none{std::vector<int32_t>{0, 0}};
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    check(cudaMemset(slow.as<void>(), 0xFF, product.kBytes));
+    check(cudaDeviceSynchronize());
+    product.multiply(slow, Schedule::fixed, stream);
+    sm90::Fp8Gemm empty;  // groups without rows: no unit at all
+    empty.m = empty.n = 64, empty.d = beside.as<void>(), empty.d_stride = 64;
+    empty.grouping = Grouping::rows, empty.groups = 2, empty.group_rows = 64;
+    empty.offsets = none.as<void>(), empty.a_scale_line = 64;
+    empty.d_f32 = empty.accumulate = true;
+    empty.previous = Previous::nothing;
+    check(sm90::fp8_gemm(empty, stream));
+    check(cudaMemcpyAsync(copy.as<void>(), slow.as<void>(), product.kBytes,
+                          cudaMemcpyDeviceToDevice, stream));
+    check(cudaDeviceSynchronize());
+    ASSERT_TRUE(product.is_in(copy)) << "repeat " << repeat;
+  }
+  delete_stream(stream);
 }
 
 // Both are captured on one stream, and run on two, beside what is not captured.

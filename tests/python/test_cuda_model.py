@@ -4,7 +4,7 @@ graphs and on side streams."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import blockscale as bs
@@ -461,6 +461,52 @@ def test_products_wait_for_their_operands(cuda: torch.device, random: torch.Gene
     got = [bs.linear(x, weight, recipe="fp8_blockwise") for weight in weights]
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp4", "nvfp4"])
+def test_a_chain_of_layers_has_the_bits_of_one_call_after_another(
+    cuda: torch.device, random: torch.Generator, recipe: str
+) -> None:
+    """Behind a long kernel, and in a graph whose offsets change from replay to replay: products
+    begin before what was launched before them has ended, forward and backward, over groups too."""
+    t, e, n, k = 1024, 4, 512, 256
+    x = torch.randn(t, k, generator=random, dtype=torch.bfloat16).to(cuda).requires_grad_()
+    w = torch.randn(e, n, k, generator=random, dtype=torch.bfloat16).to(cuda).requires_grad_()
+    v = torch.randn(k, n, generator=random, dtype=torch.bfloat16).to(cuda).requires_grad_()
+    dy = torch.randn(t, k, generator=random, dtype=torch.bfloat16).to(cuda)
+    ends = [[0, 9, 700, 1024], [256, 512, 768, 1024], [1000, 1000, 1001, 1010], [1, 2, 3, 4]]
+    offsets = torch.tensor(ends[0], dtype=torch.int32, device=cuda)
+    rng = bs.Rng(*(torch.tensor(key, device=cuda) for key in (1, 2)))
+
+    def chain(meet: Callable[[], None]) -> list[torch.Tensor]:
+        grad_v = torch.zeros(k, n, device=cuda)
+        y = bs.grouped_linear(x, w, offsets, recipe, rng)
+        meet()
+        z = bs.linear(y, v, None, recipe, rng, accumulate_into=grad_v)
+        meet()
+        (dz,) = torch.autograd.grad(z, y, dy, retain_graph=True)
+        meet()
+        return [y, z, *torch.autograd.grad(z, (x, w), dy), dz, grad_v]
+
+    want = []
+    for each in ends:
+        offsets.copy_(torch.tensor(each, dtype=torch.int32))
+        want.append([value.detach().clone() for value in chain(torch.cuda.synchronize)])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(lambda: None)
+    changes = [torch.tensor(each, dtype=torch.int32, device=cuda) for each in ends]
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+    got = []
+    for change in 4 * changes:
+        offsets.copy_(change)
+        got.append(chain(lambda: None))
+    for change in 4 * changes:
+        offsets.copy_(change)
+        graph.replay()
+        got.append([value.clone() for value in captured])
+    for one, other in zip(got, 8 * want, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(one, other, strict=True))
 
 
 def test_random_bits_follow_parameters_that_were_moved_alone(cuda: torch.device) -> None:

@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "cuda/sm90/counters.h"
 
 namespace blockscale::sm90 {
@@ -32,14 +34,21 @@ int of_graph(cudaGraph_t graph) {
   return -1;
 }
 
+uint64_t kind_of(Previous previous) {
+  if (previous == Previous::any) return 0;
+  static std::atomic<uint64_t> threads;
+  thread_local const uint64_t thread = threads++;  // no later thread's
+  return 2 * thread + (previous == Previous::operands ? 1 : 2);
+}
+
 }  // namespace
 
-int CounterNumbers::of_stream(uint64_t id) {
+int CounterNumbers::of_stream(uint64_t id, uint64_t kind) {
   const std::lock_guard lock(mutex_);
-  if (const auto known = streams_.find(id); known != streams_.end()) return known->second;
+  if (const auto known = streams_.find({id, kind}); known != streams_.end()) return known->second;
   const int number = static_cast<int>(streams_.size());
   if (number == of_streams_) return -1;
-  streams_.emplace(id, number);
+  streams_.emplace(std::pair(id, kind), number);
   return number;
 }
 
@@ -58,7 +67,7 @@ void CounterNumbers::give_back(int number) {
   free_.push_back(number);
 }
 
-int counter_of(cudaStream_t stream) {
+int counter_of(cudaStream_t stream, Previous previous) {
   cudaStreamCaptureStatus capture{};
   cudaGraph_t graph{};
   unsigned long long id = 0;
@@ -69,7 +78,7 @@ int counter_of(cudaStream_t stream) {
     if (e == cudaSuccess) return of_graph(graph);
   } else if (e == cudaSuccess && capture == cudaStreamCaptureStatusNone) {
     e = cudaStreamGetId(stream, &id);
-    if (e == cudaSuccess) return numbers().of_stream(id);
+    if (e == cudaSuccess) return numbers().of_stream(id, kind_of(previous));
   }
   (void)cudaGetLastError();  // as above
   return -1;

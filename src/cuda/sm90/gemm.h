@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "blockscale/tensor.h"
+#include "blockscale/ops.h"
 
 namespace blockscale::sm90 {
 
@@ -46,6 +46,7 @@ struct Gemm {
   bool wide_offsets = false;      // int64 instead of int32
   int band = 0;                   // tiles along M that are walked together; chosen when 0
   Schedule schedule = Schedule::chosen;
+  Previous previous = Previous::any;
 };
 
 // Codes have rows of `k` rounded up to 128 bytes, zero padded; scales are mn_major: for every block

@@ -119,6 +119,7 @@ void set_problem(Problem& p, const Gemm& g) {
   // are many, and not short.
   const bool late = g.groups >= 16 && g.group_rows >= int64_t{2} * T::kUnitRows * g.groups;
   p.tail_rows = late ? T::kUnitRows / 2 : 0;
+  p.previous = g.previous;
   p.offsets = g.offsets;
   p.wide_offsets = g.wide_offsets;
   const int64_t across = ceil_div(g.n, T::kUnitColumns), down = ceil_div(g.m, T::kUnitRows);
@@ -188,7 +189,11 @@ cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStre
 
   cudaLaunchConfig_t config{};
   const int clusters = cluster_count<T>(p.problem, multiprocessors);
-  if (g.schedule == Schedule::dynamic) p.problem.counter = counter_of(stream);
+  if (g.schedule == Schedule::dynamic) {
+    p.problem.counter = counter_of(stream, g.previous);
+    if (p.problem.counter < 0)  // after thousands of threads
+      p.problem.counter = counter_of(stream, p.problem.previous = Previous::any);
+  }
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));
   config.blockDim = dim3(T::kThreads);
   config.dynamicSmemBytes = shared_bytes<T, kSquare>(g.grouping == Grouping::dense ? 0 : g.groups);

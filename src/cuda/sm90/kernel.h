@@ -169,7 +169,7 @@ BLOCKSCALE_DEVICE void for_each_block(const GemmParams& p, const Shared<T, kSqua
   for (int turn = 0;; ++turn) {
     const Work w = units.next(turn);
     if (w.blocks < 0) break;
-    if (turn == 0) after_previous();  // of a fixed schedule the first tile was found meanwhile
+    if (turn == 0) before_operands(p.problem);  // the first tile may have been found meanwhile
     const auto bring = start(w, p.problem.grouping == Grouping::rows ? w.group : 0);
     if (w.blocks == 0) units.ask();
     for (int i = 0; i < w.blocks; ++i, ring.next()) {

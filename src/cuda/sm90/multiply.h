@@ -222,7 +222,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   for (int turn = 0;; ++turn) {
     const Work w = mailbox.read(turn);
     if (w.blocks < 0) break;
-    if (turn == 0) after_previous();
+    if (turn == 0) before_operands(p.problem);
     const int row = w.row + group_row, column = w.column + group_column;
     const int last_wave = row + (T::kWaves - 1) * T::kWaveRows;  // its first row
     const bool whole = last_wave + 64 <= w.row_end || w.row_end == p.problem.m;
@@ -246,6 +246,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
       multiply_waves(std::integral_constant<int, 1>());
     else
       multiplier.pass_over(w.blocks);
+    if (turn == 0) after_previous();
     const bool any = w.blocks > 0;
     // Not even -0 changes. (A part of K may be empty where others, which wait for it, are not.)
     if (!T::kSplit && !any && p.out.add && !p.out.bias) continue;
@@ -270,8 +271,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
 }
 
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
-__global__ void __launch_bounds__(T::kThreads, 1)
-    gemm_kernel(const __grid_constant__ GemmParams p) {
+BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
   extern __shared__ uint8_t memory[];
   const uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   const Shared<T, kSquare> shared{__shfl_sync(~0u, base, 0)};
@@ -296,8 +296,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   else
     __syncthreads();
   if (p.problem.grouping != Grouping::dense) {
-    after_previous();
+    before_units(p.problem);
     if (!list_groups<T>(p.problem, starts)) {
+      after_previous();
       const int matrices = p.problem.grouping == Grouping::rows ? 1 : p.problem.groups;
       fill_rows<T::kThreads / 32>(p, 0, int64_t{1} * matrices * p.problem.m,
                                   __uint_as_float(kNanBits), static_cast<int>(threadIdx.x) / 32);
@@ -313,8 +314,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       bring_tiles<T, kSquare>(p, shared, {p.problem, starts, mailbox, rank});
     if (!kBringsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, mailbox);
     // Nobody else writes rows of no group.
-    if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add)
+    if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add) {
+      after_previous();
       fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, warp - 2);
+    }
     __syncwarp();
     if constexpr (T::kSplit) cluster_sync();  // that of add_parts
   } else {
@@ -324,6 +327,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
   // No CTA leaves while the other may still write to it or arrive at its barriers.
   if constexpr (T::kSplit) cluster_sync();
+}
+
+template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    gemm_kernel(const __grid_constant__ GemmParams p) {
+  multiply_all<T, kSquare, kAE5m2, kBE5m2>(p);
+  // Also where a CTA had no work: who has waited for this kernel has waited for those before it.
+  if (p.problem.previous != Previous::any) after_previous();
 }
 
 }  // namespace blockscale::sm90

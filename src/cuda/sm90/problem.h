@@ -29,7 +29,17 @@ struct Problem {
   Divisor band;                     // units along M that are walked together, for the L2 cache
   Divisor band_units, group_units;  // of a band; of a group of the contraction axis
   int counter = -1;                 // of a dynamic schedule; else it is fixed
+  Previous previous = Previous::any;
 };
+
+// What waits for the kernels before, as far as nothing was promised: before offsets are read or
+// units drawn from the counter; before operands are read. All else is behind after_previous().
+BLOCKSCALE_DEVICE void before_units(const Problem& p) {
+  if (p.previous == Previous::any) gpu::after_previous();
+}
+BLOCKSCALE_DEVICE void before_operands(const Problem& p) {
+  if (p.previous != Previous::nothing) gpu::after_previous();
+}
 
 // The work of a CTA for one unit.
 struct alignas(16) Work {

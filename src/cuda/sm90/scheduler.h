@@ -78,7 +78,7 @@ class Scheduler {
         mailbox_(mailbox),
         rank_(rank),
         count_(unit_count(problem, starts)) {
-    if (dynamic()) after_previous();
+    if (dynamic()) before_units(problem);
     ask();
   }
   BLOCKSCALE_DEVICE Work next(int turn) {
