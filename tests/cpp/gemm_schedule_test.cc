@@ -26,6 +26,10 @@ TEST(CounterNumbers, AreOneStreamsOrOneLaunchsOwn) {
   EXPECT_EQ(numbers.of_stream(1), -1);
   EXPECT_EQ(numbers.of_stream(7), second);
   EXPECT_EQ(numbers.of_stream(70, 1), -1) << "another kind of kernels";
+  CounterNumbers few(2, 2);
+  EXPECT_EQ(few.of_stream(70, 1), 0);
+  EXPECT_EQ(few.of_stream(70, 2), -1) << "streams have the other half";
+  EXPECT_EQ(few.of_stream(70), 1);
   const int last = numbers.take();
   EXPECT_EQ(numbers.take(), -1);
   EXPECT_EQ((std::set{first, second, third, captured, last}), (std::set{0, 1, 2, 3, 4}));

@@ -47,7 +47,8 @@ int CounterNumbers::of_stream(uint64_t id, uint64_t kind) {
   const std::lock_guard lock(mutex_);
   if (const auto known = streams_.find({id, kind}); known != streams_.end()) return known->second;
   const int number = static_cast<int>(streams_.size());
-  if (number == of_streams_) return -1;
+  // Threads that come and go, each with promises of its own, leave half to streams.
+  if (number >= (kind == 0 ? of_streams_ : of_streams_ / 2)) return -1;
   streams_.emplace(std::pair(id, kind), number);
   return number;
 }
