@@ -403,7 +403,8 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
     const Target to{x_dtype.value_or(dtype), with_last(dy, k), std::nullopt, previous};
     gradients.push_back(product(at, *dys.row, w, std::nullopt, dtype, to, groups, m));
     // W's gradient reads nothing of it.
-    const bool apart = previous == Previous::operands && multiplies_codes(*dys.row, w);
+    const bool apart =
+        previous == Previous::operands && dy.numel() > 0 && multiplies_codes(*dys.row, w);
     previous = apart ? Previous::nothing : Previous::any;
   }
   if (dw) {

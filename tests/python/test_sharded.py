@@ -174,6 +174,7 @@ def exchanged(device: str) -> None:
     """Weights that are gathered together have their maxima exchanged together, each under its own
     recipe, and with weights that have none between them."""
     sent: list[int] = []
+    mesh = init_device_mesh(device, (2,))
 
     def count(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         sent.append(amax.numel())
@@ -188,8 +189,8 @@ def exchanged(device: str) -> None:
         if codes:
             bs.quantized_all_gather(made)
         policy = MixedPrecisionPolicy(torch.bfloat16)
-        fully_shard([made[0]], mp_policy=policy)
-        fully_shard([made], mp_policy=policy)
+        fully_shard([made[0]], mesh=mesh, mp_policy=policy)
+        fully_shard([made], mesh=mesh, mp_policy=policy)
         return made
 
     torch.manual_seed(dist.get_rank())
@@ -315,7 +316,7 @@ def use(device: str, folder: str) -> None:
     bs.convert(warm, "nvfp4")
     bs.quantized_all_gather(warm)
     bs.convert(warm, "mxfp8")
-    fully_shard(warm.to(device))
+    fully_shard(warm.to(device), mesh=init_device_mesh(device, (2,)))
     warm(x)
     refused(lambda: bs.convert(warm, "nvfp4"), "recipe = nvfp4 for '0', whose values FSDP2 gath")
     warm(x)

@@ -22,7 +22,7 @@ class CounterNumbers {
   CounterNumbers(int of_streams, int count) : of_streams_(of_streams), count_(count) {}
 
   // A stream's own, as its kernels follow each other. `id`: unlike its handle, no later one's.
-  // `kind`: of kernels that do not run beside each other.
+  // Kernels of one `kind` never run beside each other.
   int of_stream(uint64_t id, uint64_t kind = 0);
   // For one captured launch, until its graph is gone.
   int take();
