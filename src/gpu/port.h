@@ -74,7 +74,8 @@ BLOCKSCALE_DEVICE void wait_for_chunks() {
 }
 
 // What every kernel begins with: the next one may be launched, and the ones before have ended and
-// their writes are seen. Threads that have not passed it must touch no memory but parameters.
+// their writes are seen. Threads that have not passed it must touch no memory but parameters,
+// unless more was promised (Previous).
 BLOCKSCALE_DEVICE void after_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
