@@ -246,7 +246,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
       multiply_waves(std::integral_constant<int, 1>());
     else
       multiplier.pass_over(w.blocks);
-    if (turn == 0) after_previous();
+    if (turn == 0) after_previous();  // D, and what the sums are multiplied by and added to
     const bool any = w.blocks > 0;
     // Not even -0 changes. (A part of K may be empty where others, which wait for it, are not.)
     if (!T::kSplit && !any && p.out.add && !p.out.bias) continue;
