@@ -1,0 +1,252 @@
+"""Which modules `bs.convert` converts, and what its report says of the others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import blockscale as bs
+import pytest
+import torch
+from models import model
+from torch import nn
+
+
+class Base(nn.Module):
+    """What other libraries' layers have in common."""
+
+    def init_states(self) -> None:
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+
+class Theirs(nn.Linear, Base):
+    """As torchtitan's: it has the forward of nn.Linear."""
+
+    def __init__(self, in_features: int, out_features: int, tag: str = "") -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.tag = tag
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tag={self.tag}"
+
+
+def test_subclasses_with_the_forward_of_linear() -> None:
+    x, m = torch.randn(8, 64), nn.Sequential(nn.Linear(64, 48, bias=False), Theirs(48, 32, "a"))
+    same = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 32, bias=False))
+    keys = list(m.state_dict())
+    same.load_state_dict(m.state_dict())
+    for each in (m, same):
+        report = bs.convert(each, "nvfp4", seed=3)
+        assert [name for name, _ in report.converted] == ["0", "1"]
+    assert isinstance(m[1], bs.nn.Linear)
+    assert isinstance(m[1], Theirs)
+    assert "tag=a, recipe=nvfp4" in repr(m[1])
+    assert list(m.state_dict()) == keys
+    copies: list[Any] = [copy.deepcopy(m), pickle.loads(pickle.dumps(m)), m]
+    for made in copies:
+        want: Any = copy.deepcopy(same)
+        y, dy = made(x), torch.randn(8, 32)
+        assert torch.equal(y, want(x))
+        y.backward(dy)
+        want = copy.deepcopy(same)
+        want(x).backward(dy)
+        assert torch.equal(made[1].weight.grad, want[1].weight.grad)
+        assert type(made[1]) is type(m[1])
+        assert made[1].tag == "a"
+    m[1].init_states()
+    assert bool((m[1].weight == 1).all())
+    assert bs.revert(m) == ["0", "1"]
+    assert type(m[1]) is Theirs
+
+
+@pytest.mark.parametrize("name", ["forward", "__call__", "__getattr__", "weight", "bias"])
+def test_subclasses_that_are_other_layers(name: str) -> None:
+    kind: Any = type(
+        "Other", (nn.Linear,), {"__module__": "their.layers", name: lambda *args: None}
+    )
+    other = kind.__new__(kind)
+    nn.Module.__init__(other)
+    vars(other)["_parameters"]["weight"] = nn.Parameter(torch.ones(4, 4))
+    m = nn.ModuleDict({"a": nn.Linear(4, 4), "b": other})
+    said = f"their.layers.Other is a subclass of nn.Linear with a {name} of its own"
+    assert dict(bs.convert(m, "mxfp8").skipped) == {"b": said}
+
+
+def test_what_is_named_has_to_be_fit() -> None:
+    wide = nn.ModuleDict({"q": nn.Linear(4, 4), "wide": nn.Linear(4, 4, dtype=torch.float64)})
+    said = (
+        r"rules = '\^wide\$', which finds wide; need at least one .*; wide: its weight is torch.f"
+    )
+    with pytest.raises(ValueError, match=said):
+        bs.convert(wide, "mxfp8", rules={"^wide$": "nvfp4"})
+    assert type(wide["q"]) is nn.Linear
+    assert len(bs.convert(wide, "mxfp8", rules={"^wide$": None}).converted) == 1
+    assert len(bs.convert(wide, "mxfp8", rules={"q|wide": "nvfp4"}).converted) == 1
+    lazy = nn.ModuleDict({"q": nn.Linear(4, 4), "lazy": nn.LazyLinear(4)})
+    with pytest.raises(ValueError, match="lazy: LazyLinear has no shape yet"):
+        bs.convert(lazy, "mxfp8", rules={"lazy": "mxfp8"})
+
+
+def test_a_report_prints_as_its_table() -> None:
+    report = bs.convert(nn.Sequential(nn.Linear(4, 4)), "mxfp8")
+    assert repr(report) == str(report) == "1 layers converted, 0 modules not\n  0  mxfp8"
+
+
+def test_what_is_left_alone_and_why() -> None:
+    class Custom(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    m = nn.ModuleDict(
+        dict(
+            plain=nn.Linear(4, 4),
+            custom=Custom(4, 4),
+            wide=nn.Linear(4, 4, dtype=torch.float64),
+            attention=nn.MultiheadAttention(4, 1),
+            conv=nn.Conv1d(1, 1, 1),
+            lazy=nn.LazyLinear(4),
+            act=nn.ReLU(),
+            normed=torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        )
+    )
+    report = bs.convert(m, "mxfp8")
+    assert [name for name, _ in report.converted] == ["plain"]
+    reasons = dict(report.skipped)
+    assert reasons["custom"].startswith(__name__)
+    said = "Custom is a subclass of nn.Linear with a forward of its own"
+    assert reasons["custom"].endswith(said)
+    assert reasons["wide"] == "its weight is torch.float64, not float32, bfloat16 or float16"
+    assert "is read by nn.MultiheadAttention" in reasons["attention.out_proj"]
+    said = "ParametrizedLinear is parametrized: convert it first, then parametrize it"
+    assert reasons["normed"] == said
+    assert reasons["lazy"] == "LazyLinear has no shape yet: convert after it has seen a batch"
+    m["lazy"](torch.randn(2, 4))
+    assert [name for name, _ in bs.convert(m, "mxfp8").converted] == ["plain", "lazy"]
+    assert reasons["conv"] == "Conv1d is not nn.Linear"
+    assert "act" not in reasons
+
+
+def test_a_forward_that_another_library_replaced_is_left_alone() -> None:
+    """It still calls nn.Linear's own, as accelerate's hooks do: converted in name only."""
+    m = nn.ModuleDict(dict(plain=nn.Linear(4, 4), hooked=nn.Linear(4, 4)))
+    m["hooked"].forward = m["hooked"].forward
+    report = bs.convert(m, "mxfp8")
+    assert [name for name, _ in report.converted] == ["plain"]
+    reasons = dict(report.skipped)
+    assert reasons["hooked"] == "its forward was replaced by another library: convert before that"
+    m["plain"].forward = m["plain"].forward  # that of a converted layer: it stays one
+    assert [name for name, _ in bs.convert(m, "mxfp4").converted] == ["plain"]
+    with pytest.raises(ValueError, match="with 'plain' as a layer with another forward; need"):
+        bs.revert(m)  # whose forward would look for a recipe
+    assert m["plain"](torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_a_converted_layer_of_another_class() -> None:
+    """A parametrization gives a layer a class of its own; the layer stays a converted one."""
+
+    class Halved(nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w / 2
+
+    m = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
+    bs.convert(m, "nvfp4")
+    nn.utils.parametrize.register_parametrization(m[0], "weight", Halved())
+    report = bs.convert(m, "mxfp8")
+    assert [(name, str(r)) for name, r in report.converted] == [("0", "mxfp8"), ("1", "mxfp8")]
+    x, halved = torch.randn(4, 32), next(m[0].parameters()) / 2
+    assert torch.equal(m[0](x), bs.linear(x, halved, recipe="mxfp8"))
+    for refused in (lambda: bs.revert(m), lambda: bs.convert(m, "mxfp4", skip=["0"])):
+        with pytest.raises(ValueError, match=r"model = Sequential with '0' as ParametrizedLinear;"):
+            refused()
+    assert all("recipe=mxfp8" in layer.extra_repr() for layer in m)
+    nn.utils.parametrize.remove_parametrizations(m[0], "weight")
+    assert bs.revert(m) == ["0", "1"]
+
+
+def test_an_encoder_evaluates_through_its_converted_layers() -> None:
+    """In inference PyTorch's encoder layers have a kernel that never calls their linear layers."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    m = nn.ModuleDict(dict(encoder=nn.TransformerEncoder(layer, 2), other=copy.deepcopy(layer)))
+    encoder = m["encoder"].eval()
+    x = torch.randn(2, 5, 32)
+    padding = torch.arange(5).expand(2, 5) >= torch.tensor([[5], [3]])
+
+    def outputs() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat((encoder(x), encoder(x, src_key_padding_mask=padding)))[:3]
+
+    plain = outputs()
+    bs.convert(m, "mxfp4", rules={"other": None})
+    quantized = outputs()
+    assert not torch.allclose(quantized, plain, atol=1e-2)
+    called = encoder(x.clone().requires_grad_()).detach()  # no such kernel with gradients
+    assert torch.allclose(quantized[:2], called, atol=1e-5)
+    assert m["other"].activation_relu_or_gelu == 1
+    twin = pickle.loads(pickle.dumps(m))
+    bs.convert(m, "mxfp4")  # keeps what it was before the first time
+    for reverted in (m, twin):
+        bs.revert(reverted)
+        assert reverted["encoder"].use_nested_tensor is True
+        assert reverted["encoder"].layers[0].activation_relu_or_gelu == 1
+        assert not any(
+            "_blockscale" in name for inner in reverted.modules() for name in vars(inner)
+        )
+    assert torch.equal(outputs(), plain)
+
+
+def test_rules_in_order_and_skip_first() -> None:
+    m = model()
+    report = bs.convert(
+        m,
+        "bf16",
+        rules={"q_proj": bs.recipe("mxfp8"), "proj": "mxfp4", "lm_head": "nvfp4"},
+        skip=["layers.1"],
+    )
+    assert [(name, str(r)) for name, r in report.converted] == [
+        ("layers.0.q_proj", "mxfp8"),
+        ("layers.0.o_proj", "mxfp4"),
+        ("lm_head", "nvfp4"),
+    ]
+    bs.revert(m)
+    assert len(bs.convert(m, "bf16", skip=["q_proj"]).converted) == 3
+
+
+def test_a_rule_that_decides_nothing_is_reported() -> None:
+    report = bs.convert(model(), "nvfp4", rules={"proj": "mxfp8", "q_proj": None, "o_proj": "bf16"})
+    assert report.unused == ["q_proj", "o_proj"]
+    assert str(report).endswith("\nRules that decided nothing: 'q_proj', 'o_proj'")
+    rules = {"q_proj": None, "proj": "mxfp8", "lm_head": "bf16"}
+    report = bs.convert(model(), "nvfp4", rules=rules, skip=["lm_head"])
+    assert report.unused == ["lm_head"]
+    assert bs.convert(model(), "nvfp4", rules={"q_proj": None, "proj": "mxfp8"}).unused == []
+
+
+def test_layers_come_first_among_the_reasons_why_nothing_is_converted() -> None:
+    parts: list[nn.Module] = [nn.Conv1d(1, 1, 1) for _ in range(5)]
+    said = r"; 5: its weight is torch.float64, .*; 0: Conv1d is not nn.Linear; 1: .*; 2: [^;]*$"
+    with pytest.raises(ValueError, match=said):
+        bs.convert(nn.Sequential(*parts, nn.Linear(4, 4)).double(), "nvfp4")
+
+
+def test_what_holds_matrices_is_told_of_experts() -> None:
+    class Conv1D(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(shape))
+
+    class Holder(nn.Module):
+        def __init__(self, *shapes: tuple[int, ...]) -> None:
+            super().__init__()
+            for i, shape in enumerate(shapes):
+                self.register_parameter(f"p{i}", nn.Parameter(torch.ones(shape)))
+
+    parts = dict(layer=nn.Linear(4, 4), gpt=Conv1D(4, 8), audio=Conv1D(4, 8, 3))
+    parts |= dict(pair=Holder((3, 4, 4), (3, 4, 4)), tokens=Holder((1, 1, 4), (1, 9, 4)))
+    reasons = dict(bs.convert(nn.ModuleDict(parts), "mxfp8").skipped)
+    transposed = "Conv1D is not nn.Linear: replace it by one with its weight transposed"
+    assert (reasons["gpt"], reasons["audio"]) == (transposed, "Conv1D is not nn.Linear")
+    assert reasons["pair"] == "Holder is not nn.Linear; experts= converts what it multiplies"
+    assert reasons["tokens"] == "Holder is not nn.Linear"
