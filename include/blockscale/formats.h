@@ -138,8 +138,7 @@ BLOCKSCALE_HD constexpr FormatTraits traits(Format f) {
   return look_up<kFormats, kFormatCount>(static_cast<int>(f));
 }
 
-// Bytes of one stored code or scale. FP4 packs two codes to a byte; every other narrow format
-// takes a byte of its own.
+// Codes in a stored byte: FP4 packs two, of every other narrow format each has its own.
 BLOCKSCALE_HD constexpr int codes_per_byte(Format f) { return traits(f).bits() == 4 ? 2 : 1; }
 BLOCKSCALE_HD constexpr int scale_bytes(Format f) { return f == Format::fp32 ? 4 : 1; }
 

@@ -36,9 +36,10 @@ class Stream {
   // Device memory that lives until the work launched so far is done. Its size depends on shapes
   // alone. Quantizers ask for an FP32 a matrix for each amax that is not given, of small inputs one
   // a tile of 128 x 128; for a BF16 copy of x for a Hadamard transform wider than 16; and for a
-  // copy of the scales of both directions of elements of a byte, `linear` and not square. Whatever
-  // runs in groups asks for some bytes for each of them, and quantizers for each 128 rows of x
-  // besides; gemm for the scales that it copies and for MXFP4 as FP8 (below).
+  // copy of the scales of both directions of elements of a byte, `linear` and not square. In groups
+  // amax, dequantize, relayout and quantizers that no kernel is compiled for ask for some bytes for
+  // each group and each 128 rows of x; gemm for the scales that it copies and for MXFP4 as FP8
+  // (below).
   virtual void* workspace(int64_t bytes) const = 0;
 };
 

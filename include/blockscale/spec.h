@@ -50,7 +50,7 @@ inline constexpr QuantSpec kAmdfp4{.element = Format::e2m1,
                                    .outer = true};
 
 // A family is a named spec together with what may be changed in it. Adding a format family is a
-// row of kFamilies (spec.cc).
+// row of the table in families() (spec.cc).
 struct Family {
   const char* name;
   QuantSpec spec;
@@ -70,8 +70,9 @@ void validate_pair(const char* operation, const QuantSpec& a, const QuantSpec& b
 
 // The canonical text: the family's name, then what differs from the family's spec, in a fixed
 // order, e.g. "nvfp4[block=16x16]". parse_spec(to_string(s)) == s for every valid s.
-//   element=e5m2  block=16x16  scale_rule=floor  scale_rounding=nearest|up
-//   rounding=nearest|stochastic  outer=true|false  hadamard=none|16|32|64|128|16:0xd7e8
+//   element=e5m2  block=16x16  scale_rule=floor  rounding=nearest|stochastic
+//   scale_rounding=nearest|up  outer=true|false  hadamard=none|16|32|64|128|16:0xd7e8
+// Stochastic two-level specs state their scale_rounding, and transforms their mask, in any case.
 // A transform without a mask has the one of the specification: 0xd7e8 of 16, else 0.
 std::string to_string(const QuantSpec& spec);
 // Parses a family's name with or without changes in brackets; validates. An unknown name throws

@@ -14,7 +14,7 @@ BLOCKSCALE_HD constexpr int dtype_bytes(DType t) {
   return t == DType::bf16 || t == DType::f16 ? 2 : 4;
 }
 
-// A batch of `batch` matrices [rows, columns] of f32, bf16 or f16. Strides are in elements, may be
+// A batch of `batch` matrices [rows, columns] of a DType. Strides are in elements, may be
 // anything (0 and negative included), and say where (b, r, c) lies.
 template <class Pointer>
 struct BasicMatrix {

@@ -345,9 +345,10 @@ def grouped_matmul(
 
     Each group is multiplied as `matmul` would multiply its own operands, outer scales included: bit
     for bit on the CPU. On a GPU, specs with FP32 block scales, and `mxfp4`, run in the block-scaled
-    GEMM of H100 and H200. The others are decoded to BF16; with outer scales, a bias or a float32
-    result they go to the BF16 GEMM of H100 and H200, and what is left to PyTorch's grouped GEMM,
-    which rounds its sums to BF16 before outer scales and bias are applied.
+    GEMM of H100 and H200. The others are decoded to BF16; with outer scales, a bias, a float32
+    result or an N that is no multiple of 8 they go to the BF16 GEMM of H100 and H200, and what is
+    left to PyTorch's grouped GEMM, which rounds its sums to BF16 before outer scales and bias are
+    applied.
 
     Args:
         a, b: operands, of equal contraction lengths.

@@ -2,9 +2,9 @@
 // there is nothing to wait for but its own loads, and the hardware hands out the work in small
 // pieces, on odd and small shapes too.
 //
-// Along rows a thread takes one run of each of up to eight lines. Down columns, with square blocks,
-// and for both directions at once, a block of threads takes a tile of 128 x 128; the columns
-// leave it in shared memory for the rows.
+// Along rows a thread takes one run of each of up to 24 lines, of FP8 of four. Down columns, with
+// square blocks, and for both directions at once, a block of threads takes a tile of 128 x 128; the
+// columns leave it in shared memory for the rows.
 #pragma once
 
 #include "divisor.h"

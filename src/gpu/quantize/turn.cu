@@ -1,6 +1,7 @@
 // Scales from words that lie as FP32 ones in `mn_major` to `linear`. In both directions at once a
 // tile leaves its scales as words of 256 lines; written where they belong, each is a sector of L2
-// of its own, and together they take as long as a sixth of the codes. See docs/performance.md.
+// of its own, and together they take as long as a sixth of the codes
+// (docs/performance/quantizers.md).
 #include "gpu/launch.h"
 
 namespace blockscale::gpu {
