@@ -55,6 +55,9 @@ Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const G
     fail(at.op(), "dtype", dtype_text(a.scalar_type()),
          "bfloat16 where an operand is in high precision: PyTorch's grouped GEMM",
          "cast x, or quantize all operands");
+  if (rows >= int64_t{1} << 31)
+    fail(at.op(), "x", std::to_string(rows) + " rows in groups", "fewer than 2^31",
+         "multiply parts of them");
   const TorchStream& stream = at.stream();
   const size_t rank = sizes.size();
   const int64_t m = sizes[rank - 2], n = sizes[rank - 1];

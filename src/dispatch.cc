@@ -46,20 +46,23 @@ std::string extents(int64_t rows, int64_t columns) {
 // for the device.
 enum class Memory { host, device };
 
+constexpr int64_t kGpuLimit = int64_t{1} << 31;  // GPUs count extents in 31 bits
+
 // Messages are built only when a check fails: these run on every call.
 void check_matrix(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
                   const void* data, Memory memory) {
-  const int64_t limit = int64_t{1} << 31;
-  if (memory == Memory::device && (rows >= limit || columns >= limit))
+  if (memory == Memory::device && (rows >= kGpuLimit || columns >= kGpuLimit))
     fail(op, name, extents(rows, columns), "extents below 2^31 on a GPU",
          "quantize parts of it, each with its origin");
   if (rows < 0 || columns < 0 || batch < 0)
     fail(op, name, extents(rows, columns), "extents of at least 0");
-  const bool empty = rows == 0 || columns == 0 || batch == 0;
-  if (memory == Memory::device && !empty &&
-      batch >= limit / (ceil_div(rows, 128) * ceil_div(columns, 128)))
+  // A matrix without elements is a tile too: it may have an outer scale. Half of what 31 bits hold,
+  // as kernels add the size of their grid.
+  const int64_t tiles = std::max<int64_t>(ceil_div(rows, 128) * ceil_div(columns, 128), 1);
+  if (memory == Memory::device && batch > 0 && batch >= kGpuLimit / 2 / tiles)
     fail(op, name, std::to_string(batch) + " matrices of " + extents(rows, columns),
-         "fewer than 2^31 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
+         "fewer than 2^30 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
+  const bool empty = rows == 0 || columns == 0 || batch == 0;
   if (!data && !empty) fail(op, name, "null", "a pointer to data");
 }
 void check_written(const char* op, const char* name, const Matrix& out) {
@@ -78,8 +81,18 @@ void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t ba
   if (memory == Memory::host) check_offsets(op, groups, rows);
 }
 
-// GPUs count lines and codes of a line in 31 bits, scales of a matrix in 32, of a line of
-// mfma_16x16 16 times its bytes in 31, and in 31 the threads for all tiles of groups.
+// On a GPU a tile in groups has up to 512 threads, which are counted together in 31 bits, and each
+// group may end in a tile of its own.
+void check_group_tiles(const char* op, const Groups& groups, int64_t rows, int64_t columns) {
+  const int64_t tiles_down = rows / 128 + groups.count + 1;
+  if (groups && tiles_down >= kGpuLimit / 512 / std::max<int64_t>(ceil_div(columns, 128), 1))
+    fail(op, "offsets", std::to_string(groups.count) + " groups of " + extents(rows, columns),
+         "fewer than 2^22 tiles of 128 x 128, and one more for each group, on a GPU",
+         "take fewer groups or columns at a time");
+}
+
+// GPUs count lines and codes of a line in 31 bits, scales of a matrix in 32, and of a line of
+// mfma_16x16 16 times its bytes in 31.
 template <class Byte, class Float>
 void check_counts(const char* op, const char* name, const BasicQuantized<Byte, Float>& q,
                   const StoredShape& s) {
@@ -87,18 +100,14 @@ void check_counts(const char* op, const char* name, const BasicQuantized<Byte, F
     fail(op, name, extents(q.rows, q.columns), std::string(need) + " on a GPU",
          "quantize parts of it, each with its origin");
   };
-  constexpr int64_t kLimit = int64_t{1} << 31;
-  if (s.lines >= kLimit || s.padded >= kLimit) refuse("extents below 2^31, in whole blocks,");
-  if (s.scale_count > 2 * kLimit) refuse("at most 2^32 scales of a matrix, with padding,");
-  if (q.layout.codes == Layout::mfma_16x16 && s.code_columns >= kLimit / 16)
+  const int64_t code_rows = padded_rows(q.layout.codes, s.code_rows);
+  const int64_t scale_rows = padded_rows(q.layout.scales, s.scale_rows);
+  if (s.lines >= kGpuLimit || s.padded >= kGpuLimit || std::max(code_rows, scale_rows) >= kGpuLimit)
+    refuse("extents below 2^31, in whole blocks,");
+  if (s.scale_count > 2 * kGpuLimit) refuse("at most 2^32 scales of a matrix, with padding,");
+  if (q.layout.codes == Layout::mfma_16x16 && s.code_columns >= kGpuLimit / 16)
     refuse("lines of less than 2^27 bytes in mfma_16x16");
-  // A tile in groups has up to 512 threads that are counted together, and each group may end in a
-  // tile of its own.
-  const int64_t tiles_down = q.rows / 128 + q.groups.count + 1;
-  if (q.groups && tiles_down >= kLimit / 512 / std::max<int64_t>(ceil_div(q.columns, 128), 1))
-    fail(op, "offsets", std::to_string(q.groups.count) + " groups of " + extents(q.rows, q.columns),
-         "fewer than 2^22 tiles of 128 x 128, and one more for each group, on a GPU",
-         "take fewer groups or columns at a time");
+  check_group_tiles(op, q.groups, q.rows, q.columns);
 }
 
 template <class Byte, class Float>
@@ -208,10 +217,11 @@ void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const 
   check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data, memory);
   const int64_t extent = axis == -1 ? x.columns : x.rows;
   if (memory == Memory::device && spec.hadamard.dim > 0 &&
-      round_up(extent, int64_t{spec.hadamard.dim}) >= int64_t{1} << 31)
+      round_up(extent, int64_t{spec.hadamard.dim}) >= kGpuLimit)
     fail("amax", "x", extents(x.rows, x.columns),
          "extents below 2^31, in whole transforms, on a GPU", "take the amax of parts of it");
   check_groups("amax", groups, x.rows, x.batch, memory);
+  if (memory == Memory::device) check_group_tiles("amax", groups, x.rows, x.columns);
 }
 
 void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
@@ -436,6 +446,8 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
     if (q->layout.codes != Layout::linear && !gpu::is_mxfp4(q->spec))
       fail("gemm", name, to_string(q->layout), "codes in the linear layout", "relayout first");
   }
+  if (options.bias && options.bias_dtype == DType::f32_as_bf16)
+    fail("gemm", "bias_dtype", "float32 read as bfloat16", "float32, bfloat16 or float16");
   if (d.column_stride != 1 && d.columns > 1)
     fail("gemm", "d.column_stride", d.column_stride, "1 on a GPU");
   if (d.batch > 1 && d.batch_stride != d.rows * d.row_stride)

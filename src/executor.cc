@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -23,7 +24,11 @@ class SerialExecutor final : public Executor {
 class PoolExecutor final : public Executor {
  public:
   explicit PoolExecutor(unsigned threads) {
-    for (unsigned i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    try {
+      for (unsigned i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {
+      // The system gives no more threads; those there are will do.
+    }
   }
   ~PoolExecutor() override {
     {

@@ -33,13 +33,13 @@ class Stream {
  public:
   virtual ~Stream() = default;
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
-  // Device memory that lives until the work launched so far is done. Its size depends on shapes
-  // alone. Quantizers ask for an FP32 a matrix for each amax that is not given, of small inputs one
-  // a tile of 128 x 128; for a BF16 copy of x for a Hadamard transform wider than 16; and for a
-  // copy of the scales of both directions of elements of a byte, `linear` and not square. In groups
-  // amax, dequantize, relayout and quantizers that no kernel is compiled for ask for some bytes for
-  // each group and each 128 rows of x; gemm for the scales that it copies and for MXFP4 as FP8
-  // (below).
+  // Device memory that lives until the work launched so far is done. Its size depends on shapes,
+  // and on whether scales of a gemm lie at multiples of 16 bytes. Quantizers ask for an FP32 a
+  // matrix for each amax that is not given, of small inputs one a tile of 128 x 128; for a BF16
+  // copy of x for a Hadamard transform wider than 16; and for a copy of the scales of both
+  // directions of elements of a byte, `linear` and not square. In groups amax, dequantize, relayout
+  // and quantizers that no kernel is compiled for ask for some bytes for each group and each 128
+  // rows of x; gemm for the scales that it copies and for MXFP4 as FP8 (below).
   virtual void* workspace(int64_t bytes) const = 0;
 };
 
@@ -150,11 +150,11 @@ enum class Previous : int {
 // On a GPU: FP8 with FP32 scales and MXFP4, on compute capability 9.0. Codes of FP8 are linear; the
 // elements of a row of D lie beside each other, and a batch of D is one matrix below the other;
 // there are at most 1024 groups, and rows in groups have blocks of one row. Scales of FP8 are best
-// mn_major, and A in 1x128 blocks: others are copied into that form, in the workspace (4 bytes a
-// scale). Both operands in MXFP4 become FP8 there (a byte a code), exactly where the scales of a
-// line of B, and of 128 codes of a line of A, are within 2^28 of each other; else a value is wrong
-// by at most 2^-31 of the largest among those; B's scales come last, and sums overflow where those
-// of |A| along a line pass 7e33.
+// mn_major at a multiple of 16 bytes, and A in 1x128 blocks: others are copied into that form, in
+// the workspace (4 bytes a scale). Both operands in MXFP4 become FP8 there (a byte a code), exactly
+// where the scales of a line of B, and of 128 codes of a line of A, are within 2^28 of each other;
+// else a value is wrong by at most 2^-31 of the largest among those; B's scales come last, and sums
+// overflow where those of |A| along a line pass 7e33.
 // Sums run within 128 of K in the tensor cores' precision, across them in FP32.
 struct GemmOptions {
   float alpha = 1.0f;

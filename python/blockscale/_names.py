@@ -15,23 +15,21 @@ REPLICATORS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
     """Every module with its qualified names, without what wrappers add; the first, by which
     `named_modules` knows it, comes first."""
-    names: dict[torch.nn.Module, list[str]] = {}
+    names: dict[torch.nn.Module, dict[str, None]] = {}
     _add_names("", model, names, frozenset())
-    return names
+    return {module: list(known) for module, known in names.items()}
 
 
 # No function inside the other: it would refer to itself, and keep the model until it is collected.
 def _add_names(
     name: str,
     module: torch.nn.Module,
-    names: dict[torch.nn.Module, list[str]],
+    names: dict[torch.nn.Module, dict[str, None]],
     above: frozenset[torch.nn.Module],
 ) -> None:
     if module in above:
         return
-    known = names.setdefault(module, [])
-    if name not in known:
-        known.append(name)
+    names.setdefault(module, {})[name] = None
     for part, child in module._modules.items():
         if child is not None:
             wrapped = part in _WRAPPED or isinstance(module, REPLICATORS)

@@ -292,6 +292,8 @@ def _check_into(
     if torch.is_grad_enabled() and not dw:
         fail(op, name, "given", "none: w needs no gradient", "leave it out")
     if not torch.compiler.is_compiling():
+        if into.is_neg():
+            fail(op, name, "a view that negates", "memory that holds the sums itself")
         for operand, tensor in (("w", w), ("x", x)):
             if _overlap(into, tensor):
                 fail(op, name, f"memory of {operand}", "memory of its own: a backward changes it")

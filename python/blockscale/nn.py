@@ -213,8 +213,9 @@ class WeightLayer(Layer):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._retype is not None and not keep_vars:
-            destination[f"{prefix}weight"] = without_type(destination[f"{prefix}weight"])
+        name = f"{prefix}weight"  # not there where a parametrization computes it
+        if self._retype is not None and not keep_vars and name in destination:
+            destination[name] = without_type(destination[name])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -485,8 +486,8 @@ class Root:
     def __init__(self, module: torch.nn.Module, state: RngState) -> None:
         self.state = state
         self.handles = (
-            module.register_forward_pre_hook(state.before_forward),
-            module.register_forward_hook(state.after_forward),
+            module.register_forward_pre_hook(state.before_forward, with_kwargs=True),
+            module.register_forward_hook(state.after_forward, always_call=True),
         )
         state.root = weakref.ref(self)
 

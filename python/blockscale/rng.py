@@ -26,6 +26,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples a
 _ROLES: Final = {"x": 1, "w": 2, "dy": 3}
 _FORWARD_BITS: Final = 16
 # What PyTorch's Python calls in the end, as no mode and no compiler is to see it.
+_next_node: Final = torch._C._autograd._get_sequence_nr
 _begin_forward: Final = torch.ops.blockscale.begin_forward.default._op
 
 
@@ -129,6 +130,24 @@ def layer_key(
     return rng.tensors(device)
 
 
+# A forward that runs: a copy of its offset, and the number from which on autograd counts its nodes.
+Running = tuple[torch.Tensor, int]
+
+
+class Restore:
+    """A hook of a tensor that puts the offset of a forward back."""
+
+    __torch_unserializable__ = True  # not a word to who saves such a tensor
+
+    def __init__(self, state: RngState, offset: torch.Tensor) -> None:
+        self.state, self.offset = state, offset
+
+    def __call__(self, _: torch.Tensor) -> None:
+        # Through .data: what a compiled block saved of this offset is this very value again, so its
+        # version must not move.
+        self.state.offset.data.copy_(self.offset)
+
+
 class RngState:
     """The offset shared by all layers of a converted model: step · 2^16 + forward.
 
@@ -138,15 +157,13 @@ class RngState:
     and compiled code see the changes, and nothing waits for the device.
     """
 
-    # A copy of the offset of the forward that runs, where there is one.
-    begun: torch.Tensor | None = None
-
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draws = False  # whether any layer does: forwards count only then
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         self.stepped = False  # whether an optimizer counts its steps here
         self.regions = Regions()
+        self.running: list[Running] = []  # forwards within each other, but for compiled ones
         self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # see __getstate__
         # The device is named: under `with torch.device("meta")` the default is no real memory. And
         # what is made in inference mode could not change in training.
@@ -162,11 +179,12 @@ class RngState:
         # A process that is being started gets their memory by numbers of open files, which are to
         # stay open until it has begun.
         self.sent = offset, upcoming
-        own = {"root": None, "stepped": False, "sent": None, "begun": None}
+        own: dict[str, Any] = {"root": None, "stepped": False, "sent": None, "running": []}
         return {**self.__dict__, **own, "offset": offset, "upcoming": upcoming}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self.regions = Regions()  # which models pickled before it was there do not have
+        # Which models pickled before they were there do not have.
+        self.regions, self.running = Regions(), []
         self.__dict__.update(attributes)
 
     def has_root(self) -> bool:
@@ -183,12 +201,14 @@ class RngState:
         if skipped is not None:
             following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
         self.upcoming.copy_(following)
+        self.running.clear()  # what an interrupt has left
         if _is_outside_backward():
             self.offset.copy_(following >> _FORWARD_BITS << _FORWARD_BITS)
 
     def set_position(self, step: int, forward: int) -> None:
         """`forward` forwards have begun since the end of `step` steps."""
         begun_last = max(forward - 1, 0)
+        self.running.clear()
         self.offset.fill_((step << _FORWARD_BITS) + begun_last)
         self.upcoming.fill_((step << _FORWARD_BITS) + forward)
 
@@ -202,43 +222,57 @@ class RngState:
             self.offset = self.offset.to(device)
             self.upcoming = self.upcoming.to(device)
 
-    def before_forward(self, module: torch.nn.Module, args: Any) -> None:
+    def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the root: a forward begins; one that will be differentiated counts.
 
         An evaluation draws what the next one that counts will: a function of where the run stands,
         so that a resumed run evaluates alike.
         """
         if is_exporting():  # a program has no state that it could count in
-            return
+            return None
         if not self.draws:
-            return
+            return None
         if not _is_outside_backward():
             # Through .data, as below.
             self.regions.recall(self.offset.data)
-            return
+            return None
         compiling = torch.compiler.is_compiling()
         if not compiling and torch._C._are_functorch_transforms_active():
             with torch._C._DisableFuncTorch():  # a count is no function's argument
-                self._begin()
+                begun = self._begin()
         else:
-            self._begin()
-        if not compiling:
-            self.regions.note(self.offset)
+            begun = self._begin()
+        if begun is None:
+            return None
+        given = None
+        if self.running and torch.is_grad_enabled():  # a root that calls itself
+            # What it did before has older nodes than these views, and the forward within younger.
+            given = pytree.tree_map(_viewed, (args, kwargs))
+            self._restore_before(given, self.running[-1])
+        self.running.append((begun, _next_node()))
+        self.regions.note(self.offset)
+        return given
 
-    def _begin(self) -> None:
+    def _begin(self) -> torch.Tensor | None:
+        """A copy of the offset, if this is not being compiled."""
         counts = torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        compiling = torch.compiler.is_compiling()
+        if compiling or torch._C._len_torch_dispatch_stack() > 0:
             self.offset.copy_(self.upcoming)
             if counts:
                 self.upcoming.add_(1)
-            self.begun = None  # that of an earlier forward
-            return
-        self.begun = _begin_forward(self.offset, self.upcoming, counts)
+            if compiling:
+                return None
+            with _disable_current_modes():
+                return self.offset.clone()
+        begun: torch.Tensor = _begin_forward(self.offset, self.upcoming, counts)
         # PyTorch counts no change that another library's operator makes.
         torch.autograd.graph.increment_version((self.offset, self.upcoming))
+        return begun
 
     def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the root: make recomputation in its backward see this forward's offset.
+        """Forward hook of the root, called after an exception too: make recomputation in its
+        backward see this forward's offset.
 
         Activation checkpointing reruns layers in the backward pass, when later forwards may have
         begun. The gradient of a model's output is computed before any of the model's own nodes
@@ -247,29 +281,44 @@ class RngState:
         its own forward read.
         """
         if self.draws and not torch.compiler.is_compiling():
-            self._restore_in_backward(output)
+            self._end(output)
 
     @_disable_dynamo  # torch.compiler.disable, but for importing the compiler here: a second
-    def _restore_in_backward(self, output: Any) -> None:
-        if not _is_new_forward():
+    def _end(self, output: Any) -> None:
+        if is_exporting() or not _is_outside_backward() or not self.running:
             return
-        leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-        # Not a parameter that is returned as it is: it would keep the hook of every forward.
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not t.is_leaf]
-        if not tensors:
-            return
-        value, self.begun = self.begun, None
-        if value is None:
+        ended = self.running.pop()
+        if torch.is_grad_enabled():
+            self._restore_before(output, ended)
+        if self.running:
             with _disable_current_modes():
-                value = self.offset.clone()
+                self.offset.data.copy_(self.running[-1][0])
 
-        def restore(_: torch.Tensor) -> None:
-            # Through .data: what a compiled block saved of this offset is this very value again,
-            # so its version must not move.
-            self.offset.data.copy_(value)
+    def _restore_before(self, values: Any, forward: Running) -> None:
+        """Put the offset of this forward back in a backward, before its nodes behind these tensors
+        run. Not behind a tensor that was there before it, such as a parameter or an input that is
+        returned as it is: those are other nodes, and it would keep a hook of every forward. Nor
+        behind the result of a forward within this one, which has that one's hook."""
+        offset, first_node = forward
+        tensors = [values] if isinstance(values, torch.Tensor) else pytree.tree_leaves(values)
+        restore = None
+        for t in tensors:
+            node = t.grad_fn if isinstance(t, torch.Tensor) else None
+            if node is None or node._sequence_nr() < first_node or self._has_hook(t):
+                continue
+            if restore is None:
+                restore = Restore(self, offset)
+            t.register_hook(restore)
 
-        for tensor in tensors:
-            tensor.register_hook(restore)  # type: ignore[no-untyped-call]
+    def _has_hook(self, t: torch.Tensor) -> bool:
+        hooks = t._backward_hooks
+        if not hooks:
+            return False
+        return any(isinstance(hook, Restore) and hook.state is self for hook in hooks.values())
+
+
+def _viewed(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, torch.Tensor) and value.grad_fn else value
 
 
 class Regions:
@@ -357,10 +406,6 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def _is_new_forward() -> bool:
-    """Not an evaluation, and not a recomputation: those run inside the autograd engine."""
-    return torch.is_grad_enabled() and _is_outside_backward()
-
-
 def _is_outside_backward() -> bool:
+    """Not a recomputation: those run inside the autograd engine."""
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1

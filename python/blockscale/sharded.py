@@ -55,11 +55,11 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone, and
     so are those that modules of `model` share. A weight whose pieces are not whole blocks (the rows
     of each rank a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4"; of
-    experts, as many matrices on every rank) is gathered by its values as ever.
+    experts, as many matrices on every rank) is gathered by its values as ever, and so is one that
+    `parallelize_module` cuts afterwards.
 
     After `fully_shard` a layer keeps its recipe of W: FSDP2 has sized its buffers. Its
     `reshard_after_forward` is True or False here, no number, and it cuts along dimension 0.
-    Not for weights that `parallelize_module` has cut.
 
     Args:
         model: the converted model, before `fully_shard`.
@@ -99,7 +99,9 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
 
 def _retype(layer: WeightLayer) -> None:
     """Give the weight its type, at first and after a checkpoint was assigned."""
-    weight: Any = layer._parameters["weight"]
+    weight: Any = layer._parameters.get("weight")
+    if weight is None:  # a parametrization computes it
+        return
     if is_dtensor(weight):
         if not isinstance(weight._local_tensor, ShardedWeight):
             weight._local_tensor = ShardedWeight(weight._local_tensor)
@@ -233,7 +235,7 @@ class ShardedWeight(KeptWeight):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What a rank sends, and what it keeps to itself: FSDP2's extension point, which it calls
         with the weight's module."""
-        s = gathered_spec(module.recipe) if isinstance(module, Layer) else None
+        s = _spec_of(module, outer_size)
         piece, dtype = self.local, mp_policy.param_dtype or self.dtype
         n, ranks = outer_size[0], mesh.size()
         if piece.shape[1:] != outer_size[1:]:
@@ -291,6 +293,14 @@ class ShardedWeight(KeptWeight):
             return None
 
 
+def _spec_of(module: torch.nn.Module, shape: torch.Size) -> Spec | None:
+    """What a weight of this shape, of which FSDP2 gathers the pieces, is quantized by. None, too,
+    where tensor parallelism has cut it: then it is not the layer's whole weight."""
+    if not isinstance(module, WeightLayer) or shape != module.weight_shape:
+        return None
+    return gathered_spec(module.recipe)
+
+
 def _is_whole(s: Spec, shape: torch.Size, ranks: int) -> bool:
     """Whether each of `ranks` pieces of a weight is whole blocks, or of experts whole matrices."""
     rows = 1 if len(shape) == 3 else s.block[0]
@@ -314,8 +324,7 @@ def _largest_of_weight(
         for parameter in gathered_with(module):
             layer, shape = parameter._module_info.module, parameter._orig_size
             local: Any = getattr(parameter.sharded_param, "_local_tensor", None)
-            coded = isinstance(layer, Layer) and isinstance(local, ShardedWeight)
-            s = gathered_spec(layer.recipe) if coded else None
+            s = _spec_of(layer, shape) if isinstance(local, ShardedWeight) else None
             if s is not None and s.outer and len(shape) == 2 and _is_whole(s, shape, ranks):
                 dtype = parameter.mp_policy.param_dtype or local.dtype
                 pieces[layer] = (local.local, dtype, s)

@@ -69,6 +69,7 @@ double least_cost(const GemmSize& s) { return tile_cost(kBf16Tiles[choose_tile(s
 }  // namespace
 
 double tile_cost(const TileShape& t, const GemmSize& s) {
+  if (t.cluster > s.multiprocessors) return std::numeric_limits<double>::infinity();
   const int64_t units = unit_count(t, s);
   const int64_t clusters = clusters_of(t, s.multiprocessors);
   // What splits K does not stay for a second tile.

@@ -23,7 +23,8 @@ using Launcher = void (*)(Params&, NativeStream);
 inline void check_launch(const char* op) {
   const Error_t e = last_error();
   if (e != kSuccess)
-    fail(op, "device", error_text(e), "a GPU that this build has kernels for",
+    fail(op, "device", error_text(e),
+         "a GPU that this build has kernels for, with the shared memory that they take",
          "see `blockscale doctor`");
 }
 

@@ -302,6 +302,31 @@ TEST_F(Fp8GemmTest, NothingToAdd) {
   run(c, 1);
 }
 
+// Whether threads add to D, or the copy engine.
+TEST_F(Fp8GemmTest, SumsKeepSubnormals) {
+  constexpr int64_t kSide = 512;
+  const Memory zeros{std::vector<uint8_t>(kSide * sm90::kBlock)};
+  const Memory ones{std::vector<float>(kSide, 1.0f)};
+  for (int tile = -1; tile < cuda::kTileCount; ++tile) {
+    for (const int64_t stride : {kSide, kSide + 1}) {
+      const std::vector<float> before(kSide * stride, 1e-39f);
+      const Memory d{before};
+      sm90::Fp8Gemm g;
+      g.m = g.n = kSide, g.k = sm90::kBlock;
+      g.a = g.b = zeros.as<void>();
+      g.a_scales = g.b_scales = ones.as<float>();
+      g.d = d.as<void>(), g.d_stride = stride;
+      g.d_f32 = g.accumulate = true;
+      g.tile = tile;
+      check(sm90::fp8_gemm(g, nullptr));
+      check(cudaDeviceSynchronize());
+      std::vector<float> after(before.size());
+      d.read(after.data(), static_cast<int64_t>(after.size() * sizeof(float)));
+      EXPECT_EQ(after, before) << "tile " << tile << ", stride " << stride;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace blockscale::testing
 #endif  // BLOCKSCALE_CUDA

@@ -155,6 +155,7 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   expect_refused(kNvfp4, "nv_128x4", limit / 2 + 1, 1, "at most 2^32 scales");
   expect_refused(kNvfp4, "aiter_scale", limit / 4 + 1, 1, "at most 2^32 scales");
   expect_refused(kMxfp4, "mfma_16x16", 1, limit / 8, "less than 2^27 bytes in mfma_16x16");
+  expect_refused(kNvfp4, "mfma_16x16", limit - 1, 16, "extents below 2^31, in whole blocks");
   ConstMatrix split = x.view();
   split.rows = 128, split.columns = 16384;
   Quantized grouped = out.view;
@@ -171,7 +172,13 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   q = out.view;
   q.batch = limit;
   EXPECT_ERROR(quantize(many, q, {}, NoStream()), "quantize: x = 2147483648 matrices of [40, 48]",
-               "fewer than 2^31 tiles of 128 x 128 on a GPU", "parts of the batch");
+               "fewer than 2^30 tiles of 128 x 128 on a GPU", "parts of the batch");
+  many.columns = q.columns = 0;
+  EXPECT_ERROR(quantize(many, q, {}, NoStream()), "quantize: x = 2147483648 matrices of [40, 0]",
+               "fewer than 2^30 tiles");
+  float largest = 0;
+  EXPECT_ERROR(amax(split, kNvfp4, -1, &largest, NoStream(), grouped.groups),
+               "amax: offsets = 32766 groups", "fewer than 2^22 tiles");
   constexpr int64_t kSide = int64_t{1} << 18;
   q = out.view;
   q.spec = kMxfp4, q.rows = q.columns = kSide;

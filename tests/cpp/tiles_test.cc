@@ -99,6 +99,16 @@ TEST(Tiles, OnlySmallDenseProductsAreSplit) {
       }
 }
 
+TEST(Tiles, ClustersFitTheMultiprocessors) {
+  for (const int multiprocessors : {1, 2, 3}) {
+    for (const int64_t rows : {64, 4096}) {
+      GemmSize s = dense(rows, 128, 65536);
+      s.multiprocessors = multiprocessors;
+      EXPECT_LE(chosen(s).cluster, multiprocessors);
+    }
+  }
+}
+
 TEST(Tiles, GroupsCountAsTheirOwnProducts) {
   GemmSize s = dense(32, 4096, 4096);  // 256 experts of 32 tokens
   s.groups = 256;

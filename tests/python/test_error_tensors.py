@@ -54,6 +54,8 @@ def test_buffers_that_nothing_may_be_added_to() -> None:
     value_error(into(lambda w: w.data), name + "memory of w; need memory of its own")
     two: Callable[..., torch.Tensor] = TwoTensor
     value_error(into(lambda w: two(w.data, w.data)), name + "a TwoTensor")
+    negative = torch._neg_view(torch.zeros(8, 70))
+    value_error(into(lambda w: negative), name + "a view that negates")
     value_error(into(lambda w: torch.zeros(70, 8).t()), name + "strided torch.float32[8, 70]")
     x = torch.ones(8, 70)
     w = torch.ones(8, 70, requires_grad=True)

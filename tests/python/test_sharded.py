@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -364,6 +365,24 @@ def test_only_what_can_be_is_gathered_as_codes() -> None:
     bs.revert(copied)
     assert type(copied[0]) is nn.Linear
     assert type(copied[0].weight) is nn.Parameter
+
+
+def test_a_weight_that_is_computed_is_saved_and_loaded() -> None:
+    for change in (
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),  # type: ignore[no-untyped-call]
+        parametrizations.weight_norm,
+    ):
+        model = nn.Sequential(nn.Linear(64, 64))
+        bs.convert(model, "nvfp4")
+        bs.quantized_all_gather(model)
+        change(model[0])
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file)
+        assert "0.weight" not in saved
+        assert {type(t) for t in saved.values()} == {torch.Tensor}
+        model.load_state_dict(saved)
 
 
 def test_a_weight_is_written_to_as_ever() -> None:
