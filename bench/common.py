@@ -82,6 +82,15 @@ def sustained(replay: Callable[[], Any], calls: int, took: float) -> tuple[float
     return each / calls, statistics.median(clock for at, clock in seen if (begin + end) / 2 < at)
 
 
+def check(got: torch.Tensor, want: torch.Tensor, what: object) -> float:
+    """The relative error of a product, of its norm; ends the run where it is no such product."""
+    difference = (got.double() - want.double()).norm()
+    error = float(difference / want.double().norm()) if want.numel() else 0.0
+    if not error <= 5e-3:  # NaN is no number of these
+        raise SystemExit(f"{what}: relative error {error}")
+    return error
+
+
 def speeds(
     ours: Callable[[], Any],
     peers: Mapping[str, Callable[[], Any]],

@@ -91,7 +91,72 @@ def products() -> str:
     header = ["product", "TFLOP/s", "of cuBLASLt's FP8", "of PyTorch's BF16"]
     origins = dict.fromkeys(where(result, with_copy=False) for result in (single, grouped))
     own = f"From `{named_cases[0]}` on: {where(by_name, with_copy=False)}"
-    return "\n\n".join([table(header, lines), " ".join(origins), own])
+    return "\n\n".join([table(header, lines), goals(), " ".join(origins), own])
+
+
+def goals() -> str:
+    """What the goals of FP8 products and layers asked for and what came, misses in bold."""
+    single, grouped, host = results(DENSE), results(GROUPED), results(GPU)
+    few = of(single, "few rows")
+    forward = times(of(single, "fprop"), "blockscale", "cublaslt_fp8")
+    experts = of(grouped, "layer")
+    even, ragged = of(grouped, "rows, even"), of(grouped, "rows, ragged")
+    slower = _slower(even, ragged)
+    calls = {row["case"]: 1 / row["of_bf16"] for row in host["rows"] if "host" in row["case"]}
+    aims: list[tuple[str, float, float, bool]] = [  # what, reached, goal, whether less is better
+        ("forward, of cuBLASLt", mean(forward), 1.16, False),
+        ("the least of it", min(forward), 1.05, False),
+        ("forward, of BF16", mean(times(of(single, "fprop"), "blockscale", "bf16")), 1.8, False),
+        (
+            "gradient of the weight, of cuBLASLt",
+            mean(times(of(single, "wgrad"), "blockscale", "cublaslt_fp8")),
+            1.2,
+            False,
+        ),
+        (
+            "few rows, the least of both peers",
+            min(s for peer in ("cublaslt_fp8", "bf16") for s in times(few, "blockscale", peer)),
+            1,
+            False,
+        ),
+        ("even groups, of BF16", mean(times(even, "blockscale", "bf16")), 2.05, False),
+        ("ragged groups, percent slower than even ones", max(slower), 5, True),
+        (
+            "layers, the least, of BF16",
+            min(times(of(single, "layer"), "fp8_blockwise", "bf16")),
+            1.65,
+            False,
+        ),
+        (
+            "experts with the weight ahead, the least, of BF16",
+            min(
+                s
+                for way in ("forward", "both")
+                for s in times(experts, f"bf16 {way}", f"fp8_blockwise ahead {way}")
+            ),
+            1,
+            False,
+        ),
+        ("host of a layer's forward, of `nn.Linear`'s", _host(calls, "converted layer"), 2, True),
+        ("host of `linear`, of `F.linear`'s", _host(calls, "linear"), 1.5, True),
+    ]
+    said, reached = [], 0
+    for what, got, aim, less in aims:
+        hit = got <= aim if less else got >= aim
+        reached += hit
+        shown = f"{got:.3g}" if less and got > 3 else f"{got:.2f}"
+        said.append(f"{what} {shown if hit else f'**{shown}**'} ({aim:g})")
+    return f"Goals of FP8 that were reached: {reached} of {len(aims)}. " + "; ".join(said) + "."
+
+
+def _slower(even: list[Row], ragged: list[Row]) -> list[float]:
+    """Percent by which ragged groups are slower than even ones."""
+    pairs = zip(even, ragged, strict=True)
+    return [100 * (1 - b["blockscale"] / a["blockscale"]) for a, b in pairs]
+
+
+def _host(calls: dict[str, float], what: str) -> float:
+    return calls[f"host, {what}, forward, fp8_blockwise"]
 
 
 # --- case by case --------------------------------------------------------------------------------
@@ -185,9 +250,7 @@ def groups(file: str = GROUPED) -> str:
         lines.append([row["kind"], shape_of(row), *against_roofline(result, row), ratio])
     header = ["groups along", "G, T, N, K", *WORK, "x BF16"]
     even, ragged = of(result, "rows, even"), of(result, "rows, ragged")
-    less = [
-        100 * (1 - b["blockscale"] / a["blockscale"]) for a, b in zip(even, ragged, strict=True)
-    ]
+    less = _slower(even, ragged)
     reached = (
         "In the geometric mean: even groups along the rows "
         f"{mean(times(even, 'blockscale', 'bf16')):.2f} of BF16's speed (goal "
