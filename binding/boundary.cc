@@ -316,8 +316,8 @@ Options options(const Place& at, const QuantSpec& spec, const char* amax_name,
     result.options.amax = static_cast<const float*>(result.amax_tensor->const_data_ptr());
     // NaN and Inf are data (the whole result becomes NaN); a negative maximum is a mistake.
     for (int64_t e = 0; !at.cuda() && e < matrices; ++e)
-      require(!(result.options.amax[e] < 0), op, amax_name, result.options.amax[e], "0 or more",
-              "amax is the largest |x|; bs.amax computes it");
+      require(!is_negative(result.options.amax[e]), op, amax_name, result.options.amax[e],
+              "0 or more", "amax is the largest |x|; bs.amax computes it");
   }
   require(seed.has_value() == offset.has_value(), op, "seed, offset",
           seed ? "a seed without an offset" : "an offset without a seed", "both or neither");

@@ -28,6 +28,7 @@ class StrictExecutor final : public Executor {
   explicit StrictExecutor(const Executor& inner) : inner_(inner) {}
   void parallel_for(int64_t count, const Body& body) const override {
     inner_.parallel_for(count, [&](int64_t begin, int64_t end) {
+      if (begin >= end) return;  // empty ranges cover something, too
       const StrictFloat strict;
       body(begin, end);
     });
@@ -56,12 +57,14 @@ void check_matrix(const char* op, const char* name, int64_t rows, int64_t column
          "quantize parts of it, each with its origin");
   if (rows < 0 || columns < 0 || batch < 0)
     fail(op, name, extents(rows, columns), "extents of at least 0");
-  // A matrix without elements is a tile too: it may have an outer scale. Half of what 31 bits hold,
-  // as kernels add the size of their grid.
-  const int64_t tiles = std::max<int64_t>(ceil_div(rows, 128) * ceil_div(columns, 128), 1);
-  if (memory == Memory::device && batch > 0 && batch >= kGpuLimit / 2 / tiles)
-    fail(op, name, std::to_string(batch) + " matrices of " + extents(rows, columns),
-         "fewer than 2^30 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
+  if (memory == Memory::device && batch > 0) {
+    // A matrix without elements is a tile too: it may have an outer scale. Half of what 31 bits
+    // hold, as kernels add the size of their grid.
+    const int64_t tiles = std::max<int64_t>(ceil_div(rows, 128) * ceil_div(columns, 128), 1);
+    if (batch >= kGpuLimit / 2 / tiles)
+      fail(op, name, std::to_string(batch) + " matrices of " + extents(rows, columns),
+           "fewer than 2^30 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
+  }
   const bool empty = rows == 0 || columns == 0 || batch == 0;
   if (!data && !empty) fail(op, name, "null", "a pointer to data");
 }
@@ -142,7 +145,7 @@ void check_amax(const char* op, const Quantized& out, const QuantizeOptions& opt
          "leave amax out");
   if (memory == Memory::device) return;
   for (int64_t b = 0; b < out.matrices(); ++b)
-    if (options.amax[b] < 0)
+    if (is_negative(options.amax[b]))
       fail(op, "amax", options.amax[b], "a value of at least 0", "pass max |x|, e.g. from amax()");
 }
 
@@ -215,6 +218,7 @@ void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const 
   validate(spec);
   if (axis != -1 && axis != -2) fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
   check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data, memory);
+  check_sizes("amax", "x", x.rows, x.columns, x.batch, groups.count);
   const int64_t extent = axis == -1 ? x.columns : x.rows;
   if (memory == Memory::device && spec.hadamard.dim > 0 &&
       round_up(extent, int64_t{spec.hadamard.dim}) >= kGpuLimit)
@@ -290,6 +294,7 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
   check_quantized("gemm", "a", a, memory);
   check_quantized("gemm", "b", b, memory);
   check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, memory);
+  check_sizes("gemm", "d", d.rows, d.columns, d.batch, 0);
   check_written("gemm", "d", d);
   check_gemm_groups(a, b, d);
   const StoredShape sa = a.shape(), sb = b.shape();

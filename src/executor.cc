@@ -4,7 +4,6 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -24,19 +23,12 @@ class SerialExecutor final : public Executor {
 class PoolExecutor final : public Executor {
  public:
   explicit PoolExecutor(unsigned threads) {
+    workers_.reserve(threads);
     try {
       for (unsigned i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       // The system gives no more threads; those there are will do.
     }
-  }
-  ~PoolExecutor() override {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& t : workers_) t.join();
   }
 
   void parallel_for(int64_t count, const Body& body) const override {
@@ -91,8 +83,7 @@ class PoolExecutor final : public Executor {
     uint64_t seen = 0;
     std::unique_lock lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return stopping_ || generation_ != seen; });
-      if (stopping_) return;
+      wake_.wait(lock, [&] { return generation_ != seen; });
       seen = generation_;
       Job* job = job_;
       lock.unlock();
@@ -109,7 +100,6 @@ class PoolExecutor final : public Executor {
   mutable Job* job_ = nullptr;
   mutable uint64_t generation_ = 0;
   mutable int active_ = 0;
-  bool stopping_ = false;
 };
 
 }  // namespace
@@ -120,7 +110,9 @@ const Executor& serial_executor() {
 }
 
 const Executor& default_executor() {
-  static const PoolExecutor executor(std::max(1u, std::thread::hardware_concurrency()));
+  // Never destroyed: a process that was forked has none of its threads, and would wait for them.
+  static const auto& executor =
+      *new PoolExecutor(std::max(1u, std::thread::hardware_concurrency()));
   return executor;
 }
 

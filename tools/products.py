@@ -278,7 +278,19 @@ def layers(file: str = DENSE) -> str:
         ours = [f"{row[name]:,.0f} ({row[name] / row['bf16']:.2f})" for name in there]
         lines.append([shape_of(row), f"{row['bf16']:,.0f}", *ours])
     header = ["M, N, K", "BF16", *(columns[name] for name in there)]
-    return "\n\n".join([table(header, lines), where(result)])
+    text = [table(header, lines)]
+    if "bf16 lasting" in rows[0]:
+        said = [
+            f"{named} {between(times(rows, f'{name} lasting', 'bf16 lasting'), '.2f')}"
+            for name, named in (
+                ("fp8_blockwise", "FP8"),
+                ("fp8_blockwise ahead", "with W ahead"),
+                ("fp8_blockwise squares", "x in squares"),
+                ("mxfp4", "MXFP4"),
+            )
+        ]
+        text.append("Where each lasts for half a second, of BF16: " + ", ".join(said) + ".")
+    return "\n\n".join([*text, where(result)])
 
 
 def experts(file: str = GROUPED) -> str:

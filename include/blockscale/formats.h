@@ -53,6 +53,11 @@ BLOCKSCALE_HD constexpr float exp2i(int e) {
 inline constexpr uint32_t kAbsMask = 0x7FFFFFFF;
 inline constexpr uint32_t kInfBits = 0x7F800000;
 inline constexpr uint32_t kNanBits = 0x7FC00000;
+// Whether x < 0, also where the processor takes subnormals for 0.
+BLOCKSCALE_HD constexpr bool is_negative(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x), magnitude = bits & kAbsMask;
+  return bits != magnitude && magnitude != 0 && magnitude <= kInfBits;
+}
 inline constexpr float kFloatMax = 3.40282346638528859812e+38f;
 
 BLOCKSCALE_HD constexpr bool is_finite(float x) {

@@ -98,7 +98,7 @@ HWY_INLINE bool fp32_scales_fit(const Reader& reader) {
   const uint32_t least = bit_cast<uint32_t>(exp2i(-60)), most = bit_cast<uint32_t>(exp2i(60));
   for (int64_t line = 0; line < reader.s.lines; line += reader.s.scale_lines)
     for (int64_t b = 0; b < reader.s.blocks; ++b) {
-      const uint32_t bits = reader.raw_scale(reader.scale_at(line, b));
+      const uint32_t bits = reader.raw_scale(reader.scale_at(line, b)) & kAbsMask;
       if (bits != 0 && bits <= kInfBits && (bits < least || bits > most)) return false;
     }
   return true;

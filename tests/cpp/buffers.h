@@ -262,6 +262,7 @@ class OddExecutor final : public Executor {
     for (int64_t at = 0; at < count;) {
       const int64_t end = std::min(count, at + 1 + static_cast<int64_t>(random.below(5)));
       pieces.emplace_back(at, end);
+      if (random.one_in(8)) pieces.emplace_back(end, end);
       at = end;
     }
     for (size_t i = pieces.size(); i > 1; --i) std::swap(pieces[i - 1], pieces[random.below(i)]);

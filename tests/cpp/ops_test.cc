@@ -204,6 +204,9 @@ TEST_F(Refused, AmaxDequantizeRelayout) {
   float amax_out = 5;
   EXPECT_ERROR(amax(x.view(), kNvfp4, 0, &amax_out), "amax: axis = 0");
   EXPECT_EQ(amax_out, 5);
+  ConstMatrix none = x.view();
+  none.rows = 0, none.columns = INT64_MAX;
+  EXPECT_ERROR(amax(none, kNvfp4, -1, &amax_out), "amax: x = [0, 9223372036854775807]");
   std::vector<float> values(40 * 48, 7);
   Matrix to{values.data(), DType::f32, 48, 40, 40, 1, 1, 0};
   EXPECT_ERROR(dequantize(as_const(out.view), to), "dequantize: x = [48, 40]", "[40, 48]");

@@ -187,3 +187,14 @@ def test_wrong_device() -> None:
         torch._C._dispatch_has_kernel_for_dispatch_key(f"blockscale::{op}", keys)
         for op in ("quantize", "quantize_dual", "amax", "dequantize", "relayout", "matmul")
     )
+
+
+def test_an_amax_below_zero_that_the_processor_takes_for_zero() -> None:
+    least = torch.tensor(-(2**31) + 1, dtype=torch.int32).view(torch.float32)  # -1.4e-45
+    flushes = torch.set_flush_denormal(True)
+    try:
+        value_error(lambda: bs.quantize(X, "nvfp4", amax=least), "quantize: amax = ")
+    finally:
+        torch.set_flush_denormal(False)
+    if flushes:
+        value_error(lambda: bs.quantize(X, "nvfp4", amax=least), "quantize: amax = -1.4")
