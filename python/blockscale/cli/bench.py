@@ -25,6 +25,7 @@ from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
 from blockscale.cli.bench_read import MEASURES, read
 from blockscale.cli.errors import CliError, Failure, device_name, out_of_memory, path_text
+from blockscale.cli.output import output, own_style
 from blockscale.cli.provenance import provenance
 from blockscale.cli.run_folder import (
     check_writable,
@@ -60,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures or reads, then prints and draws."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = output(width_in_a_file=120, markup=True)
     if args.source is not None:
         refuse_with_source(args)
         found = read(Path(args.source))
@@ -120,11 +119,14 @@ def write_and_print(folder: Path, found: dict[str, Any], measured: bool, console
     try:
         if measured:
             write(folder / "results.json", found)
-        plot = draw(found)
-        write_atomically(folder / "bench.png", lambda file: file.write(plot))
+        with own_style():
+            plot = draw(found)
+        if plot:
+            write_atomically(folder / "bench.png", lambda file: file.write(plot))
     finally:
         print_tables(found, console)
-    return "results.json and bench.png" if measured else "bench.png"
+    files = ["results.json"] * measured + ["bench.png"] * bool(plot)
+    return " and ".join(files) or "no picture, as nothing is a share of a copy,"
 
 
 def shape(text: str) -> Shape:

@@ -28,10 +28,12 @@ SHORTER = {"scale_rounding=up,": "", "rounding=stochastic": "stochastic", "hadam
 
 
 def draw(found: dict[str, Any]) -> bytes:
-    """Bars for the first shape, a marker for every other."""
+    """Bars for the first shape, a marker for every other; nothing without a share of a copy."""
     from matplotlib.figure import Figure
 
     rows = [row for row in found["rows"] if "of_copy" in row]
+    if not rows:
+        return b""
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     main = {row["case"]: row for row in rows if tuple(row["shape"]) == shapes[0]}
     lines = arranged(main)

@@ -57,7 +57,7 @@ def fault_of(found: Any) -> str:
         fault = fault_of_row(row)
         if fault:
             return f"rows[{index}]: {fault}"
-    return "" if any("of_copy" in row for row in rows) else "no row has of_copy"
+    return "" if rows else "rows is empty"
 
 
 def fault_of_row(row: Any) -> str:

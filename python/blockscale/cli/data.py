@@ -117,7 +117,7 @@ def validation_names(texts: dict[str, bytes]) -> set[str]:
 def read_stdlib() -> Iterator[tuple[str, bytes]]:
     """Every .py file of the standard library but its tests, named relative to its folder."""
     root = Path(sysconfig.get_path("stdlib"))
-    for path in walk(root, SKIPPED_FOLDERS):
+    for path in walk(root, SKIPPED_FOLDERS, links=True):
         if path.suffix == ".py":
             text = read_text(path, "--data")
             if text:
@@ -132,10 +132,14 @@ def read_all(paths: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     """
     # Named by position and relative path, so that neither the split nor the order depends on where
     # the text lies or on how its path was typed.
+    seen: set[str] = set()
     for index, given in enumerate(paths):
         root = Path(given)
         if not given:
             raise CliError("--data = ''; need an existing file or folder; check the path")
+        if os.path.realpath(given) in seen:
+            raise CliError(f"--data = {given} (given twice); need each text once; leave one out")
+        seen.add(os.path.realpath(given))
         if root.is_dir():
             for path in walk(root, {"__pycache__"}):
                 text = read_text(path, given)
@@ -152,8 +156,11 @@ def read_all(paths: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         yield f"{index}/{root.name}", named
 
 
-def walk(root: Path, skipped: set[str]) -> Iterator[Path]:
-    """Visible regular files below `root`, in an order that does not depend on the file system."""
+def walk(root: Path, skipped: set[str], links: bool = False) -> Iterator[Path]:
+    """Visible regular files below `root`, in an order that does not depend on the file system; none
+    of a run of `blockscale train` in there, which is no text to train on, and changes. Without
+    `links` one to a folder or to nothing is refused: what it stands for would be left out without a
+    word."""
 
     def refuse(error: OSError) -> None:
         raise CliError(
@@ -162,11 +169,22 @@ def walk(root: Path, skipped: set[str]) -> Iterator[Path]:
         )
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
+        if "settings.json" in names and "checkpoints" in subfolders and Path(folder) != root:
+            subfolders.clear()
+            continue
         subfolders[:] = sorted(s for s in subfolders if s not in skipped and s[0] != ".")
-        for name in sorted(names):
+        for name in sorted([*names, *subfolders]):
             path = Path(folder, name)
-            if name[0] != "." and path.is_file():
+            if name[0] == ".":
+                continue
+            if path.is_file():
                 yield path
+            elif path.is_symlink() and not links:
+                leads = "a link to a folder" if path.is_dir() else "a link to nothing"
+                raise CliError(
+                    f"--data = {path} ({leads}); need files and folders themselves; take it away, "
+                    "and name what it leads to beside the folder"
+                )
 
 
 def read_text(path: Path, given: str) -> bytes | None:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import blockscale as bs
+from blockscale.cli.output import Output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints two tables."""
-    console = Console(markup=False)
+    console = Output()
     about = bs.describe()
     console.print(facts(about))
     console.print(recipes([backend["name"] for backend in about["backends"]]))

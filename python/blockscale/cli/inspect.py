@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import blockscale as bs
 from blockscale.cli.errors import CliError, nearest, path_text
+from blockscale.cli.output import output, own_style
 from blockscale.cli.run_folder import check_writable, write_atomically
 from blockscale.noise import Noise
 
@@ -61,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one row per tensor and spec, and the skipped tensors with the reason."""
-    console = Console(markup=False)  # specs and names of tensors may hold brackets
-    if not console.is_terminal:
-        console = Console(width=160, markup=False)  # in a file, rather wide than folded
+    console = output(width_in_a_file=160)
     # Two spellings of one spec are one.
     specs = list(dict.fromkeys(parse_spec(text) for text in args.spec or DEFAULT_SPECS))
     if args.out is not None:
@@ -91,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
     finally:  # whatever standard output takes
         if results and args.out is not None:
-            content = draw(results, specs)
+            with own_style():
+                content = draw(results, specs)
             write_atomically(Path(args.out), lambda handle: handle.write(content))
     if not results:
         why = "all its tensors are skipped" if skipped else "it holds no tensors"
@@ -236,9 +235,10 @@ def as_table(results: Sequence[Result]) -> Table:
         "saturation: elements cut off at the largest code",
         caption_justify="left",
     )
-    table.add_column("tensor", overflow="fold")
-    for heading in ("shape", "amax", "spec"):
-        table.add_column(heading, justify="right" if heading == "amax" else "left")
+    for heading in ("tensor", "shape"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("amax", justify="right", no_wrap=True)
+    table.add_column("spec", overflow="fold")
     for heading in ("SQNR dB", "underflow", "saturation"):
         table.add_column(heading, justify="right", no_wrap=True)
     previous = None

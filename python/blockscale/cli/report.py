@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockscale.cli.data import Corpus, bits_per_byte
+from blockscale.cli.output import own_style
 from blockscale.cli.run_folder import Cell, RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def print_table(folder: RunFolder, console: Console) -> None:
 def write_report(folder: RunFolder, corpus: Corpus) -> None:
     """Writes report.md and loss.png."""
     unigram = corpus.unigram_loss()
-    plot = draw(folder, unigram)
+    with own_style():
+        plot = draw(folder, unigram)
     write_atomically(folder.path / "loss.png", lambda file: file.write(plot))
     text = markdown(folder, corpus, unigram).encode(errors="surrogateescape")
     write_atomically(folder.path / "report.md", lambda file: file.write(text))

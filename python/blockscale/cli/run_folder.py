@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +216,7 @@ def make_folder(path: Path) -> list[Path]:
 def check_writable(option: str, folder: Path, path: Path | None = None) -> None:
     """CliError unless files can be written to a folder that is there; `path`: what was asked for,
     if not the folder."""
-    probe = folder / ".probe"
+    probe = folder / ".blockscale-probe"
     try:
         write_atomically(probe, lambda file: None)
         probe.unlink()
@@ -387,7 +388,9 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Replaces `path` by what `write` puts in a file, or leaves it alone: never half of it."""
-    temporary = path.with_name(path.name + ".tmp")
+    # No file of the user's has this name, and one that a kill has left is written over. It is short
+    # where `path` is not.
+    temporary = path.with_name(f".blockscale-{zlib.crc32(os.fsencode(path.name)):08x}.tmp")
     with naming(path):
         try:
             with open(temporary, "wb") as file:

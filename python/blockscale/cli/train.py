@@ -31,6 +31,7 @@ from blockscale.cli.errors import (
     positive_float,
 )
 from blockscale.cli.model import PRESETS
+from blockscale.cli.output import Output
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.provenance import ORIGIN, origin
 from blockscale.cli.report import print_table, write_report
@@ -72,16 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains every cell, then writes report.md and loss.png and prints the table."""
-    console = Console(markup=False)  # paths may hold brackets
+    console = Output()
     folder, corpus = prepare(args, console)
     again = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
-    unwritten: OSError | None = None
+    unwritten = ""
     try:
         train_all(folder, corpus, console)
         try:
             write_report(folder, corpus)
         except OSError as error:  # the table is not lost with it
-            unwritten = error
+            unwritten = os_reason(error)
+        except Exception as error:  # of matplotlib, where a user has set it up for something else
+            unwritten = f"{type(error).__name__}: {error}"
     except KeyboardInterrupt:
         console.print(f"stopped; continue with: {again}", highlight=False, soft_wrap=True)
         return 130
@@ -95,10 +98,9 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise Failure(too_large(folder, again)) from None
     print_table(folder, console)
-    if unwritten is not None:
+    if unwritten:
         raise Failure(
-            f"{os_reason(unwritten)}; all is trained; when that is mended, write the report with: "
-            f"{again}"
+            f"{unwritten}; all is trained; when that is mended, write the report with: {again}"
         )
     console.print(
         f"report.md, loss.png, metrics.jsonl and the final weights are in {folder.path}",

@@ -1,0 +1,116 @@
+"""Files and names around the command that are the user's own, and readers that go away."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from blockscale.cli import bench_chart
+from blockscale.cli.bench_read import fault_of
+from blockscale.cli.inspect import Result, as_table
+from blockscale.cli.output import Output
+from commands import refusal
+from safetensors.torch import save_file
+
+SMALL = ["--recipes", "bf16", "--seq-len", "16", "--batch-size", "1", "--steps", "2"]
+FOX = "The quick brown fox jumps over the lazy dog.\n" * 20
+
+
+def test_a_run_within_its_text_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(FOX)
+    for words in (
+        ["--data", ".", "--out", "runs/one", *SMALL],
+        ["--out", "runs/one", "--resume"],
+        ["--data", ".", "--out", "two", *SMALL],
+    ):
+        command = [sys.executable, "-m", "blockscale", "train", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    hashes = [
+        json.loads((tmp_path / run / "settings.json").read_text())["data_sha256"]
+        for run in ("runs/one", "two")
+    ]
+    assert hashes[0] == hashes[1]
+
+
+def test_text_that_would_be_left_out_or_counted_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, elsewhere = tmp_path / "given", tmp_path / "elsewhere"
+    for folder in (given, elsewhere):
+        folder.mkdir()
+        (folder / "a.txt").write_text(FOX)
+    train = ["train", "--out", str(tmp_path / "run"), *SMALL, "--data", str(given)]
+    assert "(given twice)" in refusal(capsys, *train, f"{given}/../given")
+    link = given / "link"
+    link.symlink_to(elsewhere / "a.txt")
+    link.unlink()
+    link.symlink_to(elsewhere)
+    assert f"{link} (a link to a folder)" in refusal(capsys, *train)
+    link.unlink()
+    link.symlink_to(tmp_path / "nowhere")
+    assert f"{link} (a link to nothing)" in refusal(capsys, *train)
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_beside_a_picture_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a user's own settings of matplotlib do not matter."""
+    save_file({"w": torch.ones(32, 32)}, tmp_path / "a.safetensors")
+    own = {".probe": "mine", "p.png.tmp": "too", "matplotlibrc": "text.usetex: True\n"}
+    for name, text in own.items():
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
+    longest = f"{'p' * 240}.png"
+    for picture in ("p.png", longest):
+        words = ["inspect", "a.safetensors", "--spec", "mxfp8", "--out", picture]
+        done = subprocess.run(
+            [sys.executable, "-m", "blockscale", *words],
+            cwd=tmp_path, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+    held = {path.name for path in tmp_path.iterdir()}
+    assert held == {*own, "a.safetensors", "p.png", longest}
+    assert {name: (tmp_path / name).read_text() for name in own} == own
+
+
+def test_names_are_printed_as_they_are() -> None:
+    name = "model.layers.10.self_attn.q_proj :key: [b]"
+    spec = "nvfp4[block=16x16,outer=false]"
+    file = io.StringIO()
+    console = Output(width=60)
+    console.file = file
+    console.print(as_table([Result(name, (4096, 16384), spec, 1.25e-12, 20.0, 0.0, 0.0)]))
+    rows = [line.split("│")[1:-1] for line in file.getvalue().splitlines() if "│" in line]
+    tensor, shape, amax, text, *_ = (
+        "".join(cell.strip() for cell in c) for c in zip(*rows, strict=True)
+    )
+    assert "…" not in file.getvalue()
+    assert tensor.replace(" ", "") == name.replace(" ", "")
+    assert (shape, amax, text) == ("4096x16384", "1.25e-12", spec)
+
+
+def test_a_reader_that_goes_away_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(FOX)
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "blockscale", "train", "--data", str(tmp_path / "a.txt")]
+    words += ["--out", str(out), *SMALL, "--eval-every", "1"]
+    reader = f"set -o pipefail; {shlex.join(words)} | true"
+    done = subprocess.run(["bash", "-c", reader], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Broken pipe" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_benchmark_without_a_share_of_a_copy() -> None:
+    where = {"blockscale": "0", "torch": "2", "date": "2026-01-01", "commit": "c", "gpu": "g"}
+    row = {"case": "launch, empty kernel", "shape": [1024, 1024], "us": 1.0}
+    found = {"provenance": {**where, "copy_tb_per_s": 1.0}, "rows": [row]}
+    assert fault_of(found) == ""
+    assert bench_chart.draw(found) == b""
