@@ -25,8 +25,9 @@ _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are far apart
 _ROLES: Final = {"x": 1, "w": 2, "dy": 3}
 _FORWARD_BITS: Final = 16
-# What PyTorch's Python calls in the end, as no mode and no compiler is to see it.
+# The number that autograd's next node of this thread will have.
 _next_node: Final = torch._C._autograd._get_sequence_nr
+# What PyTorch's Python calls in the end, as no mode and no compiler is to see it.
 _begin_forward: Final = torch.ops.blockscale.begin_forward.default._op
 
 

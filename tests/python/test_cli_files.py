@@ -84,7 +84,7 @@ def test_names_are_printed_as_they_are() -> None:
     name = "model.layers.10.self_attn.q_proj :key: [b]"
     spec = "nvfp4[block=16x16,outer=false]"
     file = io.StringIO()
-    console = Output(width=60)
+    console = Output(width_in_a_file=60)
     console.file = file
     console.print(as_table([Result(name, (4096, 16384), spec, 1.25e-12, 20.0, 0.0, 0.0)]))
     rows = [line.split("│")[1:-1] for line in file.getvalue().splitlines() if "│" in line]

@@ -25,7 +25,7 @@ from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
 from blockscale.cli.bench_read import MEASURES, read
 from blockscale.cli.errors import CliError, Failure, device_name, out_of_memory, path_text
-from blockscale.cli.output import output, own_style
+from blockscale.cli.output import Output, own_style
 from blockscale.cli.provenance import provenance
 from blockscale.cli.run_folder import (
     check_writable,
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures or reads, then prints and draws."""
-    console = output(width_in_a_file=120, markup=True)
+    console = Output(width_in_a_file=120, markup=True)
     if args.source is not None:
         refuse_with_source(args)
         found = read(Path(args.source))

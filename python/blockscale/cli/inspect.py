@@ -24,7 +24,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.cli.errors import CliError, nearest, path_text
-from blockscale.cli.output import output, own_style
+from blockscale.cli.output import Output, own_style
 from blockscale.cli.run_folder import check_writable, write_atomically
 from blockscale.noise import Noise
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one row per tensor and spec, and the skipped tensors with the reason."""
-    console = output(width_in_a_file=160)
+    console = Output(width_in_a_file=160)
     # Two spellings of one spec are one.
     specs = list(dict.fromkeys(parse_spec(text) for text in args.spec or DEFAULT_SPECS))
     if args.out is not None:

@@ -76,15 +76,16 @@ def run(args: argparse.Namespace) -> int:
     console = Output()
     folder, corpus = prepare(args, console)
     again = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
-    unwritten = ""
+    unwritten: OSError | None = None
     try:
         train_all(folder, corpus, console)
         try:
             write_report(folder, corpus)
         except OSError as error:  # the table is not lost with it
-            unwritten = os_reason(error)
-        except Exception as error:  # of matplotlib, where a user has set it up for something else
-            unwritten = f"{type(error).__name__}: {error}"
+            unwritten = error
+        except Exception:  # of matplotlib's, such as a backend that is none
+            print_table(folder, console)
+            raise
     except KeyboardInterrupt:
         console.print(f"stopped; continue with: {again}", highlight=False, soft_wrap=True)
         return 130
@@ -98,9 +99,10 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise Failure(too_large(folder, again)) from None
     print_table(folder, console)
-    if unwritten:
+    if unwritten is not None:
         raise Failure(
-            f"{unwritten}; all is trained; when that is mended, write the report with: {again}"
+            f"{os_reason(unwritten)}; all is trained; when that is mended, write the report with: "
+            f"{again}"
         )
     console.print(
         f"report.md, loss.png, metrics.jsonl and the final weights are in {folder.path}",
