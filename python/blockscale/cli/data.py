@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blockscale.cli.errors import CliError
+from blockscale.cli.run_folder import is_run
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_TOKENS = 16384  # a whole evaluation, in windows spread evenly over the validation text
@@ -169,7 +170,7 @@ def walk(root: Path, skipped: set[str], links: bool = False) -> Iterator[Path]:
         )
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        if "settings.json" in names and "checkpoints" in subfolders and Path(folder) != root:
+        if is_run([*names, *subfolders]) and Path(folder) != root:
             subfolders.clear()
             continue
         subfolders[:] = sorted(s for s in subfolders if s not in skipped and s[0] != ".")

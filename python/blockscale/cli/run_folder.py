@@ -20,7 +20,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -211,6 +211,11 @@ def make_folder(path: Path) -> list[Path]:
         remove_empty(missing)
         raise
     return missing
+
+
+def is_run(names: Iterable[str]) -> bool:
+    """Whether a folder with these entries is one that `RunFolder` has opened."""
+    return {"settings.json", "checkpoints"}.issubset(names)
 
 
 def check_writable(option: str, folder: Path, path: Path | None = None) -> None:
