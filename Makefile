@@ -4,6 +4,7 @@ BUILD := build
 JOBS ?= $(shell nproc)
 OUT ?= runs/train
 ARGS ?=
+GPU ?= whole
 
 venv := .venv
 python := $(venv)/bin/python
@@ -17,6 +18,8 @@ help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
+# Kernels that will not be run here need not be optimised, nor all be compiled: GPU=sample, from the
+# first command in a new folder on.
 # --- setup: stamps carry the state; each is redone when what it was made from is newer ------------
 $(BUILD)/.system-packages: tools/system_packages.sh
 	@mkdir -p $(BUILD)
@@ -31,6 +34,7 @@ $(venv)/.requirements: $(requirements) tools/develop.py | $(BUILD)/.system-packa
 
 $(BUILD)/build.ninja: $(venv)/.requirements
 	cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$(CURDIR)/$(python)" \
+	    -DBLOCKSCALE_GPU_SAMPLE=$(if $(filter sample,$(GPU)),ON,OFF) \
 	    -DBLOCKSCALE_TESTS=ON -DBLOCKSCALE_EMULATED=ON -DBLOCKSCALE_BENCH=ON -DBLOCKSCALE_TORCH=ON
 	@touch $@
 

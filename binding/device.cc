@@ -1,10 +1,10 @@
 #include "device.h"
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <utility>
 
+#include "per_device.h"
 #include "told.h"
 
 // PyTorch has these in its builds for GPUs only: weak, so that one binary loads under every build.
@@ -43,13 +43,8 @@ std::string refusal(const Device& device) {
 // Whether this GPU runs the kernels. Asked once for each: the answer takes a look at the driver and
 // loads a kernel.
 bool runs_kernels(const Device& device) {
-  constexpr int kDevices = 64;
-  static std::atomic<bool> known[kDevices];
-  const auto index = static_cast<size_t>(device.index());
-  if (index < kDevices && known[index]) return true;
-  if (!refusal(device).empty()) return false;
-  if (index < kDevices) known[index] = true;
-  return true;
+  static PerDevice known;
+  return known.get(device.index(), [&] { return refusal(device).empty(); }) != 0;
 }
 
 int64_t bytes_of(const std::vector<int64_t>& sizes, ScalarType dtype) {

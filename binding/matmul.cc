@@ -79,9 +79,6 @@ Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& 
   gpu::dequantize_two(left, values.left, right, values.right, stream);
   return values;
 }
-ConstMatrix to_read(const Matrix& m) {
-  return {m.data, m.dtype, m.rows, m.columns, m.row_stride, 1, m.batch, m.batch_stride};
-}
 // As PyTorch's products read them: a, [lines, extent], and the transpose of b, with `batched` a
 // batch. The core's read the memory itself, as a tensor costs the host more than a microsecond.
 Tensor tensor_of(const Place& at, const Matrix& a) {
@@ -185,11 +182,6 @@ gpu::Epilogue epilogue_of(const Place& at, const ConstQuantized& a, const ConstQ
   return epilogue;
 }
 
-// Groups along the contraction axis start at multiples of it in storage.
-int64_t storage_unit(const QuantSpec& spec) {
-  return std::max<int64_t>(spec.block, spec.hadamard.dim);
-}
-
 // Decoded, and all of the rest in one kernel.
 Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, const Target& target, const Decoded* given,
@@ -200,8 +192,8 @@ Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantize
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = target.into.has_value();
-  gpu::multiply_bf16(to_read(values.left), to_read(values.right), result_view(at, a, b, out),
-                     a.groups, a.rows, b.groups ? storage_unit(a.spec) : 0, epilogue, stream);
+  gpu::multiply_bf16(as_const(values.left), as_const(values.right), result_view(at, a, b, out),
+                     a.groups, a.rows, b.groups ? a.spec.unit() : 0, epilogue, stream);
   return out;
 }
 
@@ -242,8 +234,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
     return bf16_matmul(at, a, b, bias, target, given, stream);
 
   std::optional<Ends> ends;
-  if (a.groups)
-    ends = group_ends(at, a.groups, a.rows, b.groups ? storage_unit(a.spec) : 1, stream);
+  if (a.groups) ends = group_ends(at, a.groups, a.rows, b.groups ? a.spec.unit() : 1, stream);
   const ScalarType sum_dtype = ends       ? ScalarType::BFloat16
                                : finished ? out_dtype
                                           : ScalarType::Float;

@@ -39,19 +39,30 @@ class StrictExecutor final : public Executor {
   const Executor& inner_;
 };
 
-std::string extents(int64_t rows, int64_t columns) {
-  return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
+std::string extents(int64_t rows, int64_t columns, int64_t batch = 1) {
+  return (batch == 1 ? "" : std::to_string(batch) + " matrices ") + "[" + std::to_string(rows) +
+         ", " + std::to_string(columns) + "]";
+}
+template <class Any>
+std::string extents(const Any& x) {
+  return extents(x.rows, x.columns, x.batch);
+}
+template <class A, class B>
+bool same_extents(const A& a, const B& b) {
+  return a.rows == b.rows && a.columns == b.columns && a.batch == b.batch;
 }
 
 // Where the data of a call lies. What a device pointer leads to is not looked at: that would wait
 // for the device.
 enum class Memory { host, device };
 
-constexpr int64_t kGpuLimit = int64_t{1} << 31;  // GPUs count extents in 31 bits
+using gpu::kGpuLimit;
 
 // Messages are built only when a check fails: these run on every call.
-void check_matrix(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
-                  const void* data, Memory memory) {
+void check_matrix(const char* op, const char* name, const ConstMatrix& x, Memory memory) {
+  const int64_t rows = x.rows, columns = x.columns, batch = x.batch;
+  if (x.dtype > DType::f32_as_bf16)
+    fail(op, name, "dtype " + std::to_string(static_cast<int>(x.dtype)), "a DType");
   if (memory == Memory::device && (rows >= kGpuLimit || columns >= kGpuLimit))
     fail(op, name, extents(rows, columns), "extents below 2^31 on a GPU",
          "quantize parts of it, each with its origin");
@@ -66,11 +77,26 @@ void check_matrix(const char* op, const char* name, int64_t rows, int64_t column
            "fewer than 2^30 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
   }
   const bool empty = rows == 0 || columns == 0 || batch == 0;
-  if (!data && !empty) fail(op, name, "null", "a pointer to data");
+  if (!x.data && !empty) fail(op, name, "null", "a pointer to data");
 }
-void check_written(const char* op, const char* name, const Matrix& out) {
+// Of strides, those are refused that write many elements to one place.
+void check_written(const char* op, const std::string& name, const Matrix& out, Memory memory) {
+  check_matrix(op, name.c_str(), as_const(out), memory);
   if (out.dtype == DType::f32_as_bf16)
-    fail(op, name, "float32 read as bfloat16", "a dtype that is written: float32 or bfloat16");
+    fail(op, name, "float32 read as bfloat16", "a dtype that is written, such as float32");
+  const auto check_stride = [&](const char* which, int64_t stride, int64_t extent) {
+    if (stride == 0 && extent > 1 && out.rows > 0 && out.columns > 0 && out.batch > 0)
+      fail(op, name + "." + which, 0, "a stride that keeps elements apart",
+           "in a matrix without gaps they are 1, columns, and rows x columns for the next one");
+  };
+  check_stride("column_stride", out.column_stride, out.columns);
+  check_stride("row_stride", out.row_stride, out.rows);
+  check_stride("batch_stride", out.batch_stride, out.batch);
+}
+// What moves codes and scales reads them after it has begun to write.
+void check_apart(const char* op, const ConstQuantized& from, const Quantized& to) {
+  if ((to.codes && to.codes == from.codes) || (to.scales && to.scales == from.scales))
+    fail(op, "to", "the memory of from", "memory of its own");
 }
 
 // Offsets in host memory are looked at. On a device the kernels look: where one is wrong, the
@@ -155,7 +181,7 @@ void check_origin(const char* op, const ConstMatrix& x, const Quantized& out,
   const bool rows = out.axis == -1;
   const int64_t pos = rows ? o.origin_column : o.origin_row;
   const int64_t line = rows ? o.origin_row : o.origin_column;
-  const int64_t step = std::max<int64_t>(spec.block, spec.hadamard.dim);
+  const int64_t step = spec.unit();
   const auto where = [&] {
     return "(" + std::to_string(o.origin_row) + ", " + std::to_string(o.origin_column) + ")";
   };
@@ -173,11 +199,9 @@ void check_origin(const char* op, const ConstMatrix& x, const Quantized& out,
 
 void check_quantize(const char* op, const ConstMatrix& x, const Quantized& out,
                     const QuantizeOptions& options, Memory memory) {
-  check_matrix(op, "x", x.rows, x.columns, x.batch, x.data, memory);
+  check_matrix(op, "x", x, memory);
   check_quantized(op, "out", out, memory);
-  if (out.rows != x.rows || out.columns != x.columns || out.batch != x.batch)
-    fail(op, "out", extents(out.rows, out.columns),
-         "the extents of x, " + extents(x.rows, x.columns));
+  if (!same_extents(out, x)) fail(op, "out", extents(out), "the extents of x, " + extents(x));
   const bool on_device = options.device_seed || options.device_offset;
   if (on_device && (memory == Memory::host || !options.device_seed || !options.device_offset))
     fail(op, "device_seed, device_offset",
@@ -192,8 +216,7 @@ void check_quantize(const char* op, const ConstMatrix& x, const Quantized& out,
 }
 
 std::string describe(const ConstQuantized& q) {
-  return to_string(q.spec) + " " + extents(q.rows, q.columns) + " along axis " +
-         std::to_string(q.axis);
+  return to_string(q.spec) + " " + extents(q) + " along axis " + std::to_string(q.axis);
 }
 
 void check_same_groups(const char* op, const Groups& a, const Groups& b) {
@@ -213,11 +236,11 @@ void check_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized&
   check_quantize("quantize_dual", x, column_out, column_options, memory);
 }
 
-void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& groups,
-                   Memory memory) {
+void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const float* out,
+                   const Groups& groups, Memory memory) {
   validate(spec);
   if (axis != -1 && axis != -2) fail("amax", "axis", axis, "-1 (along rows) or -2 (down columns)");
-  check_matrix("amax", "x", x.rows, x.columns, x.batch, x.data, memory);
+  check_matrix("amax", "x", x, memory);
   check_sizes("amax", "x", x.rows, x.columns, x.batch, groups.count);
   const int64_t extent = axis == -1 ? x.columns : x.rows;
   if (memory == Memory::device && spec.hadamard.dim > 0 &&
@@ -225,19 +248,18 @@ void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const 
     fail("amax", "x", extents(x.rows, x.columns),
          "extents below 2^31, in whole transforms, on a GPU", "take the amax of parts of it");
   check_groups("amax", groups, x.rows, x.batch, memory);
+  if (!out && (groups ? groups.count : x.batch) != 0)
+    fail("amax", "out", "null", "a pointer to one FP32 a matrix, or a group");
   if (memory == Memory::device) check_group_tiles("amax", groups, x.rows, x.columns);
 }
 
 void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
   check_quantized("dequantize", "q", q, memory);
-  check_matrix("dequantize", "x", x.rows, x.columns, x.batch, x.data, memory);
-  check_written("dequantize", "x", x);
-  if (x.rows != q.rows || x.columns != q.columns || x.batch != q.batch)
-    fail("dequantize", "x", extents(x.rows, x.columns),
-         "the extents of q, " + extents(q.rows, q.columns));
+  check_written("dequantize", "x", x, memory);
+  if (!same_extents(x, q)) fail("dequantize", "x", extents(x), "the extents of q, " + extents(q));
   // A thread has a piece of 8 columns of 4 rows, or as many of them.
   if (memory == Memory::device &&
-      ceil_div(x.rows, int64_t{4}) * ceil_div(x.columns, int64_t{8}) >= int64_t{1} << 31)
+      ceil_div(x.rows, int64_t{4}) * ceil_div(x.columns, int64_t{8}) >= kGpuLimit)
     fail("dequantize", "q", extents(q.rows, q.columns),
          "fewer than 2^36 elements of a matrix on a GPU", "dequantize parts of it");
 }
@@ -245,11 +267,11 @@ void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
 void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memory) {
   check_quantized("relayout", "from", from, memory);
   check_quantized("relayout", "to", to, memory);
-  if (from.spec != to.spec || from.axis != to.axis || from.rows != to.rows ||
-      from.columns != to.columns || from.batch != to.batch)
+  if (from.spec != to.spec || from.axis != to.axis || !same_extents(from, to))
     fail("relayout", "to", describe(as_const(to)), "the operand of from, " + describe(from),
          "relayout changes the layout only");
   check_same_groups("relayout", from.groups, to.groups);
+  check_apart("relayout", from, to);
 }
 
 void check_transpose(const ConstQuantized& from, const Quantized& to, Memory memory) {
@@ -258,10 +280,10 @@ void check_transpose(const ConstQuantized& from, const Quantized& to, Memory mem
   if (!from.spec.square || from.spec.hadamard.dim || from.groups)
     fail("transpose", "from", describe(from) + (from.groups ? ", in groups" : ""),
          "square blocks without a transform or groups", "quantize along the other axis");
-  if (from.spec != to.spec || from.axis == to.axis || from.rows != to.rows ||
-      from.columns != to.columns || from.batch != to.batch || to.groups)
+  if (from.spec != to.spec || from.axis == to.axis || !same_extents(from, to) || to.groups)
     fail("transpose", "to", describe(as_const(to)),
          "the operand of from along its other axis, " + describe(from));
+  check_apart("transpose", from, to);
   for (const StorageLayout& layout : {from.layout, to.layout})
     if (layout.codes != Layout::linear)
       fail("transpose", "layout", to_string(layout), "linear codes", "relayout first");
@@ -293,9 +315,8 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
                 const GemmOptions& options, Memory memory) {
   check_quantized("gemm", "a", a, memory);
   check_quantized("gemm", "b", b, memory);
-  check_matrix("gemm", "d", d.rows, d.columns, d.batch, d.data, memory);
+  check_written("gemm", "d", d, memory);
   check_sizes("gemm", "d", d.rows, d.columns, d.batch, 0);
-  check_written("gemm", "d", d);
   check_gemm_groups(a, b, d);
   const StoredShape sa = a.shape(), sb = b.shape();
   const int64_t ka = a.axis == -1 ? a.columns : a.rows, kb = b.axis == -1 ? b.columns : b.rows;
@@ -331,6 +352,7 @@ void gpu::check_operand(const char* op, const char* name, const ConstQuantized& 
 
 void check_offsets(const char* op, const Groups& groups, int64_t rows) {
   const auto name = [](int64_t g) { return "offsets[" + std::to_string(g) + "]"; };
+  if (groups.count > 0 && !groups.offsets) fail(op, "offsets", "null", "the end of every group");
   int64_t before = 0;
   for (int64_t g = 0; g < groups.count; before = groups.end(g++)) {
     const int64_t end = groups.end(g);
@@ -397,12 +419,12 @@ void quantize_two(const Quantization& first, const Quantization& second, const S
 
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
           const Executor& executor, const Groups& groups) {
-  check_amax_of(x, spec, axis, groups, Memory::host);
+  check_amax_of(x, spec, axis, out, groups, Memory::host);
   cpu::amax(x, spec, axis, groups, out, StrictExecutor(executor));
 }
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream,
           const Groups& groups) {
-  check_amax_of(x, spec, axis, groups, Memory::device);
+  check_amax_of(x, spec, axis, out, groups, Memory::device);
   gpu::amax(x, spec, axis, groups, out, stream);
 }
 
@@ -438,7 +460,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   check_gemm(a, b, d, options, Memory::host);
   if (options.device_alpha) fail("gemm", "device_alpha", "given", "none: a is in host memory");
   if (options.bias && options.bias_dtype != DType::f32)
-    fail("gemm", "bias_dtype", "16 bits", "float32 in host memory");
+    fail("gemm", "bias_dtype", "another dtype", "float32 in host memory");
   cpu::gemm(a, b, d, options, StrictExecutor(executor));
 }
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,

@@ -1,4 +1,6 @@
 // The default executors: in the calling thread, and a pool of one thread a core.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -22,7 +24,7 @@ class SerialExecutor final : public Executor {
 // Workers and the caller take chunks from one counter until it runs out.
 class PoolExecutor final : public Executor {
  public:
-  explicit PoolExecutor(unsigned threads) {
+  explicit PoolExecutor(unsigned threads) : process_(getpid()) {
     workers_.reserve(threads);
     try {
       for (unsigned i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
@@ -34,8 +36,10 @@ class PoolExecutor final : public Executor {
   void parallel_for(int64_t count, const Body& body) const override {
     if (count <= 0) return;
     const auto threads = static_cast<int64_t>(workers_.size()) + 1;
-    // One call at a time uses the pool; a nested or concurrent one runs where it is.
-    if (threads == 1 || count == 1 || busy_.exchange(true)) return body(0, count);
+    // One call at a time uses the pool; a nested or concurrent one runs where it is, and so do all
+    // of a process that was forked, which has none of the threads.
+    if (threads == 1 || count == 1 || getpid() != process_ || busy_.exchange(true))
+      return body(0, count);
     const Release release{busy_};
 
     Job job{&body, count, std::max<int64_t>(1, count / (4 * threads))};
@@ -93,6 +97,7 @@ class PoolExecutor final : public Executor {
     }
   }
 
+  const pid_t process_;
   std::vector<std::thread> workers_;
   mutable std::atomic<bool> busy_{false};
   mutable std::mutex mutex_;

@@ -38,6 +38,10 @@ std::string to_string(const StorageLayout& layout) {
 }
 
 void validate(const QuantSpec& spec, const StorageLayout& layout) {
+  for (const Layout l : {layout.codes, layout.scales})
+    if (static_cast<int>(l) >= kLayoutCount)
+      fail("layout", "enumerator", static_cast<int>(l), "one of " + std::to_string(kLayoutCount),
+           "parse_layout() makes one of a name");
   const LayoutTraits scales = traits(layout.scales), codes = traits(layout.codes);
   if (!codes.for_codes)
     fail("layout", "codes", quoted(codes.name), "a layout of codes: linear or mfma_16x16");

@@ -187,7 +187,20 @@ const std::vector<Family>& families() {
   return table;
 }
 
+// An enumerator out of range would be looked up outside of its table.
+template <class Enum>
+void check_enumerator(const char* argument, Enum value, size_t count) {
+  if (static_cast<size_t>(value) >= count)
+    fail("spec", argument, static_cast<int>(value), "one of " + std::to_string(count),
+         "start from a named spec");
+}
+
 const Family& family_of(const QuantSpec& spec) {
+  check_enumerator("element", spec.element, kFormatCount);
+  check_enumerator("scale", spec.scale, kFormatCount);
+  check_enumerator("scale_rule", spec.rule, std::size(kRuleNames));
+  check_enumerator("scale_rounding", spec.scale_rounding, std::size(kScaleRoundingNames));
+  check_enumerator("rounding", spec.rounding, std::size(kRoundingNames));
   for (const Family& f : families()) {
     if (f.spec.scale != spec.scale || !contains(f.elements, spec.element)) continue;
     // FP8's two block shapes are two names; elsewhere the shape is a change within the family.

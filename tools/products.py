@@ -17,7 +17,6 @@ from tables import (
     Row,
     between,
     mean,
-    provenance,
     ratios,
     results,
     table,
@@ -233,7 +232,7 @@ def against_roofline(result: Row, row: Row) -> list[str]:
     """Work, bytes, the speed in a burst; then the speed that lasts, the clock it comes to, and what
     the tensor cores could do at that clock, or the memory, if that is less."""
     work = 2 * row["rows" if "rows" in row else "m"] * row["n"] * row["k"]
-    machine = provenance(result)
+    machine = result["provenance"]
     tensor = machine["multiprocessors"] * FLOPS_A_CYCLE * row["clock_mhz"] / 1e6
     memory = work / bytes_of(row) * machine["copy_tb_per_s"]
     limit = min(tensor, memory)
@@ -293,12 +292,11 @@ def layers(file: str = DENSE) -> str:
         "mxfp4": "MXFP4",
         "mxfp4 ahead": "W ahead",
     }
-    there = [name for name in columns if name in rows[0]]
     lines = []
     for row in rows:
-        ours = [f"{row[name]:,.0f} ({row[name] / row['bf16']:.2f})" for name in there]
+        ours = [f"{row[name]:,.0f} ({row[name] / row['bf16']:.2f})" for name in columns]
         lines.append([shape_of(row), f"{row['bf16']:,.0f}", *ours])
-    header = ["M, N, K", "BF16", *(columns[name] for name in there)]
+    header = ["M, N, K", "BF16", *columns.values()]
     text = [table(header, lines), told(of_layers(result))]
     if "bf16 lasting" in rows[0]:
         said = [
@@ -325,10 +323,9 @@ def experts(file: str = GROUPED) -> str:
         "mxfp4": "MXFP4",
         "nvfp4": "NVFP4",
     }
-    there = [name for name in short if f"{name} both" in of(result, "layer")[0]]
     for row in of(result, "layer"):
         line = [shape_of(row), " / ".join(f"{row[f'bf16 {way}']:,.0f}" for way in ways)]
-        for recipe in there:
+        for recipe in short:
             for ahead in ("", " ahead"):
                 name = recipe + ahead
                 took = " / ".join(f"{row[f'{name} {way}']:,.0f}" for way in ways)
@@ -336,7 +333,7 @@ def experts(file: str = GROUPED) -> str:
                 line.append(f"{took} ({times})")
         lines.append(line)
     header = ["G, T, N, K", "BF16, µs"]
-    for recipe in there:
+    for recipe in short:
         header += [short[recipe], "w ahead"]
 
     def faster(name: str) -> str:

@@ -56,18 +56,12 @@ def ratios(rows: Sequence[Row], ours: str, peer: str) -> str:
     return f"{between(found, '.2f')}, mean {mean(found):.2f}{rest}"
 
 
-def provenance(result: Row) -> Row:
-    """Where a run was made; older files have it beside the rows."""
-    found: Row = result.get("provenance", result)
-    return found
-
-
 def where(result: Row, with_copy: bool = True) -> str:
     """Machine, versions, date and commit of a run."""
-    origin = provenance(result)
+    origin = result["provenance"]
     copied = with_copy and "copy_tb_per_s" in origin
     copy = f"copy {origin['copy_tb_per_s']:.2f} TB/s, " if copied else ""
-    machine = origin.get("gpu") or origin.get("cpu") or origin["device"]
+    machine = origin.get("gpu") or origin.get("cpu")
     if "gpu" not in origin and "cores" in origin:
         machine += f", {origin['cores']} cores, {processor_name(origin['instruction_set'])}"
     date, (commit, changes, _) = origin["date"][:10], origin["commit"].partition("+")

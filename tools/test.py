@@ -77,9 +77,7 @@ def verdict(name: str, status: int, count: Count | None, shards: int = 1) -> Cou
     return count
 
 
-def run_gtest(
-    binary: Path, folder: Path, extra: list[str], shards: int, under: Sequence[str] = ()
-) -> Count:
+def run_gtest(binary: Path, folder: Path, shards: int, under: Sequence[str] = ()) -> Count:
     """The binary's tests in as many processes as `shards`, `under` a program such as an emulator;
     what each says is printed whole."""
     print(f"C++ tests: {binary}", flush=True)
@@ -91,7 +89,7 @@ def run_gtest(
         environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*under, binary, "--gtest_brief=1", f"--gtest_output=json:{report}", *extra],
+                [*under, binary, "--gtest_brief=1", f"--gtest_output=json:{report}"],
                 cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         running.append((process, report, log))
@@ -104,10 +102,10 @@ def run_gtest(
     return total if total != Count() else verdict("C++ tests", 0, total)
 
 
-def run_pytest(report: Path, extra: list[str], workers: int) -> Count:
+def run_pytest(report: Path, workers: int) -> Count:
     """The Python tests, a file to a worker, since fixtures of a module are costly."""
     print("Python tests: tests/python", flush=True)
-    options = ["-n", str(workers), "--dist=loadfile", f"--junitxml={report}", *extra]
+    options = ["-n", str(workers), "--dist=loadfile", f"--junitxml={report}"]
     status = subprocess.call([sys.executable, "-m", "pytest", *options], cwd=ROOT)
     return verdict("Python tests", status, count_pytest(report) if report.exists() else None)
 
@@ -120,17 +118,15 @@ def main() -> int:
     parser.add_argument("--pytest", action="store_true", help="run the Python tests")
     under = "a program that runs the C++ tests, such as an emulator"
     parser.add_argument("--under", type=shlex.split, default=[], metavar="COMMAND", help=under)
-    parser.add_argument("--gtest-arg", action="append", default=[], help="passed to the binaries")
-    parser.add_argument("--pytest-arg", action="append", default=[], help="passed to pytest")
     options = parser.parse_args()
 
     cores = os.cpu_count() or 1
     total = Count()
     with tempfile.TemporaryDirectory() as folder:
         for binary in options.gtest:
-            total += run_gtest(binary, Path(folder), options.gtest_arg, cores, options.under)
+            total += run_gtest(binary, Path(folder), cores, options.under)
         if options.pytest:
-            total += run_pytest(Path(folder, "python.xml"), options.pytest_arg, min(cores, 8))
+            total += run_pytest(Path(folder, "python.xml"), min(cores, 8))
     print(total, flush=True)
     return 0 if total.failed == 0 and total.passed > 0 else 1
 

@@ -62,7 +62,7 @@ BLOCKSCALE_HD constexpr GroupUnits group_units(const QuantSpec& spec, const Stor
   }
   u.per_code = codes_per_byte(spec.element);
   u.per_scale = spec.block;
-  u.position = spec.block > spec.hadamard.dim ? spec.block : spec.hadamard.dim;
+  u.position = spec.unit();
   const auto whole = [&](int64_t multiple) {
     return multiple > u.position ? multiple : u.position;
   };

@@ -1,6 +1,7 @@
 // The operators: on the CPU with an executor, on a GPU with a stream. Arguments are checked here,
-// and refused by an Error before anything is written. `reference::` (below) is the definition, one
-// scalar at a time, of what every backend gives.
+// and refused by an Error before anything is written. Outputs overlap neither inputs nor each
+// other. `reference::` (below) is the definition, one scalar at a time, of what every backend
+// gives.
 #pragma once
 
 #include <functional>
@@ -14,7 +15,9 @@
 
 namespace blockscale {
 
-// Runs body(begin, end) over disjoint ranges that cover [0, count), in any order, on any threads.
+// Runs body(begin, end) over disjoint ranges that cover [0, count), in any order, on any threads
+// with 256 KB of stack, and returns when all are done; what a body throws, one of them at least, it
+// throws. Few long ranges are better than many: each takes memory of its own.
 class Executor {
  public:
   using Body = std::function<void(int64_t begin, int64_t end)>;
@@ -22,7 +25,8 @@ class Executor {
   virtual void parallel_for(int64_t count, const Body& body) const = 0;
 };
 const Executor& serial_executor();
-// As many threads as the machine has cores, started on first use; not for the child of a fork.
+// As many threads as the machine has cores, started on first use. One call has them at a time; what
+// is called within it, or beside it, or in the child of a fork, runs in the calling thread.
 const Executor& default_executor();
 
 // Where the operators below run on a GPU: the overloads that take a Stream read and write device
@@ -117,8 +121,9 @@ void relayout(const ConstQuantized& from, const Quantized& to,
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
 // The operand along the other axis of the same matrices, whose blocks are square, so that they have
-// one scale along both: what quantize would make of x there, without x. No transform, which mixes
-// along its own axis alone; no groups; linear codes in both.
+// one scale along both: what quantize would make of x there, without x, where it rounds to nearest.
+// (Stochastic codes stay those of from's axis.) No transform, which mixes along its own axis alone;
+// no groups; linear codes in both.
 void transpose(const ConstQuantized& from, const Quantized& to,
                const Executor& executor = default_executor());
 void transpose(const ConstQuantized& from, const Quantized& to, const Stream& stream);
@@ -191,6 +196,8 @@ std::vector<Backend> backends();
 std::string instruction_set();
 std::vector<std::string> instruction_sets();
 
+// As the operators above, of arguments that they would take: nothing is checked here, and the
+// calling thread's rounding and subnormals are what they are.
 namespace reference {
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options);
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,

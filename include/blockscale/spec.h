@@ -26,6 +26,8 @@ struct QuantSpec {
   Hadamard hadamard{};
 
   BLOCKSCALE_HD constexpr int block_lines() const { return square ? block : 1; }
+  // Along the contraction axis, what cannot be cut: whole blocks, and whole transforms.
+  BLOCKSCALE_HD constexpr int unit() const { return block > hadamard.dim ? block : hadamard.dim; }
   BLOCKSCALE_HD constexpr bool stochastic() const { return rounding == Rounding::stochastic; }
   BLOCKSCALE_HD constexpr bool two_level() const { return rule == ScaleRule::two_level; }
   constexpr bool operator==(const QuantSpec&) const = default;

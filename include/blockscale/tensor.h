@@ -15,7 +15,8 @@ BLOCKSCALE_HD constexpr int dtype_bytes(DType t) {
 }
 
 // A batch of `batch` matrices [rows, columns] of a DType. Strides are in elements, may be
-// anything (0 and negative included), and say where (b, r, c) lies.
+// anything (0, as here by default, reads the same elements again; negative ones, too), and say
+// where (b, r, c) lies. What is written has no stride of 0 along more than one element.
 template <class Pointer>
 struct BasicMatrix {
   Pointer data = nullptr;
@@ -29,6 +30,11 @@ struct BasicMatrix {
 };
 using ConstMatrix = BasicMatrix<const void*>;
 using Matrix = BasicMatrix<void*>;
+
+constexpr ConstMatrix as_const(const Matrix& x) {
+  return {x.data,       x.dtype,         x.rows,  x.columns,
+          x.row_stride, x.column_stride, x.batch, x.batch_stride};
+}
 
 // Element `i` (in elements, from data) as FP32, exactly; and back, rounded to nearest even.
 inline float load_element(const ConstMatrix& x, int64_t i) {

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from blockscale._errors import check_int, fail, fail_type, integer, reword
+from blockscale._errors import check_int, fail, fail_offsets, fail_type, integer, reword
 from blockscale.recipe import Spec, spec
 from blockscale.rng import Rng
 from blockscale.tensor import QuantizedTensor, check_layout, check_plain
@@ -83,8 +83,7 @@ def check_offsets(operation: str, offsets: object) -> torch.Tensor | None:
     if offsets is None:
         return None
     if not isinstance(offsets, torch.Tensor):
-        need = "a tensor of the cumulative ends of groups, int32 or int64"
-        fail_type(operation, "offsets", offsets, need, "torch.tensor(ends, device=x.device)")
+        fail_offsets(operation, offsets)
     return check_plain(operation, "offsets", offsets)
 
 

@@ -30,10 +30,16 @@ def fail_type(operation: str, argument: str, got: object, need: str, remedy: str
     raise TypeError(message(operation, argument, what, need, remedy))
 
 
+def fail_offsets(operation: str, got: object) -> NoReturn:
+    """Raise TypeError: offsets that are no tensor."""
+    need = "a tensor of the cumulative ends of groups, [G] int32 or int64"
+    fail_type(operation, "offsets", got, need, "torch.tensor(ends, device=x.device)")
+
+
 def kind_of(got: object) -> str:
     """The name of its type, with an article."""
     kind = type(got).__name__
-    return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
+    return f"an {kind}" if kind[0] in "AEIOUaeiou" or kind == "ndarray" else f"a {kind}"
 
 
 def reword(refusal: str, operation: str, argument: str) -> str:

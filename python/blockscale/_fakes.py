@@ -353,7 +353,7 @@ def _fake_quantize_weight(
         if s is None or (axis == -2 and not dgrad):
             continue
         if a is not None and widens(a, s, w.shape[0] if batch else 0, w.device):
-            made.append(_fake_wide(w, s, axis))
+            made.append(_fake_wide(w, axis))
         else:
             made.append(_fake_kept(w, [(w, s, 0, batch)], axis, False))
     return made
@@ -368,7 +368,7 @@ def _fake_quantize_input(
     return [_fake_kept(x, [(x, s, groups, 0)], axis, False) for s, axis in made if s is not None]
 
 
-def _fake_wide(w: torch.Tensor, s: Spec, axis: int) -> torch.Tensor:
+def _fake_wide(w: torch.Tensor, axis: int) -> torch.Tensor:
     """The memory of a weight in MXFP4 as the FP8 GEMM reads it, with a scale for each line."""
     wide = spec("fp8_128x128", element="e5m2")
     shapes = stored_shapes(wide, axis, w.shape, gemm_layout(wide), w.dim() - 2, 0)

@@ -14,40 +14,44 @@ Shape = Sequence[int]
 _ops = torch.ops.blockscale
 
 
-def _linear(x: Shape, w: Shape, *_: Any, **__: Any) -> int:
+def _linear(x: Shape, w: Shape, **_: Any) -> int:
     return 2 * math.prod(x) * w[-2]  # each row by the one matrix that is its own
 
 
-def _gradients(dy: Shape, k: int, dx: bool, dw: bool, *skips: bool) -> int:
-    skip_dx, skip_dw, *_ = (*skips, False, False)
+def _gradients(
+    dy: Shape,
+    k: int,
+    dx: bool,
+    dw: bool = True,
+    skip_dx: bool = False,
+    skip_dw: bool = False,
+    **_: Any,
+) -> int:
     return 2 * math.prod(dy) * k * ((dx and not skip_dx) + (dw and not skip_dw))
 
 
-def _linear_backward(*call: Any, **_: Any) -> int:
-    return _gradients(call[0], *call[3:6], *call[11:13])
+def _matmul(a_rows: int, b_rows: int, k: int, **_: Any) -> int:
+    return 2 * a_rows * b_rows * k
 
 
-def _linear_piece_backward(*call: Any, **_: Any) -> int:
-    return _gradients(call[0], *call[3:6], *call[10:12])
+def _by_name(op: Any, formula: Callable[..., int]) -> Callable[..., int]:
+    """The formula of a call's arguments by their names in the operator's schema."""
+    names = [argument.name for argument in op.default._schema.arguments]
 
+    def count(*call: Any, out_val: Any = None, **named: Any) -> int:
+        return int(formula(**dict(zip(names, call, strict=False)), **named))
 
-def _linear_backward_into(*call: Any, **_: Any) -> int:
-    return _gradients(call[0], *call[3:5], True, *call[10:11])
-
-
-def _matmul(*call: Any, **_: Any) -> int:
-    a_rows, b_rows, k = call[5], call[11], call[12]
-    return int(2 * a_rows * b_rows * k)
+    return count
 
 
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _ops.linear: _linear,
     _ops.linear_exported: _linear,
     _ops.linear_piece: _linear,
-    _ops.linear_backward: _linear_backward,
-    _ops.linear_piece_backward: _linear_piece_backward,
-    _ops.linear_backward_into: _linear_backward_into,
+    _ops.linear_backward: _gradients,
+    _ops.linear_piece_backward: _gradients,
+    _ops.linear_backward_into: _gradients,
     _ops.matmul: _matmul,
 }
 for _op, _formula in _FORMULAS.items():
-    register_flop_formula(_op)(_formula)
+    register_flop_formula(_op)(_by_name(_op, _formula))

@@ -42,6 +42,11 @@ def by_first_name(names: dict[torch.nn.Module, list[str]]) -> dict[str, torch.nn
     return {known[0]: module for module, known in names.items()}
 
 
+def shown(name: str) -> str:
+    """A qualified name as messages spell it: the model itself has none."""
+    return name or "(root)"
+
+
 def is_part(entry: str, name: str) -> bool:
     """`entry` is a run of whole components of a dotted name."""
     return bool(entry) and f".{entry}." in f".{name}."

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import torch
 
 from blockscale._errors import any_int, did_you_mean, fail, fail_type
-from blockscale._names import REPLICATORS, by_first_name, is_part, names_of
+from blockscale._names import REPLICATORS, by_first_name, is_part, names_of, shown
 from blockscale.classes import class_of, why_not_linear
 from blockscale.counting import states_of
 from blockscale.experts import Experts, is_experts, matrices_of, why_not
@@ -60,8 +60,8 @@ class Report:
     unused: Sequence[str] = ()  # as in reports that were saved before there was any
 
     def __str__(self) -> str:
-        rows = [(name or "(root)", str(recipe)) for name, recipe in self.converted]
-        rows += [(name or "(root)", f"left alone: {reason}") for name, reason in self.skipped]
+        rows = [(shown(name), str(recipe)) for name, recipe in self.converted]
+        rows += [(shown(name), f"left alone: {reason}") for name, reason in self.skipped]
         width = max((len(name) for name, _ in rows), default=0)
         head = f"{len(self.converted)} layers converted, {len(self.skipped)} modules not"
         lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
@@ -135,7 +135,7 @@ def convert(
     if not report.converted:
         # Layers before what never is one.
         skipped = sorted(report.skipped, key=lambda of: of[1].endswith(_NO_LINEAR))
-        why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in skipped[:4])
+        why = "; ".join(f"{shown(name)}: {reason}" for name, reason in skipped[:4])
         fail(
             "convert",
             "model",
@@ -268,8 +268,8 @@ def _plan(
     reasons = {
         module: _unfit(module, module in chosen)
         for module in names
-        # A layer may hold its weight further down.
-        if isinstance(module, Layer) or any(True for _ in module.parameters(recurse=False))
+        # A layer may hold its weight further down, or FSDP may hold it.
+        if isinstance(module, Layer | torch.nn.Linear) or _has_own_parameters(module)
     }
     _check_fit(
         "experts", {entry: _named(entry, chosen, names) for entry in experts}, names, reasons
@@ -290,6 +290,10 @@ def _plan(
             yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}{stays}", rule)
         else:
             yield _Step(name, module, default)
+
+
+def _has_own_parameters(module: torch.nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _has_no_plain_form(module: torch.nn.Module) -> TypeGuard[Layer]:
@@ -330,8 +334,8 @@ def _check_fit(
     for entry, modules in found.items():
         unfit = [(names[m][0], reasons.get(m, "it has no weight")) for m in modules]
         if unfit and all(reason for _, reason in unfit):
-            got = f"{entry!r}, which finds {', '.join(name or '(root)' for name, _ in unfit[:4])}"
-            remedy = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in unfit[:4])
+            got = f"{entry!r}, which finds {', '.join(shown(name) for name, _ in unfit[:4])}"
+            remedy = "; ".join(f"{shown(name)}: {reason}" for name, reason in unfit[:4])
             fail("convert", argument, got, "at least one layer that can be converted", remedy)
 
 
@@ -381,6 +385,9 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
     kind = type(module).__name__
     if isinstance(module, Layer):
         matrices = module.matrices()
+    elif isinstance(module, torch.nn.Linear) and not _has_own_parameters(module):
+        held = "FSDP has made its parameters part of a flat one"
+        return f"{held}: convert before that, or wrap with use_orig_params=True"
     elif type(module) is torch.nn.Linear:
         matrices = [module.weight]
     elif isinstance(module, torch.nn.LazyLinear):
@@ -451,7 +458,7 @@ def _check_devices(plan: list[_Step]) -> None:
     for step in plan:
         what, parameters = step.what, step.module.parameters()
         if isinstance(what, Recipe) and what.cuda_needs and any(p.is_cuda for p in parameters):
-            got = f"{what} for {step.name or '(root)'!r} on cuda"
+            got = f"{what} for {shown(step.name)!r} on cuda"
             remedy = "use a recipe without FP32 scales, such as mxfp8, or keep the layer on the CPU"
             fail("convert", "recipe", got, what.cuda_needs, remedy)
 

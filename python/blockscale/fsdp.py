@@ -1,4 +1,4 @@
-"""What FSDP2 does not tell: which modules and parameters it has, and what it gathers together."""
+"""What FSDP2 does not expose: which modules and parameters it has, and what it gathers together."""
 
 from __future__ import annotations
 

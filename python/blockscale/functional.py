@@ -10,8 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from blockscale._errors import as_pytorch_raises, fail, fail_type, kind_of, message, typed
-from blockscale.recipe import OPERANDS, Recipe, Spec, spec
+from blockscale._errors import (
+    as_pytorch_raises,
+    fail,
+    fail_offsets,
+    fail_type,
+    kind_of,
+    message,
+    typed,
+)
+from blockscale.recipe import OPERANDS, Recipe, Spec, any_stochastic, spec
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
 from blockscale.shared_input import quantized_in_backward, quantized_input
@@ -129,7 +137,7 @@ def grouped_linear(
     if not isinstance(x, torch.Tensor):
         fail_type("grouped_linear", "x", x, "a tensor")
     if not isinstance(offsets, torch.Tensor):
-        fail_type("grouped_linear", "offsets", offsets, "a tensor of the ends of groups, [E]")
+        fail_offsets("grouped_linear", offsets)
     key = layer_key("grouped_linear", rng, chosen.stochastic, x.device)
     return linear_with_key(x, w, None, chosen, key, offsets, accumulate_into, quantized_weight)
 
@@ -492,7 +500,7 @@ def check_arguments(
     if offsets is not None:
         _check_ends(op, offsets, w)
     specs = specs_of(recipe)
-    draws = _stochastic(specs["fprop_x"], specs["fprop_w"]) or backward_draws(specs, dx, dw)
+    draws = any_stochastic(specs["fprop_x"], specs["fprop_w"]) or backward_draws(specs, dx, dw)
     if draws and (seed is None or offset is None):
         need = f"a key for random bits: recipe {label or recipe} rounds stochastically"
         fail(op, "rng", "None", need, "pass rng=bs.Rng(seed, offset)")
@@ -531,10 +539,6 @@ def specs_of(recipe: str) -> dict[str, Spec | None]:
     return dict(zip(OPERANDS, specs, strict=True))
 
 
-def _stochastic(*specs: Spec | None) -> bool:
-    return any(s is not None and s.stochastic for s in specs)
-
-
 def backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
     """Whether dy's operands round stochastically, of those that will be made."""
-    return (dx and _stochastic(specs["dgrad_dy"])) or (dw and _stochastic(specs["wgrad_dy"]))
+    return (dx and any_stochastic(specs["dgrad_dy"])) or (dw and any_stochastic(specs["wgrad_dy"]))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from blockscale import functional
 from blockscale._errors import fail, fail_type
-from blockscale._names import by_first_name, names_of
+from blockscale._names import by_first_name, names_of, shown
 from blockscale.nn import WeightLayer, version_of
 from blockscale.noise import Noise, pieces
 from blockscale.recipe import GEMMS, Recipe
@@ -121,7 +121,7 @@ class _Name:
     module: str = dataclasses.field(compare=False)
 
     def __str__(self) -> str:
-        module = self.module or "(root)"
+        module = shown(self.module)
         return module if self.index < 0 else f"{module}#{self.index}"
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from blockscale._errors import any_int, check_int, fail, fail_type
+from blockscale._errors import any_int, check_int, fail, fail_offsets, fail_type
 from blockscale.fsdp import of_fsdp
 from blockscale.functional import linear_with_key
-from blockscale.recipe import Recipe, recipe_names
+from blockscale.recipe import Recipe, any_stochastic, recipe_names
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import Key, RngState, as_tensor, layer_seed
+from blockscale.rng import Key, RngState, as_tensor, fake_mode_of, layer_seed
 from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight, quantize_weight
 
@@ -112,8 +112,7 @@ class Layer(torch.nn.Module):
 
     def quantizes_ahead(self) -> bool:
         """Whether the operands of a weight are a function of it alone."""
-        specs = (self.recipe.fprop_w, self.recipe.dgrad_w)
-        return not any(s is not None and s.stochastic for s in specs)
+        return not any_stochastic(self.recipe.fprop_w, self.recipe.dgrad_w)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "recipe" and "_rng_state" in vars(self):
@@ -174,6 +173,8 @@ class Layer(torch.nn.Module):
         offset = self._rng_state.offset
         if offset.device != self._seed.device:  # of a model that lies on several
             offset = offset.to(self._seed.device)
+        if type(weight) is not torch.nn.Parameter and (mode := fake_mode_of(weight)) is not None:
+            return mode.from_tensor(self._seed), mode.from_tensor(offset)
         return self._seed, offset
 
 
@@ -230,8 +231,10 @@ class WeightLayer(Layer):
             return self._kept.operands
         if type(weight) is torch.nn.Parameter:
             return None
-        gathered: QuantizedWeight | None = getattr(weight, "quantized", None)  # by FSDP2
-        if gathered is not None and gathered.recipe is not self.recipe:
+        gathered = getattr(weight, "quantized", None)  # by FSDP2
+        if not isinstance(gathered, QuantizedWeight):
+            return None
+        if gathered.recipe is not self.recipe:
             # Converted while gathered, to a recipe with the same spec of W (check_gathered).
             return dataclasses.replace(gathered, recipe=self.recipe)
         return gathered
@@ -371,7 +374,7 @@ class GroupedLinear(WeightLayer):
         """[T, in_features] with rows sorted by group, which end at offsets [groups], or those of
         them that are this rank's -> [T, out_features]; see `blockscale.grouped_linear`."""
         if not isinstance(offsets, torch.Tensor):
-            fail_type("GroupedLinear", "offsets", offsets, "a tensor of the ends of groups, [E]")
+            fail_offsets("GroupedLinear", offsets)
         recipe, weight = self.recipe, self.weight
         key = self._key(weight) if recipe.stochastic else None
         made = self._operands(weight)

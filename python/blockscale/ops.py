@@ -19,7 +19,7 @@ from blockscale._arguments import (
     check_tensor,
     check_type,
 )
-from blockscale._errors import as_pytorch_raises, check_int, fail, fail_type
+from blockscale._errors import as_pytorch_raises, check_int, fail, fail_offsets
 from blockscale.recipe import Spec
 from blockscale.rng import Rng
 from blockscale.tensor import (
@@ -369,7 +369,7 @@ def grouped_matmul(
     check_type(op, "bias", bias)
     check_type(op, "out_dtype", out_dtype)
     if not isinstance(offsets, torch.Tensor):
-        fail_type(op, "offsets", offsets, "a tensor of the cumulative ends of groups, [G]")
+        fail_offsets(op, offsets)
     along = b.offsets is not None
     for name, q in (("a", a), ("b", b)) if along else (("a", a),):
         _same_offsets(op, name, q, offsets)

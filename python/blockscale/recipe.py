@@ -97,6 +97,11 @@ _SCALE_DTYPES: Final = {
 }
 
 
+def any_stochastic(*specs: Spec | None) -> bool:
+    """Whether one of them draws random bits."""
+    return any(s is not None and s.rounding == "stochastic" for s in specs)
+
+
 @functools.cache
 def _spec_from_text(text: str, changes: str = "") -> Spec:
     try:

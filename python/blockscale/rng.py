@@ -138,7 +138,7 @@ Running = tuple[torch.Tensor, int]
 class Restore:
     """A hook of a tensor that puts the offset of a forward back."""
 
-    __torch_unserializable__ = True  # not a word to who saves such a tensor
+    __torch_unserializable__ = True  # no warning where such a tensor is saved
 
     def __init__(self, state: RngState, offset: torch.Tensor) -> None:
         self.state, self.offset = state, offset
@@ -238,6 +238,8 @@ class RngState:
             self.regions.recall(self.offset.data)
             return None
         compiling = torch.compiler.is_compiling()
+        if not compiling and _fake_mode() is not None:  # nothing is computed, and nothing counted
+            return None
         if not compiling and torch._C._are_functorch_transforms_active():
             with torch._C._DisableFuncTorch():  # a count is no function's argument
                 begun = self._begin()
@@ -287,6 +289,8 @@ class RngState:
     @_disable_dynamo  # torch.compiler.disable, but for importing the compiler here: a second
     def _end(self, output: Any) -> None:
         if is_exporting() or not _is_outside_backward() or not self.running:
+            return
+        if _fake_mode() is not None:
             return
         ended = self.running.pop()
         if torch.is_grad_enabled():
@@ -405,6 +409,24 @@ def is_exporting() -> bool:
     """Whether torch.export traces. (torch.compiler.is_exporting() is true in all compiled code
     before PyTorch 2.13.)"""
     return torch.compiler._is_exporting_flag
+
+
+def _fake_mode() -> Any:
+    """The mode of fake tensors that is on, if any; none while a tracer records what it sees."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return None
+    modes = torch._C._TorchDispatchModeKey
+    traces = torch._C._get_dispatch_mode(modes.PROXY) is not None
+    return None if traces else torch._C._get_dispatch_mode(modes.FAKE)
+
+
+def fake_mode_of(weight: torch.Tensor) -> Any:
+    """That of a fake weight, as of `functional_call` with fake parameters."""
+    return (
+        None
+        if torch.compiler.is_compiling()
+        else _fake_mode() and getattr(weight, "fake_mode", None)
+    )
 
 
 def _is_outside_backward() -> bool:

@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from blockscale._errors import fail
+from blockscale._names import shown
 from blockscale.fsdp import gathered_with, of_fsdp
 from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need
 from blockscale.ops import largest_of_ranks
@@ -134,7 +135,7 @@ def check_gathered(name: str, layer: Layer, recipe: Recipe) -> None:
     used = gathered_spec(layer.recipe)
     if gathers_codes(layer) and gathered_spec(recipe) != used:
         whose = "values" if used is None else "codes"
-        got = f"{recipe} for {name or '(root)'!r}, whose {whose} FSDP2 gathers"
+        got = f"{recipe} for {shown(name)!r}, whose {whose} FSDP2 gathers"
         need = "one without codes of W to gather" if used is None else f"W in {used} as it is"
         remedy = "convert before fully_shard, or without quantized_all_gather"
         fail("convert", "recipe", got, need, remedy)

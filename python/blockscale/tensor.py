@@ -13,7 +13,15 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from blockscale import _core
-from blockscale._errors import any_device, check_int, fail, fail_type, kind_of, reword
+from blockscale._errors import (
+    any_device,
+    check_int,
+    fail,
+    fail_offsets,
+    fail_type,
+    kind_of,
+    reword,
+)
 from blockscale.recipe import Spec, spec
 
 # What can be quantized, and what a result can be asked for in.
@@ -317,9 +325,8 @@ def _check_offsets(operation: str, q: QuantizedTensor) -> int:
     """The number of groups, 0 for none."""
     if q.offsets is None:
         return 0
-    need = "a tensor of the cumulative ends of groups, [G] int32 or int64"
     if not isinstance(q.offsets, torch.Tensor):
-        fail_type(operation, "offsets", q.offsets, need)
+        fail_offsets(operation, q.offsets)
     if q.offsets.dtype not in (torch.int32, torch.int64):
         fail(operation, "offsets.dtype", q.offsets.dtype, "int32 or int64")
     if q.offsets.dim() != 1 or q.offsets.numel() == 0:

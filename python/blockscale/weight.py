@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from blockscale._errors import any_device, as_pytorch_raises, fail, fail_type
-from blockscale.recipe import Recipe
+from blockscale.recipe import Recipe, any_stochastic
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
 from blockscale.tensor import FLOATS, FLOATS_TEXT, check_plain
@@ -110,8 +110,7 @@ def quantize_weight(
     if not isinstance(backward, bool):
         fail_type("quantize_weight", "backward", backward, "a bool")
     chosen = recipe_named(recipe)
-    specs = (chosen.fprop_w, chosen.dgrad_w)
-    stochastic = any(s is not None and s.rounding == "stochastic" for s in specs)
+    stochastic = any_stochastic(chosen.fprop_w, chosen.dgrad_w)
     key = layer_key("quantize_weight", rng, stochastic, w.device)
     if stochastic and key is None:
         need = f"a key for random bits: recipe {chosen} rounds w stochastically"

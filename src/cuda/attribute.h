@@ -4,24 +4,21 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
+#include "per_device.h"
 
 namespace blockscale::cuda {
 
 // `none` where the driver does not say.
 template <cudaDeviceAttr kWhat>
 int attribute(int device, int none = 0) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];  // what it is, and one more
-  const bool kept = device >= 0 && device < kDevices;
-  if (const int found = kept ? known[device].load() : 0; found != 0) return found - 1;
-  int value = 0;
-  if (cudaDeviceGetAttribute(&value, kWhat, device) != cudaSuccess) {
+  static PerDevice known;  // what it is, and one more
+  const int found = known.get(device, [&] {
+    int value = 0;
+    if (cudaDeviceGetAttribute(&value, kWhat, device) == cudaSuccess) return value + 1;
     (void)cudaGetLastError();  // a failed question is no error of the next launch
-    return none;
-  }
-  if (kept) known[device] = value + 1;
-  return value;
+    return 0;
+  });
+  return found == 0 ? none : found - 1;
 }
 
 // Major and minor, as one number of two digits.

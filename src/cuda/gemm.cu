@@ -159,9 +159,9 @@ bool widens(const ConstQuantized& a, const ConstQuantized& b) {
   if (b.groups.count == 0) return widens(a.spec, b.spec, a.groups.count);
   // Groups along the contraction axis lie in other places in other layouts, and start at multiples
   // of 128 once they are widened.
-  return a.shape().extent + a.groups.count * 128 < int64_t{1} << 31 &&
-         a.layout == StorageLayout{} && b.layout == StorageLayout{} &&
-         a.groups.count <= sm90::kMaxGroups && widens(a.spec, b.spec, 0);
+  return a.shape().extent + a.groups.count * 128 < kGpuLimit && a.layout == StorageLayout{} &&
+         b.layout == StorageLayout{} && a.groups.count <= sm90::kMaxGroups &&
+         widens(a.spec, b.spec, 0);
 }
 
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,

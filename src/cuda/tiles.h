@@ -37,9 +37,9 @@ struct TileShape {
   // as many as fit beside the stages, which have codes and an FP32 scale for each of their lines
   // and barriers, and the table of 1024 groups.
   constexpr int chunks(bool square) const {
-    constexpr int kLineBytes = 128 + 4, kBarrierBytes = 256, kGroupBytes = 10 * 1024;
+    constexpr int kLineBytes = 128 + 4, kBarrierSpace = 256, kGroupBytes = 10 * 1024;
     if (split || n % 64 != 0) return 0;
-    const int stage = (rows() + columns()) * kLineBytes + kBarrierBytes;
+    const int stage = (rows() + columns()) * kLineBytes + kBarrierSpace;
     const int left = kMostSharedBytes - kGroupBytes - (square ? stages : line_stages) * stage;
     const int fit = left / (groups * 64 * 128), all = waves * n / 64;
     return fit < all ? fit : all;

@@ -14,6 +14,8 @@ std::string unavailable();
 // well. To be asked when something has failed.
 std::string failure();
 
+inline constexpr int64_t kGpuLimit = int64_t{1} << 31;  // kernels count extents in 31 bits
+
 // *offset = *copy = *upcoming, which then moves on by one if the forward counts: of a model's
 // random bits.
 void begin_forward(int64_t* offset, int64_t* upcoming, int64_t* copy, bool counts,

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <span>
 
 #include "blockscale/status.h"
 #include "gpu/gpu.h"
 #include "gpu/quantize/walk.h"
+#include "per_device.h"
 
 namespace blockscale::gpu {
 
@@ -35,14 +35,12 @@ inline constexpr int kSharedBytes = 225 * 1024;
 // Both once a device: the answers do not change.
 template <auto kKernel>
 int prepare(int shared_bytes) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];
+  static PerDevice known;
   const int device = current_device();
-  if (device < kDevices && known[device] != 0) return known[device];
-  allow_shared(reinterpret_cast<const void*>(kKernel), shared_bytes);
-  const int count = multiprocessors(device);
-  if (device < kDevices) known[device] = count;
-  return count;
+  return known.get(device, [&] {
+    allow_shared(reinterpret_cast<const void*>(kKernel), shared_bytes);
+    return multiprocessors(device);
+  });
 }
 
 // By a kernel: the copy engine takes longer, most of all in graphs.
@@ -70,10 +68,6 @@ inline bool is_bf16_rows(const ConstMatrix& x) {
 inline bool is_aligned(const ConstMatrix& x) {
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.row_stride % 8 == 0 &&
          x.batch_stride % 8 == 0;
-}
-inline ConstMatrix as_const(const Matrix& x) {
-  return {x.data,       x.dtype,         x.rows,  x.columns,
-          x.row_stride, x.column_stride, x.batch, x.batch_stride};
 }
 
 // Blocks of threads for `count` small pieces of work: a thread takes more than one where there

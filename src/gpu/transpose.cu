@@ -125,7 +125,7 @@ void transpose(const ConstQuantized& from, const Quantized& to, const Stream& st
   p.parts = std::max<int64_t>(
       p.code_parts + ceil_div(p.t.scale_count, int64_t{kBlock} * kScalesOfOne), 1);
   if (to.batch == 0) return;
-  if (p.parts * to.batch >= int64_t{1} << 31)
+  if (p.parts * to.batch >= kGpuLimit)
     fail("transpose", "from", std::to_string(to.batch) + " matrices",
          "fewer than 2^31 tiles of 128 x 128 and parts of scales", "transpose parts of the batch");
   start(codes_per_byte(to.spec.element) == 1 ? transpose_kernel<1> : transpose_kernel<2>,

@@ -116,7 +116,7 @@ struct RandomOptions {
                                  1 + random.uniform(), static_cast<int>(random.below(40)) - 20));
     if (spec.outer && random.one_in(2)) options.amax = amax.data();
     if (spec.stochastic() || random.one_in(3)) options.rng = Rng{random.next(), random.next()};
-    const int64_t along = std::max<int64_t>(spec.block, spec.hadamard.dim) * random.below(5000000);
+    const int64_t along = int64_t{spec.unit()} * random.below(5000000);
     const int64_t across = spec.block_lines() * random.below(3000000);
     if (random.one_in(2)) {
       options.origin_row = axis == -1 ? across : along;

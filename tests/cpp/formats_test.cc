@@ -164,9 +164,10 @@ TEST(Formats, NanEncodesToNanOrToZeroWhereThereIsNone) {
   }
 }
 
-// All floats (every `step`-th). Codes grow with the magnitude, so the FP32 line is cut into runs at
-// exact midpoints and every encode within a run has to give that run's code: one comparison a
-// float. Returns the number of floats that differ.
+// All floats (every `step`-th) of the halves of binades where the code changes, and some of the
+// others, which are below half of the smallest value or beyond the largest. Codes grow with the
+// magnitude, so the FP32 line is cut into runs at exact midpoints and every encode within a run has
+// to give that run's code: one comparison a float. Returns the number of floats that differ.
 template <Format kFormat, RoundingDirection kDirection>
 uint64_t sweep(bool with_negative, uint64_t step = kSweepStep) {
   const Facts& f = facts(kFormat);
@@ -180,15 +181,20 @@ uint64_t sweep(bool with_negative, uint64_t step = kSweepStep) {
       first.push_back(c % 2 == 0 ? middle : middle + 1);
     }
   }
+  const auto run_after = [&](uint64_t bits) {
+    return std::upper_bound(first.begin(), first.end(), static_cast<uint32_t>(bits));
+  };
+  constexpr uint64_t kHalfBinade = uint64_t{1} << 22, kElsewhere = 61;
   std::atomic<uint64_t> wrong{0};
-  for_chunks(0, uint64_t{kInfBits} + 1, uint64_t{1} << 22, [&](uint64_t begin, uint64_t end) {
+  for_chunks(0, uint64_t{kInfBits} + 1, kHalfBinade, [&](uint64_t begin, uint64_t end) {
+    const uint64_t each = run_after(begin) == run_after(end - 1) ? kElsewhere * step : step;
     uint64_t bad = 0;
     for (uint64_t at = begin; at < end;) {
-      const auto next = std::upper_bound(first.begin(), first.end(), static_cast<uint32_t>(at));
+      const auto next = run_after(at);
       const int code = static_cast<int>(next - first.begin()) - 1;
       const int minus_code = negative(f, code);
       const uint64_t stop = next == first.end() ? end : std::min<uint64_t>(end, *next);
-      for (; at < stop; at += step) {
+      for (; at < stop; at += each) {
         const float x = float_of(static_cast<uint32_t>(at));
         if constexpr (kDirection == RoundingDirection::up)
           bad += encode_magnitude(traits(kFormat), x, kDirection) != static_cast<uint32_t>(code);

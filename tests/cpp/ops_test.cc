@@ -2,6 +2,8 @@
 #include "blockscale/ops.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <stdexcept>
@@ -216,6 +218,47 @@ TEST_F(Refused, AmaxDequantizeRelayout) {
   EXPECT_ERROR(relayout(as_const(out.view), column.view), "relayout", "axis -2", "axis -1");
 }
 
+TEST_F(Refused, ResultsWhoseElementsShareAPlace) {
+  std::vector<float> values(2 * 40 * 48, 7);
+  const auto with = [&](int64_t row, int64_t column, int64_t batch) {
+    const Output q(kMxfp8, {}, -1, 40, 48, 2);
+    dequantize(as_const(q.view), {values.data(), DType::f32, 40, 48, row, column, 2, batch});
+  };
+  EXPECT_ERROR(with(0, 1, 1920), "dequantize: x.row_stride = 0", "keeps elements apart", "columns");
+  EXPECT_ERROR(with(48, 0, 1920), "dequantize: x.column_stride = 0");
+  EXPECT_ERROR(with(48, 1, 0), "dequantize: x.batch_stride = 0");
+  const Output a(kMxfp8, {}, -1, 40, 32), b(kMxfp8, {}, -1, 48, 32);
+  EXPECT_ERROR(gemm(as_const(a.view), as_const(b.view), {values.data(), DType::f32, 40, 48}),
+               "gemm: d.row_stride = 0");
+  EXPECT_EQ(values, std::vector<float>(2 * 40 * 48, 7));
+  with(48, 1, 1920);
+  const Output one(kMxfp8, {}, -1, 1, 1), none(kMxfp8, {}, -1, 40, 0);
+  dequantize(as_const(one.view), {values.data(), DType::f32, 1, 1, 0, 0});
+  dequantize(as_const(none.view), {values.data(), DType::f32, 40, 0});
+}
+
+TEST_F(Refused, OperandsThatWouldBeMovedOverThemselves) {
+  Quantized same = out.view;
+  same.layout.scales = Layout::nv_128x4;
+  EXPECT_ERROR(relayout(as_const(out.view), same), "relayout: to = the memory of from");
+  Output square(kMxfp8, {}, -1, 64, 64);
+  square.view.spec.square = true;
+  Quantized turned = square.view;
+  turned.axis = -2;
+  EXPECT_ERROR(transpose(as_const(square.view), turned), "transpose: to = the memory of from");
+  expect_untouched();
+}
+
+TEST_F(Refused, NumbersThatAreNoEnumerators) {
+  ConstMatrix odd = x.view();
+  odd.dtype = static_cast<DType>(99);
+  EXPECT_ERROR(quantize(odd, out.view), "quantize: x = dtype 99");
+  out.view.layout.scales = static_cast<Layout>(99);
+  EXPECT_ERROR(quantize(x.view(), out.view), "layout: enumerator = 99");
+  EXPECT_ERROR(amax(x.view(), kNvfp4, -1, nullptr), "amax: out = null");
+  expect_untouched();
+}
+
 TEST(RefusedGemm, OperandsThatCannotMultiply) {
   std::vector<float> values(40 * 30, 7);
   Matrix d{values.data(), DType::f32, 40, 30, 30, 1, 1, 0};
@@ -300,6 +343,21 @@ TEST(Executors, AnExceptionOfABodyReachesTheCaller) {
                  std::runtime_error);
     expect_covers(*executor, 10);  // and it works afterwards
   }
+}
+
+// Which has none of the pool's threads.
+TEST(Executors, TheDefaultOneServesAForkedProcess) {
+  expect_covers(default_executor(), 100);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);  // instead of waiting for threads for ever
+    std::atomic<int64_t> sum{0};
+    default_executor().parallel_for(100, [&](int64_t begin, int64_t end) { sum += end - begin; });
+    _exit(sum == 100 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 }  // namespace

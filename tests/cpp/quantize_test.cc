@@ -382,7 +382,7 @@ TEST_P(QuantizeTest, AShardWithItsOriginIsTheSliceOfTheWhole) {
     Output all(spec, {}, axis, rows, columns);
     runner->quantize(whole, all, options);
 
-    const int64_t along = std::max<int64_t>(spec.block, spec.hadamard.dim);
+    const int64_t along = spec.unit();
     const int64_t row_step = axis == -1 ? spec.block_lines() : along;
     const int64_t column_step = axis == -1 ? along : spec.block_lines();
     const int64_t row0 = row_step * random.below(rows / row_step + 1);

@@ -205,6 +205,21 @@ TEST(SpecRefusal, SpecsPutTogetherByHandAreCheckedToo) {
   EXPECT_ERROR(validate(spec), "scale_rule", "rceil");
 }
 
+// As of a file that is read: none of them may be looked up.
+TEST(SpecRefusal, NumbersThatAreNoEnumerators) {
+  const auto refused = [](auto QuantSpec::*field) {
+    QuantSpec spec = kNvfp4;
+    spec.*field = static_cast<std::remove_reference_t<decltype(spec.*field)>>(99);
+    EXPECT_ERROR(validate(spec), "= 99", "one of ");
+    EXPECT_ERROR(to_string(spec), "= 99");
+  };
+  refused(&QuantSpec::element);
+  refused(&QuantSpec::scale);
+  refused(&QuantSpec::rule);
+  refused(&QuantSpec::rounding);
+  refused(&QuantSpec::scale_rounding);
+}
+
 // A spec as a template argument; everything a kernel needs is known at compile time.
 template <QuantSpec kSpec>
 struct Kernel {

@@ -353,7 +353,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_process_exits_with_the_status() -> None:
-    words = [sys.executable, "-m", "blockscale.cli", "train", "--steps", "-3"]
+    words = [sys.executable, "-m", "blockscale", "train", "--steps", "-3"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"blockscale train: --steps = -3; {WHOLE}\n"

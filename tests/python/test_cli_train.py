@@ -40,7 +40,7 @@ def start(*words: str) -> subprocess.Popen[str]:
     """The real command, in a process of its own, which Ctrl-C reaches even where the tests run in
     the background of a shell that ignores it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "blockscale.cli", "train", *words],
+        [sys.executable, "-m", "blockscale", "train", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

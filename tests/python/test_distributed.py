@@ -6,6 +6,7 @@ gradient: so the weights after some steps are those of one process alone, bit fo
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import blockscale as bs
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICES, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +62,19 @@ def train_and_compare(wrapper: str, device: str, want: Weights) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name].cpu(), value), name
+
+
+def test_layers_that_fsdp1_has_flattened_are_in_the_report(one_rank: DeviceMesh) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is about to go
+        inner = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(32, 32), nn.ReLU()), device_id=torch.device("cpu")
+        )
+    report = bs.convert(nn.Sequential(inner, nn.Linear(32, 32)), "mxfp8")
+    assert [name for name, _ in report.converted] == ["1"]
+    said = dict(report.skipped)["0.0"]
+    assert "flat" in said
+    assert "use_orig_params=True" in said
 
 
 def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> None:

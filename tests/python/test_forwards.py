@@ -409,6 +409,29 @@ def test_random_bits_follow_layers_to_their_devices(monkeypatch: pytest.MonkeyPa
     assert found == [[device, device] for device in devices]  # of seed and offset
 
 
+def test_a_forward_of_fake_parameters_computes_and_counts_nothing() -> None:
+    model = net()
+    model(batch(0)).sum().backward()
+    at = bs.rng_state(model)
+    mode = FakeTensorMode()
+    fake: dict[str, torch.Tensor] = {
+        name: nn.Parameter(mode.from_tensor(p)) for name, p in model.named_parameters()
+    }
+    with mode:
+        y = torch.func.functional_call(model, fake, (torch.empty(32, 48),))
+        y.sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in fake.values())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.empty(32, 48))
+    assert bs.rng_state(model) == at
+    want = net()
+    want(batch(0)).sum().backward()
+    for m in (model, want):  # as if there had been none
+        m.zero_grad()
+        m(batch(1)).sum().backward()
+    assert equal(gradients(model), gradients(want))
+
+
 def test_a_model_that_is_converted_in_inference_mode_can_be_trained() -> None:
     model = Net()
     with torch.inference_mode():

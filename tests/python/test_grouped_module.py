@@ -197,7 +197,7 @@ def test_bad_arguments() -> None:
         bs.nn.GroupedLinear(1, "a", 2)  # type: ignore[arg-type]
     layer = bs.nn.GroupedLinear(2, 32, 16)
     with pytest.raises(
-        TypeError, match="GroupedLinear: offsets = an int; need a tensor of the ends"
+        TypeError, match="GroupedLinear: offsets = an int; need a tensor of the cumulative ends"
     ):
         layer(torch.randn(3, 32), 3)
     with pytest.raises(ValueError, match=r"grouped_linear: offsets.shape = \[3\]; need \[2\]"):

@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "blockscale/spec.h"
@@ -165,12 +164,12 @@ int cluster_count(const Problem& p, int multiprocessors) {
 // Allows a kernel its shared memory, once a device.
 template <auto kKernel, int kBytes>
 cudaError_t prepare(int device) {
-  constexpr int kDevices = 64;
-  static std::atomic<bool> prepared[kDevices];
-  if (device < kDevices && prepared[device]) return cudaSuccess;
-  const cudaError_t e =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (e == cudaSuccess && device < kDevices) prepared[device] = true;
+  static PerDevice prepared;
+  cudaError_t e = cudaSuccess;
+  prepared.get(device, [&] {
+    e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    return e == cudaSuccess;
+  });
   return e;
 }
 

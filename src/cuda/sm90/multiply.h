@@ -216,7 +216,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   const uint32_t a_tiles = tile_low_word(shared.a(0) + group_row * kBlock);
   const uint32_t b_tiles = tile_low_word(shared.b(0) + group_column * kBlock);
   const bool tells = lane < T::kSharing;
-  const uint32_t empty_there = barrier_of(shared.empty(0), T::kSplit ? rank : tells ? lane : 0);
+  const uint32_t empty_there = there_of(shared.empty(0), T::kSplit ? rank : tells ? lane : 0);
   Multiplier<T, kSquare, kAE5m2, kBE5m2> multiplier{shared,  lane,  group_column, a_tiles,
                                                     b_tiles, tells, empty_there,  {}};
   for (int turn = 0;; ++turn) {

@@ -243,7 +243,7 @@ BLOCKSCALE_DEVICE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const
     float4 part[T::kCluster];
 #pragma unroll
     for (int j = 0; j < T::kCluster; ++j)
-      part[j] = load_there4(barrier_of(memory + (r * kPitch + c) * 4, j));
+      part[j] = load_there4(there_of(memory + (r * kPitch + c) * 4, j));
     float4 v = part[0];
 #pragma unroll
     for (int j = 1; j < T::kCluster; ++j) {

@@ -5,10 +5,17 @@
 
 #include <cstdint>
 
+#include "cuda/barrier.h"
 #include "gpu/port.h"
 
 namespace blockscale::sm90 {
 
+using cuda::barrier_arrive;
+using cuda::barrier_expect;
+using cuda::barrier_init;
+using cuda::barrier_init_done;
+using cuda::barrier_wait;
+using cuda::copy_box;
 using gpu::after_previous;
 using gpu::shared_address;
 using gpu::to_bf16x2;
@@ -49,38 +56,18 @@ BLOCKSCALE_DEVICE bool elect_one() {
   return elected != 0;
 }
 
-// ---- barriers (8 bytes of shared memory, named by their address) --------------------------------
-BLOCKSCALE_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-BLOCKSCALE_DEVICE void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-BLOCKSCALE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-BLOCKSCALE_DEVICE void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// The same barrier of CTA `rank` of the cluster, for barrier_arrive_there.
-BLOCKSCALE_DEVICE uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
+// ---- barriers: what cuda/barrier.h has not
+// ------------------------------------------------------- Where CTA `rank` of the cluster has what
+// is at this address here.
+BLOCKSCALE_DEVICE uint32_t there_of(uint32_t address, uint32_t rank) {
   uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
 // What the barriers order are the copy engine's writes and the tensor cores' reads, so neither here
 // nor in the wait is a wider scope than the default asked for: that would flush caches.
 BLOCKSCALE_DEVICE void barrier_arrive_there(uint32_t barrier_there) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier_there) : "memory");
-}
-BLOCKSCALE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
 }
 // Whether the phase is over, without waiting for it.
 BLOCKSCALE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
@@ -100,24 +87,7 @@ BLOCKSCALE_DEVICE void named_sync(int id, int threads) {
 }
 
 // ---- the copy engine ---------------------------------------------------------------------------
-// The box at (x, y, z) to `to` in this CTA, or at the same place in both CTAs of the cluster.
-template <bool kBoth>
-BLOCKSCALE_DEVICE void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x, int y,
-                                int z) {
-  if constexpr (kBoth)
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-        : "memory");
-}
-// The same of `bytes` that lie together: they and both addresses are multiples of 16.
+// As copy_box, of `bytes` that lie together: they and both addresses are multiples of 16.
 template <bool kBoth>
 BLOCKSCALE_DEVICE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   if constexpr (kBoth)
@@ -174,7 +144,7 @@ BLOCKSCALE_DEVICE int load_shared_int(uint32_t address) {
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-// Four bytes to a CTA of the cluster, and as many to what its barrier expects: barrier_of's
+// Four bytes to a CTA of the cluster, and as many to what its barrier expects: there_of's
 // addresses, both of one CTA.
 BLOCKSCALE_DEVICE void send(uint32_t address_there, int value, uint32_t barrier_there) {
   asm volatile(
@@ -191,7 +161,7 @@ BLOCKSCALE_DEVICE float2 load_shared2(uint32_t address) {
 BLOCKSCALE_DEVICE void store_shared2(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
-// From a CTA of the cluster: the address is barrier_of's.
+// From a CTA of the cluster: the address is there_of's.
 BLOCKSCALE_DEVICE float4 load_there4(uint32_t address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -116,13 +116,13 @@ class Scheduler {
   }
   BLOCKSCALE_DEVICE void tell(int turn) const {
     barrier_wait(mailbox_.number_empty(turn), Mailbox::phase(turn) ^ 1);
-    send(barrier_of(mailbox_.number(turn), 1), number_, barrier_of(mailbox_.number_full(turn), 1));
+    send(there_of(mailbox_.number(turn), 1), number_, there_of(mailbox_.number_full(turn), 1));
   }
   BLOCKSCALE_DEVICE void hear(int turn) {
     barrier_expect(mailbox_.number_full(turn), sizeof number_);
     barrier_wait(mailbox_.number_full(turn), Mailbox::phase(turn));
     number_ = load_shared_int(mailbox_.number(turn));
-    barrier_arrive_there(barrier_of(mailbox_.number_empty(turn), 0));
+    barrier_arrive_there(there_of(mailbox_.number_empty(turn), 0));
   }
 
   const Problem& problem_;

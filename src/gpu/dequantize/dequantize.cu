@@ -205,7 +205,7 @@ bool alike(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b, co
   return plain(a, x) && plain(b, y) && a.spec.element == b.spec.element &&
          a.spec.scale == b.spec.scale && a.spec.block == b.spec.block && x.columns == y.columns &&
          x.row_stride == y.row_stride &&
-         ceil_div(x.columns, kPiece) * (x.rows + y.rows) < int64_t{1} << 31;
+         ceil_div(x.columns, kPiece) * (x.rows + y.rows) < kGpuLimit;
 }
 
 }  // namespace
@@ -213,7 +213,7 @@ bool alike(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b, co
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream) {
   if (x.rows * x.columns * x.batch == 0) return;
   // Kernels count the pieces of all rows in 31 bits.
-  if (x.batch > 1 && ceil_div(x.columns, kPiece) * x.rows * x.batch >= int64_t{1} << 31) {
+  if (x.batch > 1 && ceil_div(x.columns, kPiece) * x.rows * x.batch >= kGpuLimit) {
     const int64_t half = x.batch / 2;
     gpu::dequantize(matrices_of(q, 0, half), matrices_of(x, 0, half), stream);
     return gpu::dequantize(matrices_of(q, half, q.batch), matrices_of(x, half, x.batch), stream);

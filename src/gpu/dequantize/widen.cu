@@ -18,9 +18,8 @@ constexpr int kBlock = 32;
 constexpr int kCodes = 16;          // of a lane at once: half a block
 constexpr int kStep = 32 * kCodes;  // of a warp
 constexpr int kAhead = 4;           // steps whose loads are under way together
-constexpr int64_t kMostCodes =
-    (int64_t{1} << 31) - kStep * kAhead;  // of a line, counted in 31 bits
-constexpr int kShared = 128;              // codes of A that share a scale, and of B's squares
+constexpr int64_t kMostCodes = kGpuLimit - kStep * kAhead;  // of a line
+constexpr int kShared = 128;  // codes of A that share a scale, and of B's squares
 constexpr uint32_t kNanScale = traits(Format::e8m0).magnitude_mask();
 constexpr int kScaleBias = traits(Format::e8m0).bias;
 template <uint32_t kCode>
@@ -246,7 +245,7 @@ Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& st
   WidenParams p{};
   if (b.groups && a.groups.count > 0) {
     p.groups = static_cast<int>(a.groups.count);
-    p.ends = ends_of(a, std::max<int64_t>(kBlock, a.spec.hadamard.dim), stream);
+    p.ends = ends_of(a, a.spec.unit(), stream);
     p.to_ends = ends_of(a, kShared, stream);
   }
   const Room left = room_of_a(a, stream);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/attribute.h"
+#include "cuda/barrier.h"
 #include "cuda/tensor_map.h"
 
 namespace blockscale::gpu {
@@ -77,41 +78,30 @@ BLOCKSCALE_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 // A phase of the barrier is over after `arrivals` of them, and the bytes that were announced.
-BLOCKSCALE_DEVICE void init(CopyBarrier& b, int arrivals) {
+BLOCKSCALE_DEVICE void init([[maybe_unused]] CopyBarrier& b, [[maybe_unused]] int arrivals) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&b)), "r"(arrivals)
-               : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  cuda::barrier_init(shared_address(&b), arrivals);
+  cuda::barrier_init_done();
 #endif
 }
-BLOCKSCALE_DEVICE void arrive(CopyBarrier& b) {
+BLOCKSCALE_DEVICE void arrive([[maybe_unused]] CopyBarrier& b) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
+  cuda::barrier_arrive(shared_address(&b));
 #endif
 }
 // The box at (column, row) of matrix `batch`, `bytes` in all, to `to`; `done` completes with it.
-BLOCKSCALE_DEVICE void copy_tile(void* to, int bytes, const CopyMap& map, int column, int row,
-                                 int batch, CopyBarrier& done) {
+BLOCKSCALE_DEVICE void copy_tile([[maybe_unused]] void* to, [[maybe_unused]] int bytes,
+                                 [[maybe_unused]] const CopyMap& map, [[maybe_unused]] int column,
+                                 [[maybe_unused]] int row, [[maybe_unused]] int batch,
+                                 [[maybe_unused]] CopyBarrier& done) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&done)),
-      "r"(bytes)
-      : "memory");
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&done))
-      : "memory");
+  cuda::barrier_expect(shared_address(&done), static_cast<uint32_t>(bytes));
+  cuda::copy_box<false>(shared_address(to), map, shared_address(&done), column, row, batch);
 #endif
 }
-BLOCKSCALE_DEVICE void wait(CopyBarrier& b, uint32_t parity) {
+BLOCKSCALE_DEVICE void wait([[maybe_unused]] CopyBarrier& b, [[maybe_unused]] uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(shared_address(&b)),
-      "r"(parity)
-      : "memory");
+  cuda::barrier_wait(shared_address(&b), parity);
 #endif
 }
 inline bool has_copy_engine() { return cuda::compute_capability(current_device()) >= 90; }

@@ -53,7 +53,7 @@ Launcher<QuantizeParams> launcher_for(const QuantizeParams& p, const Pass& row, 
   // Grids count runs in 31 bits; kernels count the bytes of 128 rows in 32, unsigned.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
   const int64_t size = dtype_bytes(p.x.dtype);
-  const bool fits = fits_grid(p) && runs < int64_t{1} << 31 && p.x.row_stride >= 0 &&
+  const bool fits = fits_grid(p) && runs < kGpuLimit && p.x.row_stride >= 0 &&
                     size * kTile * p.x.row_stride < int64_t{1} << 32;
   // Twins are encoded once, by one spec.
   const bool differ = has_twins(row, column) && p.row.out.spec != p.column.out.spec;

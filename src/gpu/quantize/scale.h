@@ -86,7 +86,7 @@ BLOCKSCALE_DEVICE Rng rng_of(const Side& s) {
   return {static_cast<uint64_t>(*s.seed) + s.rng.seed, static_cast<uint64_t>(*s.offset)};
 }
 BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch, const Outer& outer) {
-  const int bytes = s.out.spec.scale == Format::fp32 ? 4 : 1;
+  const int bytes = scale_bytes(s.out.spec.scale);
   return {outer, s.out.codes + batch * s.shape.code_bytes,
           s.out.scales + batch * s.shape.scale_count * bytes,
           static_cast<uint32_t>(s.origin_line + batch * s.shape.lines), rng_of(s)};
@@ -104,7 +104,7 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
   s.origin_pos = whole.origin_pos + at.position;
   s.code_pairs = whole.code_pairs && (at.codes | at.code_columns | at.padded / 2) % 16 == 0;
   s.scale_words = whole.scale_words && (at.blocks | at.scale_columns | at.scales) % 4 == 0;
-  const int bytes = whole.out.spec.scale == Format::fp32 ? 4 : 1;
+  const int bytes = scale_bytes(whole.out.spec.scale);
   return {outer, whole.out.codes + at.codes, whole.out.scales + at.scales * bytes,
           static_cast<uint32_t>(whole.origin_line + at.line), rng_of(whole)};
 }
@@ -132,7 +132,7 @@ BLOCKSCALE_DEVICE GroupSide group_side(const Side& whole, const GroupRows& befor
   s.code_pairs = whole.code_pairs && (codes | s.line_bytes | s.padded / 2) % 16 == 0;
   s.scale_words = whole.scale_words && (s.blocks | s.scale_columns | scales) % 4 == 0;
   s.codes = whole.out.codes + codes;
-  s.scales = whole.out.scales + scales * (whole.out.spec.scale == Format::fp32 ? 4 : 1);
+  s.scales = whole.out.scales + scales * scale_bytes(whole.out.spec.scale);
   return s;
 }
 
