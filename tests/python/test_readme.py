@@ -37,27 +37,6 @@ def test_generated_parts_are_up_to_date(tool: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_results_are_read_with_their_provenance_apart_or_beside_the_rows() -> None:
-    script = (
-        "import sys; sys.path.insert(0, 'tools')\n"
-        "import products\n"
-        "read, parts = products.results, (products.dense, products.groups, products.products)\n"
-        "def apart(name):\n"
-        "    found = read(name)\n"
-        "    kept = {k: found.pop(k) for k in ('rows', 'unit', 'provenance') if k in found}\n"
-        "    return {'provenance': found} | kept\n"
-        "def beside(name):\n"
-        "    found = read(name)\n"
-        "    return found.pop('provenance', {}) | found\n"
-        "texts = []\n"
-        "for products.results in (apart, beside):\n"
-        "    texts.append([part() for part in parts])\n"
-        "assert texts[0] == texts[1]\n"
-    )
-    done = run(sys.executable, "-c", script)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("page", ["guide", "groups", "rng"])
 def test_the_blocks_of_a_page_run(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()

@@ -76,7 +76,7 @@ def gtest_binary(folder: Path, script: str) -> Path:
 
 def test_a_crash_of_the_gtest_binary_is_one_failure(summary: ModuleType, tmp_path: Path) -> None:
     binary = gtest_binary(tmp_path, "kill -SEGV $$")
-    assert str(summary.run_gtest(binary, tmp_path, [], 1)).startswith("0 passed, 1 ")
+    assert str(summary.run_gtest(binary, tmp_path, 1)).startswith("0 passed, 1 ")
 
 
 def test_shards_are_counted_together_and_one_that_crashes_is_a_failure(
@@ -92,14 +92,14 @@ case $GTEST_SHARD_INDEX in
   *) kill -SEGV $$ ;;
 esac"""
     binary = gtest_binary(tmp_path, script)
-    assert str(summary.run_gtest(binary, tmp_path, [], 3)) == "2 passed, 0 failed, 0 skipped"
-    assert str(summary.run_gtest(binary, tmp_path, [], 4)) == "2 passed, 1 failed, 0 skipped"
+    assert str(summary.run_gtest(binary, tmp_path, 3)) == "2 passed, 0 failed, 0 skipped"
+    assert str(summary.run_gtest(binary, tmp_path, 4)) == "2 passed, 1 failed, 0 skipped"
 
 
 def test_no_test_in_any_shard_is_a_failure(summary: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "empty.json").write_text(json.dumps({"testsuites": []}))
     binary = gtest_binary(tmp_path, f'cp {tmp_path}/empty.json "${{2#--gtest_output=json:}}"')
-    assert str(summary.run_gtest(binary, tmp_path, [], 2)).startswith("0 passed, 1 ")
+    assert str(summary.run_gtest(binary, tmp_path, 2)).startswith("0 passed, 1 ")
 
 
 def test_a_binary_may_run_under_an_emulator(summary: ModuleType, tmp_path: Path) -> None:
@@ -114,5 +114,5 @@ def test_a_binary_may_run_under_an_emulator(summary: ModuleType, tmp_path: Path)
     emulator.chmod(0o755)
     binary = gtest_binary(tmp_path, "kill -SEGV $$")
     under = [str(emulator), "-x"]
-    count = summary.run_gtest(binary, tmp_path, [], 1, under)
+    count = summary.run_gtest(binary, tmp_path, 1, under)
     assert str(count) == "1 passed, 0 failed, 0 skipped"
