@@ -123,8 +123,9 @@ def grouped_linear(
     Args:
         x: [T, K] float32, bfloat16 or float16, its rows sorted by group.
         w: [E, N, K], likewise.
-        offsets: [E] int32 or int64 on x's device: where each group ends, never decreasing, at most
-            T. Wrong ones raise on the CPU, and on a GPU make y and the gradients NaN.
+        offsets: [E] int32 or int64, contiguous, on x's device: where each group ends, never
+            decreasing, at most T. Wrong ones raise on the CPU, and on a GPU make y and the
+            gradients NaN.
         recipe, rng, accumulate_into, quantized_weight: as for `linear`.
 
     Returns:

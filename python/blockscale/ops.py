@@ -74,9 +74,10 @@ def quantize(
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices; else 0.
         origin: (row, column) of x in the unsharded tensor, so that a shard draws its own bits; a
             multiple of the block and of the transform along the axis, of a square's side across it.
-        offsets: [G] int32 or int64 on x's device: where each group ends. They must not decrease or
-            pass the last row. A GPU does not wait to check that: the result is then NaN throughout
-            (with the environment variable BLOCKSCALE_CHECK_OFFSETS=1 it does wait, and raises).
+        offsets: [G] int32 or int64, contiguous, on x's device: where each group ends. They must not
+            decrease or pass the last row. A GPU does not wait to check that: the result is then NaN
+            throughout (with the environment variable BLOCKSCALE_CHECK_OFFSETS=1 it does wait, and
+            raises).
             The result keeps this tensor, not a copy: do not change it in place.
 
     Returns:
@@ -183,7 +184,7 @@ def amax(
         spec: whose Hadamard transform is applied first; of a spec without one only x counts.
         axis: along which it is applied, -1 or -2.
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices; else 0.
-        offsets: [G] int32 or int64 on x's device: where each group of rows ends.
+        offsets: [G] int32 or int64, contiguous, on x's device: where each group of rows ends.
 
     Returns:
         A float32 scalar on x's device ([E] with batch_dims=1, [G] with offsets): NaN when a value

@@ -360,9 +360,20 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
 void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
               const Quantized* column_out, const QuantizeOptions& column_options,
               const Executor& executor) {
+  QuantizeOptions row_with = row_options, column_with = column_options;
+  // Without a transform one amax serves both.
+  std::vector<float> amaxes;
+  const auto lacks_plain_amax = [](const Quantized* q, const QuantizeOptions& o) {
+    return q && q->spec.outer && !o.amax && q->spec.hadamard.dim == 0;
+  };
+  if (lacks_plain_amax(row_out, row_options) && lacks_plain_amax(column_out, column_options)) {
+    amaxes.resize(static_cast<size_t>(row_out->matrices()));
+    amax(x, row_out->spec, -1, row_out->groups, amaxes.data(), executor);
+    row_with.amax = column_with.amax = amaxes.data();
+  }
   std::vector<Direction> row, column;
-  if (row_out) row = directions(x, *row_out, row_options, executor);
-  if (column_out) column = directions(x, *column_out, column_options, executor);
+  if (row_out) row = directions(x, *row_out, row_with, executor);
+  if (column_out) column = directions(x, *column_out, column_with, executor);
   const bool swapped = is_column_major(x);
   std::vector<Job> jobs;
   for (const ConstMatrix& part : parts_of(x, (row_out ? row_out : column_out)->groups)) {
