@@ -396,6 +396,16 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   if (dx && from.w_values)
     ws.emplace(at, *from.w_values, static_cast<bool>(groups), Groups{}, Spec(), recipe.dgrad_w,
                Wanted::no, Wanted::here, Key{Role::w, nullptr, nullptr});
+  // Before anything is added to `into`: a call that lacks memory leaves that as it was.
+  std::optional<Tensor> bias_gradient;
+  if (db) {
+    const Ints rows{0};
+    const ScalarType type = bias_dtype.value_or(dtype);
+    // On a GPU PyTorch sums BF16 in FP32 anyway and rounds once; on a CPU not always.
+    const bool once = at.cuda() && type == dtype;
+    const Tensor sum = torch::stable::sum(matrix(dy), rows, false, once ? type : ScalarType::Float);
+    bias_gradient = once ? sum : torch::stable::to(sum, type);
+  }
   Previous previous = make(at, &dys, ws ? &*ws : nullptr);
   std::vector<Tensor> gradients;
   if (dx) {
@@ -422,14 +432,7 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
                                         groups, m, w_turned);
     if (!into) gradients.push_back(made);
   }
-  if (db) {
-    const Ints rows{0};
-    const ScalarType type = bias_dtype.value_or(dtype);
-    // On a GPU PyTorch sums BF16 in FP32 anyway and rounds once; on a CPU not always.
-    const bool once = at.cuda() && type == dtype;
-    const Tensor sum = torch::stable::sum(matrix(dy), rows, false, once ? type : ScalarType::Float);
-    gradients.push_back(once ? sum : torch::stable::to(sum, type));
-  }
+  if (bias_gradient) gradients.push_back(std::move(*bias_gradient));
   return gradients;
 }
 

@@ -1,4 +1,4 @@
-// The boundary: every argument is checked here, once; then the backend runs.
+// The API boundary: every argument is checked here, once; then the backend runs.
 #include <algorithm>
 #include <cfenv>
 
@@ -10,7 +10,7 @@
 namespace blockscale {
 namespace {
 
-// IEEE arithmetic whatever the caller's thread is set to (torch.set_flush_denormal, for one).
+// Ensures IEEE arithmetic, however the caller's thread is set (e.g. by torch.set_flush_denormal).
 class StrictFloat {
  public:
   StrictFloat() {
@@ -28,7 +28,7 @@ class StrictExecutor final : public Executor {
   explicit StrictExecutor(const Executor& inner) : inner_(inner) {}
   void parallel_for(int64_t count, const Body& body) const override {
     inner_.parallel_for(count, [&](int64_t begin, int64_t end) {
-      if (begin >= end) return;  // empty ranges cover something, too
+      if (begin >= end) return;  // an executor may pass empty ranges, too
       const StrictFloat strict;
       body(begin, end);
     });
@@ -40,7 +40,7 @@ class StrictExecutor final : public Executor {
 };
 
 std::string extents(int64_t rows, int64_t columns, int64_t batch = 1) {
-  return (batch == 1 ? "" : std::to_string(batch) + " matrices ") + "[" + std::to_string(rows) +
+  return (batch == 1 ? "" : std::to_string(batch) + " matrices of ") + "[" + std::to_string(rows) +
          ", " + std::to_string(columns) + "]";
 }
 template <class Any>
@@ -52,13 +52,22 @@ bool same_extents(const A& a, const B& b) {
   return a.rows == b.rows && a.columns == b.columns && a.batch == b.batch;
 }
 
-// Where the data of a call lies. What a device pointer leads to is not looked at: that would wait
-// for the device.
+// Where the data of a call lies. Device memory is not inspected: that would mean waiting for the
+// device.
 enum class Memory { host, device };
 
 using gpu::kGpuLimit;
 
 // Messages are built only when a check fails: these run on every call.
+
+// A matrix without elements counts as a tile too: it may have an outer scale. The limit is half of
+// what 31 bits hold, as kernels add the size of their grid.
+void check_tiles(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch) {
+  const int64_t tiles = std::max<int64_t>(ceil_div(rows, 128) * ceil_div(columns, 128), 1);
+  if (batch > 0 && batch >= kGpuLimit / 2 / tiles)
+    fail(op, name, extents(rows, columns, batch), "fewer than 2^30 tiles of 128 x 128 on a GPU",
+         "quantize parts of the batch");
+}
 void check_matrix(const char* op, const char* name, const ConstMatrix& x, Memory memory) {
   const int64_t rows = x.rows, columns = x.columns, batch = x.batch;
   if (x.dtype > DType::f32_as_bf16)
@@ -68,18 +77,11 @@ void check_matrix(const char* op, const char* name, const ConstMatrix& x, Memory
          "quantize parts of it, each with its origin");
   if (rows < 0 || columns < 0 || batch < 0)
     fail(op, name, extents(rows, columns), "extents of at least 0");
-  if (memory == Memory::device && batch > 0) {
-    // A matrix without elements is a tile too: it may have an outer scale. Half of what 31 bits
-    // hold, as kernels add the size of their grid.
-    const int64_t tiles = std::max<int64_t>(ceil_div(rows, 128) * ceil_div(columns, 128), 1);
-    if (batch >= kGpuLimit / 2 / tiles)
-      fail(op, name, std::to_string(batch) + " matrices of " + extents(rows, columns),
-           "fewer than 2^30 tiles of 128 x 128 on a GPU", "quantize parts of the batch");
-  }
+  if (memory == Memory::device) check_tiles(op, name, rows, columns, batch);
   const bool empty = rows == 0 || columns == 0 || batch == 0;
   if (!x.data && !empty) fail(op, name, "null", "a pointer to data");
 }
-// Of strides, those are refused that write many elements to one place.
+// Rejects strides that would write several elements to one place.
 void check_written(const char* op, const std::string& name, const Matrix& out, Memory memory) {
   check_matrix(op, name.c_str(), as_const(out), memory);
   if (out.dtype == DType::f32_as_bf16)
@@ -93,13 +95,13 @@ void check_written(const char* op, const std::string& name, const Matrix& out, M
   check_stride("row_stride", out.row_stride, out.rows);
   check_stride("batch_stride", out.batch_stride, out.batch);
 }
-// What moves codes and scales reads them after it has begun to write.
+// Operators that move codes and scales still read them after they have begun to write.
 void check_apart(const char* op, const ConstQuantized& from, const Quantized& to) {
   if ((to.codes && to.codes == from.codes) || (to.scales && to.scales == from.scales))
     fail(op, "to", "the memory of from", "memory of its own");
 }
 
-// Offsets in host memory are looked at. On a device the kernels look: where one is wrong, the
+// Offsets in host memory are checked here. On a device the kernels check them: if one is wrong, the
 // result is NaN.
 void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t batch,
                   Memory memory) {
@@ -110,7 +112,7 @@ void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t ba
   if (memory == Memory::host) check_offsets(op, groups, rows);
 }
 
-// On a GPU a tile in groups has up to 512 threads, which are counted together in 31 bits, and each
+// On a GPU, a tile in groups has up to 512 threads, whose total is counted in 31 bits, and each
 // group may end in a tile of its own.
 void check_group_tiles(const char* op, const Groups& groups, int64_t rows, int64_t columns) {
   const int64_t tiles_down = rows / 128 + groups.count + 1;
@@ -120,8 +122,8 @@ void check_group_tiles(const char* op, const Groups& groups, int64_t rows, int64
          "take fewer groups or columns at a time");
 }
 
-// GPUs count lines and codes of a line in 31 bits, scales of a matrix in 32, and of a line of
-// mfma_16x16 16 times its bytes in 31.
+// GPU kernels count lines and the codes of a line in 31 bits, the scales of a matrix in 32 bits,
+// and 16 times the bytes of a line in mfma_16x16 in 31 bits.
 template <class Byte, class Float>
 void check_counts(const char* op, const char* name, const BasicQuantized<Byte, Float>& q,
                   const StoredShape& s) {
@@ -137,6 +139,7 @@ void check_counts(const char* op, const char* name, const BasicQuantized<Byte, F
   if (q.layout.codes == Layout::mfma_16x16 && s.code_columns >= kGpuLimit / 16)
     refuse("lines of less than 2^27 bytes in mfma_16x16");
   check_group_tiles(op, q.groups, q.rows, q.columns);
+  check_tiles(op, name, q.rows, q.columns, q.batch);
 }
 
 template <class Byte, class Float>
@@ -192,7 +195,7 @@ void check_origin(const char* op, const ConstMatrix& x, const Quantized& out,
          "cut shards at whole blocks");
   const int64_t limit = int64_t{1} << 32;
   const StoredShape s = out.shape();
-  // Not their sums: an origin may be as large as int64_t holds.
+  // Compared without adding: an origin may be as large as int64_t allows.
   if (spec.stochastic() && (pos > limit - s.padded || line > limit - s.lines * x.batch))
     fail(op, "origin", where(), "global coordinates below 2^32 for stochastic rounding");
 }
@@ -257,11 +260,7 @@ void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
   check_quantized("dequantize", "q", q, memory);
   check_written("dequantize", "x", x, memory);
   if (!same_extents(x, q)) fail("dequantize", "x", extents(x), "the extents of q, " + extents(q));
-  // A thread has a piece of 8 columns of 4 rows, or as many of them.
-  if (memory == Memory::device &&
-      ceil_div(x.rows, int64_t{4}) * ceil_div(x.columns, int64_t{8}) >= kGpuLimit)
-    fail("dequantize", "q", extents(q.rows, q.columns),
-         "fewer than 2^36 elements of a matrix on a GPU", "dequantize parts of it");
+  if (memory == Memory::device) gpu::check_decodable("dequantize", "q", q);
 }
 
 void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memory) {
@@ -348,6 +347,13 @@ void check_values(const Quantization& q) {
 
 void gpu::check_operand(const char* op, const char* name, const ConstQuantized& q) {
   check_quantized(op, name, q, Memory::device);
+}
+
+// A thread handles a piece of 8 columns by 4 rows, or as many elements.
+void gpu::check_decodable(const char* op, const char* name, const ConstQuantized& q) {
+  if (ceil_div(q.rows, int64_t{4}) * ceil_div(q.columns, int64_t{8}) >= kGpuLimit)
+    fail(op, name, extents(q.rows, q.columns), "fewer than 2^36 elements of a matrix on a GPU",
+         "take parts of it");
 }
 
 void check_offsets(const char* op, const Groups& groups, int64_t rows) {

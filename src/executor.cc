@@ -1,4 +1,4 @@
-// The default executors: in the calling thread, and a pool of one thread a core.
+// The default executors: one runs in the calling thread, one has a pool of one thread per core.
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,15 +29,15 @@ class PoolExecutor final : public Executor {
     try {
       for (unsigned i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
     } catch (const std::exception&) {
-      // The system gives no more threads; those there are will do.
+      // The system provides no more threads; use those already started.
     }
   }
 
   void parallel_for(int64_t count, const Body& body) const override {
     if (count <= 0) return;
     const auto threads = static_cast<int64_t>(workers_.size()) + 1;
-    // One call at a time uses the pool; a nested or concurrent one runs where it is, and so do all
-    // of a process that was forked, which has none of the threads.
+    // One call at a time uses the pool. Nested and concurrent calls run in the calling thread, and
+    // so do all calls in a forked process, which has none of the pool's threads.
     if (threads == 1 || count == 1 || getpid() != process_ || busy_.exchange(true))
       return body(0, count);
     const Release release{busy_};
@@ -115,7 +115,7 @@ const Executor& serial_executor() {
 }
 
 const Executor& default_executor() {
-  // Never destroyed: a process that was forked has none of its threads, and would wait for them.
+  // Never destroyed: a forked process has none of its threads, and would wait for them.
   static const auto& executor =
       *new PoolExecutor(std::max(1u, std::thread::hardware_concurrency()));
   return executor;

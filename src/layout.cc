@@ -61,14 +61,14 @@ void validate(const QuantSpec& spec, const StorageLayout& layout) {
 
 void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
                  int64_t groups) {
-  // What a layout, a transform and a block add to an extent, at most; bytes of a scale or code.
+  // The most that a layout, a transform and a block add to an extent; bytes of a scale or code.
   constexpr int64_t kPadding = 4096, kBytes = 4, kLimit = int64_t{1} << 62;
   const auto times = [](int64_t a, int64_t b) {
     int64_t product = 0;
     return __builtin_mul_overflow(a, b, &product) || product > kLimit ? kLimit : product;
   };
   const auto plus = [&](int64_t a, int64_t b) { return a > kLimit - b ? kLimit : a + b; };
-  // Each group may be padded by itself.
+  // Each group may have its own padding.
   const int64_t padded_rows = plus(rows, times(plus(groups, 1), kPadding));
   const int64_t matrix = times(padded_rows, plus(columns, kPadding));
   if (times(times(matrix, std::max<int64_t>(batch, 1)), kBytes) < kLimit) return;

@@ -1,4 +1,4 @@
-// The matrices of an operand in host memory: its groups, or the operand itself with its batch.
+// The parts of an operand in host memory: its groups, or the operand itself with its batch.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@ namespace blockscale {
 
 template <class Byte, class Float>
 struct Part {
-  BasicQuantized<Byte, Float> q;  // not grouped, its buffers those of the part
-  StoredShape shape;              // instead of q.shape()
+  BasicQuantized<Byte, Float> q;  // not grouped; its buffers are those of the part
+  StoredShape shape;              // use this instead of q.shape()
   GroupStart at;
 };
 
@@ -37,7 +37,7 @@ std::vector<Part<Byte, Float>> parts_of(const BasicQuantized<Byte, Float>& q) {
   return parts;
 }
 
-// `count` rows of x from `row` on.
+// `count` rows of x, starting at `row`.
 template <class Pointer>
 BasicMatrix<Pointer> rows_of(BasicMatrix<Pointer> x, int64_t row, int64_t count) {
   using Byte =
@@ -62,20 +62,20 @@ inline int64_t rows_in(const Groups& groups, int64_t rows) {
   return groups ? groups.end(groups.count - 1) : rows;
 }
 
-// Rows of x from `row` on become 0: those that belong to no group.
+// Sets the rows of x from `row` on, which belong to no group, to 0.
 inline void clear_rows(const Matrix& x, int64_t row) {
   for (; row < x.rows && x.columns != 0; ++row)
     for (int64_t c = 0; c < x.columns; ++c)
       store_element(x, row * x.row_stride + c * x.column_stride, 0.0f);
 }
 
-// The products of a GEMM, one a group: with groups along the rows they divide A, D and the batch B,
-// with groups along the contraction axis A and B, and D is a batch.
+// The products of a GEMM, one per group. Groups along the rows divide A, D and the batch B; groups
+// along the contraction axis divide A and B, and D is a batch.
 struct Product {
   Part<const uint8_t, const float> a, b;
   Matrix d;
   const float* bias;  // or null
-  // Nothing is summed up, so that the product is 0 whatever the outer scales are.
+  // There is nothing to sum, so the product is 0 whatever the outer scales are.
   bool empty() const { return a.shape.padded == 0; }
 };
 inline std::vector<Product> products_of(const ConstQuantized& a, const ConstQuantized& b,
@@ -100,12 +100,12 @@ inline std::vector<Product> products_of(const ConstQuantized& a, const ConstQuan
   return products;
 }
 
-// Pieces of work of several parts, numbered through.
+// Pieces of work from several parts, numbered consecutively.
 class Pieces {
  public:
   void add(int64_t count) { ends_.push_back(total() + count); }
   int64_t total() const { return ends_.empty() ? 0 : ends_.back(); }
-  // The part of piece i, which becomes its number within the part.
+  // The part that piece i belongs to; i becomes the piece's number within it.
   size_t part(int64_t& i) const {
     const auto found = std::upper_bound(ends_.begin(), ends_.end(), i);
     if (found != ends_.begin()) i -= *(found - 1);

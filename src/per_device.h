@@ -1,4 +1,4 @@
-// What is found of a device once, because asking again would cost every call.
+// Device properties that are queried once, because a query would cost every call.
 #pragma once
 
 #include <atomic>
@@ -6,10 +6,11 @@
 
 namespace blockscale {
 
-// A number of each device; threads may find it at once, as all find the same.
+// One number per device. Threads may query it concurrently, as all get the same answer.
 class PerDevice {
  public:
-  // What find() gives; 0, such as after a failure, is asked for again.
+  // The result of find(), kept unless it is 0, such as after a failure: then the next call asks
+  // again.
   template <class Find>
   int get(int device, Find&& find) {
     const bool kept = device >= 0 && device < kDevices;
@@ -20,7 +21,7 @@ class PerDevice {
   }
 
  private:
-  static constexpr int kDevices = 64;  // beyond, each call asks
+  static constexpr int kDevices = 64;  // for devices beyond these, each call asks
   std::atomic<int> known_[kDevices]{};
 };
 

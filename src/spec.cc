@@ -39,7 +39,7 @@ std::string block_text(const QuantSpec& s) {
   return (s.square ? b : "1") + "x" + b;
 }
 
-// A mask has no bit beyond the size; one of dim 0 has none.
+// A mask has no bits beyond the transform's size; with dim 0 it has none at all.
 bool mask_fits(const Hadamard& h) {
   return h.dim == 128 || (h.mask_hi == 0 && (h.dim == 64 || h.mask_lo >> h.dim == 0));
 }
@@ -55,7 +55,7 @@ int index_of(const char* const (&names)[kCount], std::string_view name, const ch
 Format parse_format(std::string_view given, bool element) {
   std::vector<std::string> all;
   std::string_view name = given;
-  for (const std::string_view prefix : {"torch.", "float8_"})  // names of its dtypes
+  for (const std::string_view prefix : {"torch.", "float8_"})  // PyTorch's dtype names
     if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
   for (int i = 0; i < kFormatCount; ++i) {
     if (kFormats[i].is_element != element) continue;
@@ -142,7 +142,7 @@ void check_family_has(const Family& family, const QuantSpec& spec) {
          std::string("its scales are ") + traits(family.spec.scale).name);
 }
 
-// The scale format may be written, but it is what the family's name means.
+// The scale format may be stated, but must be the one that the family's name implies.
 void check_scale(const Family& family, const QuantSpec& spec, std::string_view value) {
   if (parse_format(value, false) == spec.scale) return;
   std::string remedy = "the scale format is what the name means";
@@ -187,7 +187,7 @@ const std::vector<Family>& families() {
   return table;
 }
 
-// An enumerator out of range would be looked up outside of its table.
+// An enumerator out of range would index past the end of its table.
 template <class Enum>
 void check_enumerator(const char* argument, Enum value, size_t count) {
   if (static_cast<size_t>(value) >= count)
@@ -203,7 +203,7 @@ const Family& family_of(const QuantSpec& spec) {
   check_enumerator("rounding", spec.rounding, std::size(kRoundingNames));
   for (const Family& f : families()) {
     if (f.spec.scale != spec.scale || !contains(f.elements, spec.element)) continue;
-    // FP8's two block shapes are two names; elsewhere the shape is a change within the family.
+    // FP8's two block shapes have separate names; elsewhere the shape is a change within a family.
     if (spec.scale == Format::fp32 && f.spec.square != spec.square) continue;
     return f;
   }
@@ -259,7 +259,7 @@ std::string to_string(const QuantSpec& spec) {
   note(spec.square != base.square, "block", block_text(spec));
   note(spec.rule != base.rule, "scale_rule", to_string(spec.rule));
   note(spec.rounding != base.rounding, "rounding", to_string(spec.rounding));
-  // Printed for stochastic two-level specs too, whose default is `up`: the text then says it all.
+  // Always printed for stochastic two-level specs, whose default is `up`, to be explicit.
   note(spec.two_level() && (spec.stochastic() || spec.scale_rounding != base.scale_rounding),
        "scale_rounding", to_string(spec.scale_rounding));
   note(spec.outer != base.outer, "outer", spec.outer ? "true" : "false");

@@ -44,7 +44,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 }  // namespace
 
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates) {
-  // One that goes on where the name ends is nearer than any other.
+  // A candidate that starts with the name is nearer than any other.
   const auto distance = [&](const std::string& candidate) {
     const size_t length = std::min(name.size(), candidate.size());
     const bool begins = !name.empty() && length == name.size() &&

@@ -8,11 +8,11 @@
 namespace blockscale {
 
 std::string join(const std::vector<std::string>& parts, const char* separator);
-// Pieces between separators, empty ones included: n separators give n + 1 pieces.
+// The pieces between separators, empty ones included: n separators give n + 1 pieces.
 std::vector<std::string_view> split(std::string_view text, char separator);
 std::string quoted(std::string_view text);
-// The remedy that names the candidate with the smallest edit distance, upper and lower case alike;
-// empty where that is more than half the longer word's length.
+// A remedy that suggests the candidate at the smallest edit distance, ignoring case; empty if that
+// distance is more than half the longer word's length.
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace blockscale

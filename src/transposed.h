@@ -1,12 +1,12 @@
-// Where an operand in square blocks has what the operand along the other axis has.
+// Maps the scales of an operand in square blocks to those of the operand along the other axis.
 #pragma once
 
 #include "blockscale/tensor.h"
 
 namespace blockscale {
 
-// Of scale (row, column) of `to`, in the padded matrix of its layout: the one of `from` for the
-// same block, as an element of a matrix of the batch; negative where `to` has padding.
+// For scale (row, column) of `to`, in the padded matrix of its layout: the offset of `from`'s scale
+// for the same block, in elements within one matrix of the batch; negative where `to` has padding.
 BLOCKSCALE_HD constexpr int64_t transposed_scale(const StorageLayout& from, const StoredShape& f,
                                                  const StoredShape& t, int block, int64_t row,
                                                  int64_t column) {

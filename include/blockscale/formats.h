@@ -22,8 +22,8 @@ BLOCKSCALE_HD constexpr To bit_cast(const From& from) {
   return __builtin_bit_cast(To, from);
 }
 
-// Entry i of a constexpr table. On a GPU by comparisons with constants: indexed there, the table
-// would be written to the thread's stack at every look-up.
+// Entry i of a constexpr table. On a GPU this compares i with constants: indexing would write the
+// table to the thread's stack at every look-up.
 template <const auto& kTable, int kIndex>
 BLOCKSCALE_HD constexpr auto entry() {
   constexpr auto found = kTable[kIndex];
@@ -53,7 +53,7 @@ BLOCKSCALE_HD constexpr float exp2i(int e) {
 inline constexpr uint32_t kAbsMask = 0x7FFFFFFF;
 inline constexpr uint32_t kInfBits = 0x7F800000;
 inline constexpr uint32_t kNanBits = 0x7FC00000;
-// Whether x < 0, also where the processor takes subnormals for 0.
+// Whether x < 0, even where the processor treats subnormals as 0.
 BLOCKSCALE_HD constexpr bool is_negative(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x), magnitude = bits & kAbsMask;
   return bits != magnitude && magnitude != 0 && magnitude <= kInfBits;
@@ -143,7 +143,7 @@ BLOCKSCALE_HD constexpr FormatTraits traits(Format f) {
   return look_up<kFormats, kFormatCount>(static_cast<int>(f));
 }
 
-// Codes in a stored byte: FP4 packs two, of every other narrow format each has its own.
+// Codes in a stored byte: FP4 packs two; in every other narrow format each code has its own byte.
 BLOCKSCALE_HD constexpr int codes_per_byte(Format f) { return traits(f).bits() == 4 ? 2 : 1; }
 BLOCKSCALE_HD constexpr int scale_bytes(Format f) { return f == Format::fp32 ? 4 : 1; }
 
@@ -178,15 +178,15 @@ BLOCKSCALE_HD constexpr float max_value(Format f) {
   return f == Format::fp32 ? kFloatMax : decode(f, traits(f).max_code());
 }
 
-// How a magnitude between two neighbours is resolved by `encode_magnitude`.
+// How `encode_magnitude` resolves a magnitude between two neighbours.
 enum class RoundingDirection : uint8_t { nearest_even, up };
 
 // Code of a finite magnitude, saturating at the largest value.
 //
-// One formula covers normals, subnormals and the carry into the next binade: with E the exponent
+// One formula covers normals, subnormals and the carry into the next binade. Let E be the exponent
 // of the value, at least that of the smallest normal, and r the magnitude in units of 2^(E-m),
-// rounded to an integer, the code is ((E - Emin) << m) + r. A normal r carries its implicit bit,
-// which is just what increments the exponent field from 0.
+// rounded to an integer; the code is ((E - Emin) << m) + r. A normal r includes its implicit bit,
+// which is exactly what increments the exponent field from 0.
 BLOCKSCALE_HD constexpr uint32_t encode_magnitude(const FormatTraits& t, float magnitude,
                                                   RoundingDirection direction) {
   const uint32_t bits = bit_cast<uint32_t>(magnitude) & kAbsMask;
@@ -213,7 +213,7 @@ BLOCKSCALE_HD constexpr uint32_t with_sign(const FormatTraits& t, uint32_t magni
   return magnitude_code | (negative && !signless_zero ? t.sign_bit() : 0);
 }
 
-// Round to nearest, ties to the even code, saturating; NaN to the format's NaN (to +0 where the
+// Rounds to nearest, ties to the even code, saturating; NaN becomes the format's NaN (+0 where the
 // format has none). For formats of at most 8 bits with a fraction.
 BLOCKSCALE_HD constexpr uint8_t encode(Format f, float x) {
   const FormatTraits t = traits(f);

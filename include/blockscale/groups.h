@@ -1,17 +1,18 @@
-// Groups: consecutive rows of one matrix [T, C], each quantized as a matrix of its own, and where
-// each lies in the operand that holds them all. T and the number of groups fix the size of every
-// buffer; the offsets say how much of it is used.
+// Groups: runs of consecutive rows of one matrix [T, C], each quantized as a matrix of its own, and
+// where each lies in the operand that holds them all. T and the number of groups fix the size of
+// every buffer; the offsets say how much of it is used.
 //
-// In its layout a group starts on a fresh tile (`linear`: a fresh row or block), right after the
-// group before:
+// In its layout a group starts on a new tile (`linear`: a new row or block), right after the
+// previous group. With n the rows of each group before it:
 //   axis -1, rows of the storage:    linear codes and 1xB scales start at the group's first row,
-//                                    grids of BxB scales at the sum of ceil(n/B), the rest at the
-//                                    sum of the padded rows.
+//                                    grids of BxB scales at the sum of ceil(n/B), all others at
+//                                    the sum of the padded rows.
 //   axis -2, along the contraction:  linear codes start at the sum of n rounded up to whole blocks
-//                                    (of a transform, where it is longer),
-//                                    linear and mn_major scales at that / B; a tiled layout holds
-//                                    one whole buffer a group, one after another.
-// What no group uses holds the layout's padding; rows of x past the last end belong to no group.
+//                                    (or whole transforms, if longer), linear and mn_major scales
+//                                    at that / B; a tiled layout holds one whole buffer per group,
+//                                    one after another.
+// Parts of a buffer that no group uses hold the layout's padding; rows of x past the last end
+// belong to no group.
 #pragma once
 
 #include "blockscale/layout.h"
@@ -21,33 +22,32 @@ namespace blockscale {
 // Group g is rows [end(g - 1), end(g)) of x.
 struct Groups {
   const void* offsets = nullptr;  // `count` cumulative ends, int32 or int64, never decreasing
-  bool wide = false;              // they are int64
-  int64_t count = 0;              // 0: x is one matrix (or a batch), not groups
+  bool wide = false;              // the offsets are int64
+  int64_t count = 0;              // 0: x is one matrix (or a batch), without groups
 
   BLOCKSCALE_HD explicit operator bool() const { return count != 0; }
   BLOCKSCALE_HD int64_t end(int64_t g) const {
     return wide ? static_cast<const int64_t*>(offsets)[g] : static_cast<const int32_t*>(offsets)[g];
   }
   BLOCKSCALE_HD int64_t begin(int64_t g) const { return g == 0 ? 0 : end(g - 1); }
-  // Whether the end of group g makes no sense, of groups of `rows` rows.
+  // Whether the end of group g is invalid, where x has `rows` rows.
   BLOCKSCALE_HD bool is_wrong(int64_t g, int64_t rows) const {
     return end(g) < begin(g) || end(g) > rows;
   }
 };
 
-// The most that parts of `total` in all, `count` of them, come to when each is rounded up to a
-// multiple.
+// The largest possible sum of `count` parts, `total` in all, when each is rounded up to a multiple.
 BLOCKSCALE_HD constexpr int64_t rounded_parts(int64_t total, int64_t count, int64_t multiple) {
   return (total + count * (multiple - 1)) / multiple * multiple;
 }
 
-// A group begins behind the rows of those before it, each rounded up to whole units.
+// A group begins after the rows of the groups before it, each rounded up to whole units.
 struct GroupUnits {
-  // In rows of x, powers of two: of the positions that random bits belong to, and of the places of
-  // codes and of scales in their buffers.
+  // Units in rows of x, powers of two: for the positions that random bits belong to, and for the
+  // places of codes and of scales in their buffers.
   int64_t position = 1, codes = 1, scales = 1;
-  // Rows of x to a row of the layout's matrix of codes, or of scales (axis -1); to a byte of codes,
-  // or a scale, of a line (axis -2).
+  // Rows of x per row of the layout's matrix of codes or of scales (axis -1); per byte of codes or
+  // per scale of a line (axis -2).
   int64_t per_code = 1, per_scale = 1;
 };
 BLOCKSCALE_HD constexpr GroupUnits group_units(const QuantSpec& spec, const StorageLayout& layout,
@@ -71,7 +71,7 @@ BLOCKSCALE_HD constexpr GroupUnits group_units(const QuantSpec& spec, const Stor
   return u;
 }
 
-// The operand that holds `count` groups of rows of [rows, columns].
+// The shape of the operand that holds `count` groups of the rows of [rows, columns].
 BLOCKSCALE_HD constexpr StoredShape grouped_shape(const QuantSpec& spec,
                                                   const StorageLayout& layout, int axis,
                                                   int64_t rows, int64_t columns, int64_t count) {
@@ -88,14 +88,14 @@ BLOCKSCALE_HD constexpr StoredShape grouped_shape(const QuantSpec& spec,
   return with_sizes(s, layout);
 }
 
-// Where a group begins: sums over the groups before it.
+// Where a group begins, as sums over the groups before it.
 struct GroupStart {
   int64_t row = 0;       // in x
-  int64_t position = 0;  // axis -2: of random bits along the contraction axis, in any layout
+  int64_t position = 0;  // axis -2: for random bits along the contraction axis, in any layout
   int64_t codes = 0;     // row (axis -1) or byte column (axis -2) of the codes in their layout
-  int64_t scales = 0;    // row or column of the scales in theirs
+  int64_t scales = 0;    // row or column of the scales in their layout
 };
-// Where the group after one of `rows` rows begins.
+// Where the next group begins, after one of `rows` rows at `at`.
 BLOCKSCALE_HD constexpr GroupStart next_group(GroupStart at, const QuantSpec& spec,
                                               const StorageLayout& layout, int axis, int64_t rows) {
   const GroupUnits u = group_units(spec, layout, axis);
@@ -107,8 +107,8 @@ BLOCKSCALE_HD constexpr GroupStart next_group(GroupStart at, const QuantSpec& sp
   return at;
 }
 
-// One group as an operand of its own: its extents, in the layouts' matrices that it is part of, and
-// where it begins in the buffers of the whole.
+// One group as an operand of its own: its extents, within the layouts' matrices that it is part of,
+// and where it begins in the buffers of the whole operand.
 struct GroupPart {
   StoredShape shape;
   int64_t codes;   // in bytes
@@ -126,7 +126,7 @@ BLOCKSCALE_HD constexpr GroupPart group_part(const QuantSpec& spec, const Storag
     p.scales = layout_offset(layout.scales, s.scale_rows, s.scale_columns, at.scales, 0);
     return p;
   }
-  // A line of `linear` runs through all groups; elsewhere columns come one whole one after another.
+  // In `linear`, a line runs through all groups; in the others, whole columns follow one another.
   p.codes = at.codes;
   p.scales = at.scales;
   if (layout.codes == Layout::linear)

@@ -5,8 +5,8 @@
 
 namespace blockscale {
 
-// Which transform is applied along the contraction axis: dim 0 = none. Bit i of the 128-bit mask
-// (lo, then hi) set flips the sign of element i of every block.
+// The transform applied along the contraction axis; dim 0 = none. If bit i of the 128-bit mask (lo,
+// then hi) is set, the sign of element i of every block is flipped.
 struct Hadamard {
   uint16_t dim = 0;
   uint64_t mask_lo = 0;
@@ -21,7 +21,7 @@ struct Hadamard {
 inline constexpr int kHadamardSizes[] = {16, 32, 64, 128};
 inline constexpr uint64_t kDefaultSigns16 = 0xD7E8;
 
-// fl(1/sqrt(d)) for the sizes in the list.
+// fl(1/sqrt(d)) for the sizes listed above.
 BLOCKSCALE_HD constexpr float hadamard_norm(int dim) {
   return dim == 16   ? 0.25f
          : dim == 32 ? 0.1767766952966368811f
@@ -30,8 +30,8 @@ BLOCKSCALE_HD constexpr float hadamard_norm(int dim) {
 }
 
 // y = H_d diag(+-1) x / sqrt(d), rounded to BF16. Butterflies in stage order 1, 2, 4, ..., then one
-// multiply, then + 0.0 (an exact zero is +0). Every output sums every input, so a non-finite input
-// makes the whole block non-finite by itself.
+// multiply, then + 0.0 (so that an exact zero is +0). Every output sums every input, so any
+// non-finite input makes the whole block non-finite without a check.
 BLOCKSCALE_HD constexpr void hadamard_block(const Hadamard& h, float* x) {
   for (int i = 0; i < h.dim; ++i) {
     if (h.negates(i)) x[i] = -x[i];

@@ -1,7 +1,7 @@
 // Index maps and sizes of every storage layout (specification, section 12).
 //
-// A layout maps (row, column) of a matrix of scales, or of code bytes, to an offset. All are
-// bijections between the padded matrix and the buffer.
+// A layout maps (row, column) in a matrix of scales or of code bytes to an offset. Every layout is
+// a bijection between the padded matrix and the buffer.
 #pragma once
 
 #include <bit>
@@ -22,8 +22,8 @@ struct LayoutTraits {
   int scale_bytes;  // size of the scales it can hold; 0 = any
   int row_multiple;
   int column_multiple;
-  int run_rows;   // rows whose elements are one step apart
-  int tile_rows;  // rows after which the pattern repeats: some runs
+  int run_rows;   // rows whose elements are one constant step apart
+  int tile_rows;  // rows after which the pattern repeats: one or more runs
 };
 
 inline constexpr LayoutTraits kLayouts[] = {
@@ -38,7 +38,7 @@ BLOCKSCALE_HD constexpr LayoutTraits traits(Layout l) {
   return look_up<kLayouts, kLayoutCount>(static_cast<int>(l));
 }
 
-// All multiples are powers of two, which on a GPU spares a division in 64 bits.
+// All multiples are powers of two, which spares GPUs a 64-bit division.
 static_assert([] {
   for (const LayoutTraits& t : kLayouts)
     if ((t.row_multiple & (t.row_multiple - 1)) || (t.column_multiple & (t.column_multiple - 1)))
@@ -59,10 +59,10 @@ BLOCKSCALE_HD constexpr int64_t layout_size(Layout l, int64_t rows, int64_t colu
   return padded_rows(l, rows) * padded_columns(l, columns);
 }
 
-// Offset of element (r, s) of a rows x columns matrix, in elements: in every layout the sum of a
-// part that depends on r alone and one that depends on s alone. Every case names its layout, so
-// that its multiples are constants where `l` is not. `Int` holds the size of the layout: a GPU asks
-// in uint32_t where it can, which costs a quarter.
+// Offset of element (r, s) of a rows x columns matrix, in elements. In every layout it is the sum
+// of a part that depends on r alone and one that depends on s alone. Every case names its layout,
+// so that its multiples are constants even where `l` is not. `Int` must hold the size of the
+// layout: a GPU uses uint32_t where it can, at a quarter of the cost.
 template <class Int>
 BLOCKSCALE_HD constexpr Int layout_row_as(Layout l, Int columns, Int r) {
   switch (l) {
@@ -107,7 +107,7 @@ BLOCKSCALE_HD constexpr int64_t layout_offset(Layout l, int64_t rows, int64_t co
   return layout_offset_as<int64_t>(l, rows, columns, r, s);
 }
 
-// The rows' part as numbers, for a kernel that asks for row after row.
+// The row part of the offset as precomputed numbers, for a kernel that needs it row after row.
 struct RowSteps {
   uint32_t run_mask, step;                // within a run
   uint32_t run_shift, runs_mask, stride;  // from run to run of a tile
@@ -144,7 +144,7 @@ BLOCKSCALE_HD constexpr uint8_t padding_fill(Layout l, Format scale) {
 }
 
 // How one operand is stored: a layout for its codes and one for its scales. The text form is one
-// name ("nv_128x4": codes linear), or both joined by '+' ("mfma_16x16+aiter_scale").
+// name ("nv_128x4": codes are linear), or both joined by '+' ("mfma_16x16+aiter_scale").
 struct StorageLayout {
   Layout codes = Layout::linear;
   Layout scales = Layout::linear;
@@ -152,7 +152,7 @@ struct StorageLayout {
 };
 StorageLayout parse_layout(std::string_view text);
 std::string to_string(const StorageLayout& layout);
-// Throws Error when `spec` cannot be stored so.
+// Throws Error when `spec` cannot be stored in `layout`.
 void validate(const QuantSpec& spec, const StorageLayout& layout);
 
 // Extents of a stored operand. A line is a row of the stored codes: a row of x for axis -1, a
@@ -163,15 +163,15 @@ struct StoredShape {
   int64_t padded;       // extent rounded up to whole blocks: codes per line
   int64_t blocks;       // blocks per line
   int64_t line_bytes;   // bytes of codes per line before any layout padding
-  int64_t scale_lines;  // lines that one row of scales serves: 1, or a block's in a grid of squares
-  // The matrices that the layouts hold: bytes of codes, and scales. A group (groups.h) may be a
-  // part of wider ones.
+  int64_t scale_lines;  // lines per row of scales: 1, or those of a block in a grid of squares
+  // The matrices that the layouts hold: bytes of codes, and scales. A group (groups.h) may be part
+  // of wider matrices.
   int64_t code_rows, code_columns;
   int64_t scale_rows, scale_columns;
   int64_t code_bytes;   // size of the codes buffer
   int64_t scale_count;  // elements of the scales buffer
 };
-// Sets the sizes of the buffers from the matrices in them.
+// Sets the buffer sizes from the matrices that the buffers hold.
 BLOCKSCALE_HD constexpr StoredShape with_sizes(StoredShape s, const StorageLayout& layout) {
   s.code_bytes = layout_size(layout.codes, s.code_rows, s.code_columns);
   s.scale_count = layout_size(layout.scales, s.scale_rows, s.scale_columns);

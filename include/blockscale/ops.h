@@ -1,7 +1,6 @@
-// The operators: on the CPU with an executor, on a GPU with a stream. Arguments are checked here,
-// and refused by an Error before anything is written. Outputs overlap neither inputs nor each
-// other. `reference::` (below) is the definition, one scalar at a time, of what every backend
-// gives.
+// The operators: on the CPU with an executor, on a GPU with a stream. They check their arguments
+// and throw an Error before anything is written. Outputs must overlap neither inputs nor each
+// other. `reference::` (below) defines, one scalar at a time, the result that every backend gives.
 #pragma once
 
 #include <functional>
@@ -16,8 +15,8 @@
 namespace blockscale {
 
 // Runs body(begin, end) over disjoint ranges that cover [0, count), in any order, on any threads
-// with 256 KB of stack, and returns when all are done; what a body throws, one of them at least, it
-// throws. Few long ranges are better than many: each takes memory of its own.
+// with 256 KB of stack, and returns when all are done. If bodies throw, it rethrows at least one of
+// their exceptions. Prefer few long ranges to many: each takes its own memory.
 class Executor {
  public:
   using Body = std::function<void(int64_t begin, int64_t end)>;
@@ -25,33 +24,33 @@ class Executor {
   virtual void parallel_for(int64_t count, const Body& body) const = 0;
 };
 const Executor& serial_executor();
-// As many threads as the machine has cores, started on first use. One call has them at a time; what
-// is called within it, or beside it, or in the child of a fork, runs in the calling thread.
+// One thread per core of the machine, started on first use. One call uses them at a time; nested
+// and concurrent calls, and those in the child of a fork, run in the calling thread.
 const Executor& default_executor();
 
 // Where the operators below run on a GPU: the overloads that take a Stream read and write device
-// memory, launch their kernels in stream order and return without waiting. Everything a pointer
-// leads to (data, amax, keys, outputs) is memory of the stream's device. There extents are below
-// 2^31, and the codes of operands begin at multiples of 16 bytes.
+// memory, launch their kernels in stream order and return without waiting. Every pointer (data,
+// amax, keys, outputs) refers to memory of the stream's device. On a GPU, extents are below 2^31
+// and operands' codes begin at multiples of 16 bytes.
 class Stream {
  public:
   virtual ~Stream() = default;
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done. Its size depends on shapes,
-  // and on whether scales of a gemm lie at multiples of 16 bytes. Quantizers ask for an FP32 a
-  // matrix for each amax that is not given, of small inputs one a tile of 128 x 128; for a BF16
-  // copy of x for a Hadamard transform wider than 16; and for a copy of the scales of both
-  // directions of elements of a byte, `linear` and not square. In groups amax, dequantize, relayout
-  // and quantizers that no kernel is compiled for ask for some bytes for each group and each 128
-  // rows of x; gemm for the scales that it copies and for MXFP4 as FP8 (below).
+  // and on whether the scales of a gemm lie at multiples of 16 bytes. Quantizers request one FP32
+  // per matrix for each amax not given (for small inputs, one per 128 x 128 tile); a BF16 copy of x
+  // for a Hadamard transform wider than 16; and, where both directions have one-byte elements,
+  // `linear` scales and no square blocks, a copy of the scales of both. With groups, amax,
+  // dequantize, relayout and quantizers with no compiled kernel request some bytes for each group
+  // and each 128 rows of x. gemm requests space for scales it copies and for MXFP4 as FP8 (below).
   virtual void* workspace(int64_t bytes) const = 0;
 };
 
 struct QuantizeOptions {
   const float* amax = nullptr;  // per matrix of the batch, or per group; only for specs with an
                                 // outer scale; computed when null
-  std::optional<Rng> rng;       // needed by stochastic specs
-  // On a GPU instead of `rng`: seed and offset in device memory, read when the kernel runs.
+  std::optional<Rng> rng;       // required by stochastic specs
+  // On a GPU, instead of `rng`: seed and offset in device memory, read when the kernel runs.
   const int64_t* device_seed = nullptr;
   const int64_t* device_offset = nullptr;
   uint64_t device_seed_step = 0;  // added to *device_seed
@@ -61,11 +60,11 @@ struct QuantizeOptions {
 
 // x [rows, columns] -> out. Reads x once, and once more when an outer scale's amax is not given.
 //
-// With out.groups, every group becomes what it would become alone, with
-// origin_row + its first row as its origin (axis -1) or origin_row + the start of its codes in
-// whole blocks (axis -2: groups.h), at the group's place. Codes and scales that belong to no group
-// are padding. On a GPU offsets are read when the kernel runs; where one is smaller than the one
-// before or past the end of x, every scale (and outer scale) of the result is NaN and every code 0.
+// With out.groups, every group is quantized as if alone and stored at the group's place. Its row
+// origin is origin_row + its first row (axis -1), or origin_row + the start of its codes in whole
+// blocks (axis -2: groups.h). Codes and scales that belong to no group hold padding. On a GPU,
+// offsets are read when the kernel runs; if one is smaller than its predecessor or past the end of
+// x, every scale (and outer scale) of the result is NaN and every code 0.
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options = {},
               const Executor& executor = default_executor());
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
@@ -80,9 +79,9 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
                    const QuantizeOptions& row_options, const QuantizeOptions& column_options,
                    const Stream& stream);
 
-// One input, and what is made of it: along its rows, down its columns, or both. And where the row
-// operand's values go, as those of one without an outer scale: BF16 with x's extents, rows at
-// multiples of 16 bytes; none without data.
+// One input and the operands made from it: along its rows, down its columns, or both.
+// `row_values` receives the row operand's values, decoded as if it had no outer scale: BF16 with
+// x's extents, rows at multiples of 16 bytes. Nothing is written there if its data is null.
 struct Quantization {
   ConstMatrix x;
   const Quantized* row = nullptr;
@@ -90,82 +89,82 @@ struct Quantization {
   QuantizeOptions row_options{}, column_options{};
   Matrix row_values{};
 };
-// A word of device memory that is copied; none without `to`.
+// A word of device memory to copy; nothing is copied when `to` is null.
 struct WordCopy {
   int64_t* to = nullptr;
   const int64_t* from = nullptr;
 };
-// Two inputs, as a linear layer has, and a word: on a GPU with fewer launches than one after the
-// other.
+// Quantizes two inputs, such as those of a linear layer, and copies a word, with fewer GPU launches
+// than doing so one after the other.
 void quantize_two(const Quantization& first, const Quantization& second, const Stream& stream,
                   const WordCopy& word = {});
 
 // max |x| after the spec's transform along `axis`, one FP32 per matrix of the batch, or per group:
-// NaN when any value is NaN, else Inf when any is infinite, 0 for an empty matrix. On a GPU offsets
-// that decrease or pass the end of x make all of them NaN.
+// NaN when any value is NaN, else Inf when any is infinite, 0 for an empty matrix. On a GPU,
+// offsets that decrease or pass the end of x make every result NaN.
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,
           const Executor& executor = default_executor(), const Groups& groups = {});
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out, const Stream& stream,
           const Groups& groups = {});
 
 // x^ = fl(fl(outer * scale) * code), then rounded (RN) to x.dtype. A Hadamard transform is not
-// undone: x^ is the transformed operand, extended like the codes, cut to x's extents. Rows that
-// belong to no group are 0; on a GPU, offsets that decrease or pass the end make all of x^ NaN.
+// undone: x^ is the transformed operand, which is extended like the codes, cut to x's extents. Rows
+// in no group are 0; on a GPU, offsets that decrease or pass the end make all of x^ NaN.
 void dequantize(const ConstQuantized& q, const Matrix& x,
                 const Executor& executor = default_executor());
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 
-// The same operand in another storage layout. Groups must be the same.
+// Copies the operand into another storage layout. The groups must be the same.
 void relayout(const ConstQuantized& from, const Quantized& to,
               const Executor& executor = default_executor());
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
-// The operand along the other axis of the same matrices, whose blocks are square, so that they have
-// one scale along both: what quantize would make of x there, without x, where it rounds to nearest.
-// (Stochastic codes stay those of from's axis.) No transform, which mixes along its own axis alone;
-// no groups; linear codes in both.
+// Makes the operand along the other axis of the same matrices. Blocks must be square, so that both
+// axes share one scale: with rounding to nearest, the result is what quantize would make of x along
+// that axis, without needing x. (Stochastic codes stay those drawn for from's axis.) Allows no
+// transform, which mixes along its own axis only, and no groups; codes are linear in both operands.
 void transpose(const ConstQuantized& from, const Quantized& to,
                const Executor& executor = default_executor());
 void transpose(const ConstQuantized& from, const Quantized& to, const Stream& stream);
 
-// How early a product begins on a GPU: other than `any` is a promise about what it reads. `last` is
-// the kernel of this library that the same thread has launched last on the stream, and is no
-// product of the same promise. (Calls of empty operands launch none; without one only `any` is
-// right.)
+// How early a product may begin on a GPU. Every value but `any` is a promise about its inputs.
+// `last` is the most recent kernel that this library launched from the same thread on the stream,
+// and is not a product with the same promise. (Calls on empty operands launch no kernel; if there
+// is no `last`, only `any` is correct.)
 enum class Previous : int {
-  any,       // waits for all that was launched before
+  any,       // waits for everything launched before
   operands,  // offsets were written before `last` was launched
   nothing,   // so were A and B (codes, scales, offsets)
 };
 
-// D = alpha * (A B^T) + bias [+ D]. A is [M, K], B is [N, K] up to their axes: each operand's
-// contraction axis is the one it was quantized along, its lines are the rows of A or B. Both have
-// blocks of one length and the same Hadamard transform. D is FP32 or BF16.
+// D = alpha * (A B^T) + bias [+ D]. A is [M, K] and B is [N, K], up to their axes: each operand's
+// contraction axis is the one it was quantized along, and its lines are the rows of A or B. Both
+// have the same block length and the same Hadamard transform. D is FP32 or BF16.
 //
-// Groups make it one product a group:
-//   along the rows         a.groups, axis -1: A [M, K], its rows by group; b a batch of matrices
-//                          [N, K], one a group; D [M, N]. Rows of D that belong to no group become
-//                          0.
-//   along the contraction  a.groups and b.groups, the same, axis -2: A [K, M] and B [K, N] as they
-//                          were quantized, K by group; D a batch of one [M, N] a group. Where a
-//                          group is empty its sum is 0.
-// With accumulate, what has no sum stays as it is. On a GPU offsets are read when the kernel runs;
-// where they decrease or pass the end, all of D is NaN.
+// With groups it is one product per group:
+//   along the rows         a.groups, axis -1: A is [M, K], its rows divided into groups; b is a
+//                          batch of matrices [N, K], one per group; D is [M, N]. Rows of D that
+//                          belong to no group become 0.
+//   along the contraction  a.groups and b.groups, which are the same, axis -2: A is [K, M] and B is
+//                          [K, N] as they were quantized, K divided into groups; D is a batch of
+//                          [M, N], one per group. The sum of an empty group is 0.
+// With accumulate, elements that have no sum keep their value. On a GPU, offsets are read when the
+// kernel runs; if they decrease or pass the end, all of D is NaN.
 //
-// On a GPU: FP8 with FP32 scales and MXFP4, on compute capability 9.0. Codes of FP8 are linear; the
-// elements of a row of D lie beside each other, and a batch of D is one matrix below the other;
-// there are at most 1024 groups, and rows in groups have blocks of one row. Scales of FP8 are best
-// mn_major at a multiple of 16 bytes, and A in 1x128 blocks: others are copied into that form, in
-// the workspace (4 bytes a scale). Both operands in MXFP4 become FP8 there (a byte a code), exactly
-// where the scales of a line of B, and of 128 codes of a line of A, are within 2^28 of each other;
-// else a value is wrong by at most 2^-31 of the largest among those; B's scales come last, and sums
-// overflow where those of |A| along a line pass 7e33.
-// Sums run within 128 of K in the tensor cores' precision, across them in FP32.
+// On a GPU: FP8 with FP32 scales and MXFP4, on compute capability 9.0. FP8 codes are linear; the
+// elements of a row of D are contiguous, and the matrices of a batch of D lie one below the other;
+// there are at most 1024 groups, and rows in groups have blocks of one row. FP8 scales are best
+// mn_major at a multiple of 16 bytes, with A in 1x128 blocks: others are copied into that form in
+// the workspace (4 bytes per scale). Two MXFP4 operands become FP8 there (a byte per code).
+// This is exact where the scales of a line of B, and of 128 codes of a line of A, are within 2^28
+// of each other; else a value is wrong by at most 2^-31 of the largest among those. B's scales are
+// applied last, and sums overflow where the sum of |A| along a line exceeds 7e33.
+// Sums run in the tensor cores' precision within 128 of K, and in FP32 across them.
 struct GemmOptions {
   float alpha = 1.0f;
-  const float* device_alpha = nullptr;  // on a GPU: one more factor, read when the kernel runs
-  const void* bias = nullptr;           // N values, added to every row; with groups N for each
-  DType bias_dtype = DType::f32;        // f32 where the bias is in host memory
+  const float* device_alpha = nullptr;  // on a GPU: a further factor, read when the kernel runs
+  const void* bias = nullptr;           // N values, added to every row; with groups, N per group
+  DType bias_dtype = DType::f32;        // f32 if the bias is in host memory
   bool accumulate = false;              // add to D (FP32 only) instead of overwriting it
   Previous previous = Previous::any;    // on a GPU
 };
@@ -173,31 +172,32 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
-// What gemm needs of operands of this spec on a kind of device ("cpu", "cuda"), in words; empty
-// when it multiplies them. Which GPU there is, only the call itself asks.
+// What gemm requires of operands of this spec on a kind of device ("cpu", "cuda"), in words; empty
+// when it can multiply them. Only the call itself checks which GPU is present.
 std::string gemm_needs(const QuantSpec& spec, std::string_view device);
 
-// What the operators check of offsets in host memory, for `rows` rows of x; `op` names the operator
-// in the error. Offsets in device memory are not looked at (see quantize): this is for debugging
-// with a copy of them.
+// Checks offsets in host memory as the operators do, for `rows` rows of x; `op` names the operator
+// in the error. Operators do not inspect offsets in device memory (see quantize): call this on a
+// copy of them to debug.
 void check_offsets(const char* op, const Groups& groups, int64_t rows);
 
 // Why an operator cannot run, in the words of its error; empty when it can.
 std::string explain(std::string_view spec, std::string_view layout, std::string_view device);
 
-// Backends of this build.
+// The backends of this build.
 struct Backend {
   std::string name;
   bool available;
   std::string reason;  // why it is not available
 };
 std::vector<Backend> backends();
-// The instruction set in use by the CPU backend, and all this build holds that the machine has.
+// The instruction set that the CPU backend uses, and all that both this build and the machine
+// support.
 std::string instruction_set();
 std::vector<std::string> instruction_sets();
 
-// As the operators above, of arguments that they would take: nothing is checked here, and the
-// calling thread's rounding and subnormals are what they are.
+// Like the operators above, for arguments that those would accept: nothing is checked here, and the
+// calling thread's rounding mode and subnormal handling apply as they are.
 namespace reference {
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options);
 void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, float* out,

@@ -17,8 +17,8 @@ inline constexpr uint32_t kPhiloxW0 = 0x9E3779B9, kPhiloxW1 = 0xBB67AE85;
 inline constexpr int kPhiloxRounds = 7;
 inline constexpr int kElementsPerPhilox = 16;  // one byte each
 
-// Both halves of a product. On a GPU as inline PTX, which is one instruction: to the plain C++ the
-// compiler adds a second one, which adds zero to the upper half.
+// Both halves of a product. On a GPU, inline PTX makes it one instruction: for plain C++ the
+// compiler emits a second one, which adds zero to the upper half.
 struct PhiloxProduct {
   uint32_t low, high;
 };
@@ -49,7 +49,7 @@ BLOCKSCALE_HD constexpr PhiloxBlock philox4x32(PhiloxBlock counter, uint32_t k0,
   return c;
 }
 
-// What keys the random bits of one operand: seed and offset by value. Bit 63 of offset is ignored.
+// The key of one operand's random bits: seed and offset by value. Bit 63 of offset is ignored.
 struct Rng {
   uint64_t seed = 0;
   uint64_t offset = 0;
@@ -65,8 +65,8 @@ BLOCKSCALE_HD constexpr PhiloxBlock random_block(Rng rng, int plane, uint32_t li
                     static_cast<uint32_t>(rng.seed), static_cast<uint32_t>(rng.seed >> 32));
 }
 
-// random_block() for one pos_div_16 and many lines. A line is one word of the counter, which has
-// met all four only after three rounds: what does not depend on it is found once.
+// random_block() for one pos_div_16 and many lines. The line is one word of the counter and needs
+// three rounds to reach all four words: values that do not depend on it are computed once.
 class RandomLines {
  public:
   RandomLines() = default;
@@ -97,7 +97,7 @@ class RandomLines {
   uint32_t first_, second_, third_[2], fourth_, k0_, k1_;
 };
 
-// The 8 bits of one element: byte i%4 (little end first) of word i/4, i = pos % 16.
+// The 8 bits of one element: byte i%4 (little end first) of word i/4, where i = pos % 16.
 BLOCKSCALE_HD constexpr uint32_t random_byte(const PhiloxBlock& block, uint32_t i) {
   return block.word[i / 4] >> (8 * (i % 4)) & 0xFF;
 }

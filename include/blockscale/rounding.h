@@ -6,8 +6,8 @@
 
 namespace blockscale {
 
-// Section 6. `y` is |x * enc|, finite or +Inf; `random` the element's 8 bits. Returns the magnitude
-// code of one of y's two neighbours; y is clamped to the largest value first.
+// Section 6. `y` is |x * enc|, finite or +Inf; `random` is the element's 8 bits. Clamps y to the
+// largest value, then returns the magnitude code of one of its two neighbours.
 //
 // t + random >= 256 with t = (F + 2^(14-m)) >> (15-m) is the same as a carry out of the low 23-m
 // bits of F + 2^(14-m) + random * 2^(15-m), so one integer addition rounds.
@@ -28,9 +28,9 @@ BLOCKSCALE_HD constexpr uint32_t encode_magnitude_stochastic(const FormatTraits&
 enum class ScaleRule : uint8_t { amax, pow2, floor, ceil, even, rceil, two_level };
 enum class ScaleRounding : uint8_t { nearest, up };
 
-inline constexpr float kAmaxFloor = 1e-12f;  // of the `amax` and `pow2` rules
+inline constexpr float kAmaxFloor = 1e-12f;  // for the `amax` and `pow2` rules
 
-// What a block is encoded with: the stored decode scale and the multiplier for its elements.
+// The factors of a block: the stored decode scale and the multiplier that encodes its elements.
 struct FloatScale {
   float scale;
   float inv;
@@ -43,9 +43,9 @@ BLOCKSCALE_HD constexpr FloatScale amax_scale(float amax, float fmax) {
   return {1.0f / inv, inv};
 }
 
-// FP32 scales, rule `pow2`: the smallest power of two >= a'/FMAX of the exact quotient. Comparing
-// a' with FMAX * 2^e decides without rounding: the product is exact in FP32 (FMAX has at most 4
-// significant bits) unless it overflows, where it is larger than any a'.
+// FP32 scales, rule `pow2`: the smallest power of two >= the exact quotient a'/FMAX. Comparing a'
+// with FMAX * 2^e decides without rounding: the product is exact in FP32 (FMAX has at most 4
+// significant bits) unless it overflows, and then it is larger than any a'.
 BLOCKSCALE_HD constexpr FloatScale pow2_scale(float amax, float fmax) {
   const float a = amax > kAmaxFloor ? amax : kAmaxFloor;
   // floor(log2 a) - floor(log2 fmax) is the answer or one below it.
@@ -55,8 +55,8 @@ BLOCKSCALE_HD constexpr FloatScale pow2_scale(float amax, float fmax) {
   return {exp2i(e + up), exp2i(-(e + up))};
 }
 
-// E8M0 rules: the biased byte of a finite block amax, in [0, 254]; `t` and `fmax` are the traits
-// and the largest value of the element.
+// E8M0 rules: the biased byte for a finite block amax, in [0, 254]; `t` and `fmax` are the traits
+// and the largest value of the element format.
 BLOCKSCALE_HD constexpr uint8_t e8m0_byte(ScaleRule rule, const FormatTraits& t, float fmax,
                                           float amax) {
   const int p = static_cast<int>(bit_cast<uint32_t>(fmax) >> 23) - 127;
@@ -82,10 +82,10 @@ BLOCKSCALE_HD constexpr uint8_t e8m0_byte(ScaleRule rule, Format element, float 
 // The exact multiplier 2^(127 - byte) of an E8M0 block.
 BLOCKSCALE_HD constexpr float e8m0_inv(uint8_t byte) { return exp2i(127 - byte); }
 
-// Two-level scaling is of E2M1 elements.
+// Only E2M1 elements have two-level scaling.
 inline constexpr float kE2m1Max = max_value(Format::e2m1);
 
-// Two-level scaling, tensor part: S_enc from the tensor's amax (finite, >= 0).
+// Two-level scaling, tensor level: S_enc from the tensor's amax (finite, >= 0).
 struct OuterScale {
   float enc;
   float dec;
@@ -98,7 +98,7 @@ BLOCKSCALE_HD constexpr OuterScale outer_scale(Format scale, float tensor_amax) 
   return {enc, 1.0f / enc};
 }
 
-// Two-level scaling, block part.
+// Two-level scaling, block level.
 struct BlockScale {
   uint8_t code;
   float enc;
@@ -143,7 +143,8 @@ BLOCKSCALE_HD constexpr uint16_t to_fp16(float x) {
   const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & kAbsMask;
   if (magnitude > kInfBits) return static_cast<uint16_t>(sign | 0x7E00);
   if (magnitude >= 0x47800000) return static_cast<uint16_t>(sign | 0x7C00);  // >= 2^16
-  // To the encoder every code is a number: what rounds up to 2^16 gets the next code, that of Inf.
+  // The encoder takes every code for a number: a value that rounds up to 2^16 gets the next code,
+  // which is Inf.
   constexpr FormatTraits half{"fp16", 5, 10, 15, Special::none, true, false};
   const uint32_t code =
       encode_magnitude(half, bit_cast<float>(magnitude), RoundingDirection::nearest_even);

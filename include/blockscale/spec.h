@@ -22,11 +22,11 @@ struct QuantSpec {
   ScaleRule rule = ScaleRule::amax;
   ScaleRounding scale_rounding = ScaleRounding::nearest;
   Rounding rounding = Rounding::nearest;
-  bool outer = false;  // an FP32 scale of the whole tensor on top of the block scales
+  bool outer = false;  // an FP32 scale for the whole tensor on top of the block scales
   Hadamard hadamard{};
 
   BLOCKSCALE_HD constexpr int block_lines() const { return square ? block : 1; }
-  // Along the contraction axis, what cannot be cut: whole blocks, and whole transforms.
+  // The indivisible length along the contraction axis: whole blocks and whole transforms.
   BLOCKSCALE_HD constexpr int unit() const { return block > hadamard.dim ? block : hadamard.dim; }
   BLOCKSCALE_HD constexpr bool stochastic() const { return rounding == Rounding::stochastic; }
   BLOCKSCALE_HD constexpr bool two_level() const { return rule == ScaleRule::two_level; }
@@ -51,8 +51,8 @@ inline constexpr QuantSpec kAmdfp4{.element = Format::e2m1,
                                    .rule = ScaleRule::two_level,
                                    .outer = true};
 
-// A family is a named spec together with what may be changed in it. Adding a format family is a
-// row of the table in families() (spec.cc).
+// A family is a named spec together with the changes it allows. To add a format family, add a row
+// to the table in families() (spec.cc).
 struct Family {
   const char* name;
   QuantSpec spec;
@@ -60,34 +60,33 @@ struct Family {
   std::vector<ScaleRule> rules;
 };
 const std::vector<Family>& families();
-// The family a valid spec belongs to: the row with its element, scale format and (for FP8, whose
-// two block shapes are two names) block.
+// The family of a valid spec: the row with its element, its scale format and (for FP8, whose two
+// block shapes have separate names) its block.
 const Family& family_of(const QuantSpec& spec);
 
-// Throws Error for a combination that means nothing, with the reason and the remedy.
+// Throws Error, with the reason and the remedy, for a meaningless combination.
 void validate(const QuantSpec& spec);
-// Throws Error, named after `operation`, where no GEMM can multiply operands a and b of these
-// specs.
+// Throws Error, naming `operation`, if no GEMM can multiply operands a and b of these specs.
 void validate_pair(const char* operation, const QuantSpec& a, const QuantSpec& b);
 
-// The canonical text: the family's name, then what differs from the family's spec, in a fixed
+// The canonical text: the family's name, then the differences from the family's spec in a fixed
 // order, e.g. "nvfp4[block=16x16]". parse_spec(to_string(s)) == s for every valid s.
 //   element=e5m2  block=16x16  scale_rule=floor  rounding=nearest|stochastic
 //   scale_rounding=nearest|up  outer=true|false  hadamard=none|16|32|64|128|16:0xd7e8
-// Stochastic two-level specs state their scale_rounding, and transforms their mask, in any case.
-// A transform without a mask has the one of the specification: 0xd7e8 of 16, else 0.
+// Stochastic two-level specs always state their scale_rounding, and transforms their mask.
+// A transform given without a mask has the specification's: 0xd7e8 for size 16, else 0.
 std::string to_string(const QuantSpec& spec);
-// Parses a family's name with or without changes in brackets; validates. An unknown name throws
-// with the nearest, if one is near. rounding=stochastic turns scale_rounding of a two-level spec to
-// `up` unless it is given.
+// Parses and validates a family's name, with or without changes in brackets. The error for an
+// unknown name suggests the nearest one, if any is close. rounding=stochastic sets the
+// scale_rounding of a two-level spec to `up` unless it is given.
 QuantSpec parse_spec(std::string_view text);
-// `changes` in the bracket syntax, without brackets.
+// `spec` with `changes`, in the bracket syntax without the brackets.
 QuantSpec with_changes(const QuantSpec& spec, std::string_view changes);
 
 const char* to_string(ScaleRule rule);
 const char* to_string(ScaleRounding rounding);
 const char* to_string(Rounding rounding);
-// The sign mask as the text of a spec has it: "0xd7e8".
+// The sign mask as written in the text of a spec: "0xd7e8".
 std::string mask_text(const Hadamard& hadamard);
 
 // For n >= 0: n rounded up to a multiple, and n / d rounded up.

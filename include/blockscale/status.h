@@ -7,7 +7,7 @@
 
 namespace blockscale {
 
-// A request that cannot be carried out. Thrown at the boundary, before anything is written.
+// A request that cannot be carried out. Thrown at the API boundary, before anything is written.
 class Error : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;

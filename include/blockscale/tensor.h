@@ -7,16 +7,16 @@
 
 namespace blockscale {
 
-// f32_as_bf16 is FP32 in memory, of which the nearest BF16 is read, as if it had been cast before:
-// for inputs of quantizers and amax.
+// f32_as_bf16 is FP32 in memory that is read as the nearest BF16, as if it had been cast first: for
+// inputs of quantizers and amax.
 enum class DType : uint8_t { f32, bf16, f16, f32_as_bf16 };
 BLOCKSCALE_HD constexpr int dtype_bytes(DType t) {
   return t == DType::bf16 || t == DType::f16 ? 2 : 4;
 }
 
-// A batch of `batch` matrices [rows, columns] of a DType. Strides are in elements, may be
-// anything (0, as here by default, reads the same elements again; negative ones, too), and say
-// where (b, r, c) lies. What is written has no stride of 0 along more than one element.
+// A batch of `batch` matrices [rows, columns] of a DType. Strides, in elements, say where (b, r, c)
+// lies and may have any value: negative ones are allowed, and 0 (the default below) reads the same
+// elements again. An output has no stride of 0 along an extent above 1.
 template <class Pointer>
 struct BasicMatrix {
   Pointer data = nullptr;
@@ -63,31 +63,31 @@ inline void store_element(const Matrix& x, int64_t i, float value) {
 }
 
 // A quantized operand (specification, section 1) of a batch of logical matrices [rows, columns].
-// Each matrix of the batch is its own: its own outer scale and its own scale tiling. With groups it
-// is one matrix, [rows, columns], and so are its groups.
+// Each matrix of the batch has its own outer scale and its own scale tiling. With groups the
+// operand is one matrix [rows, columns], and each group is quantized as a matrix of its own.
 template <class Byte, class Float>
 struct BasicQuantized {
   Byte* codes = nullptr;   // batch x code_bytes
   Byte* scales = nullptr;  // batch x scale_count elements of scale_bytes(spec.scale), aligned
-  Float* outer = nullptr;  // batch, or one a group; only when spec.outer
+  Float* outer = nullptr;  // batch, or one per group; only when spec.outer
   QuantSpec spec{};
   StorageLayout layout{};
   int axis = -1;
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t batch = 1;
-  Groups groups{};  // batch is 1 then
+  Groups groups{};  // if set, batch is 1
 
-  // Of one matrix of the batch, or of the buffers that hold all groups.
+  // The shape of one matrix of the batch, or of the buffers that hold all groups.
   StoredShape shape() const {
     return groups ? grouped_shape(spec, layout, axis, rows, columns, groups.count)
                   : stored_shape(spec, layout, axis, rows, columns);
   }
-  // How many matrices have an outer scale of their own.
+  // The number of matrices that have their own outer scale.
   int64_t matrices() const { return groups ? groups.count : batch; }
 };
-// Throws Error, of the operator `op` and its argument `name`, where the buffers of an operand of
-// these extents, with whatever a layout adds, could be of 2^62 bytes or more, so that sizes would
+// Throws Error, naming the operator `op` and its argument `name`, if the buffers of an operand of
+// these extents, with the padding of any layout, could reach 2^62 bytes, so that sizes would
 // overflow.
 void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
                  int64_t groups);

@@ -7,7 +7,7 @@
 - Tensors: `quantize`, `quantize_dual`, `amax`, `dequantize`, `relayout`, `matmul`,
   `grouped_matmul`.
 - What decides the bits: `spec`, `recipe`, `Rng`.
-- What it costs: `measure`.
+- Quantization error: `measure`.
 - What runs where: `describe`, `explain`, and the command `blockscale doctor`.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from blockscale import _exported as _exported  # registers a derivative
 from blockscale import _fakes as _fakes  # registers the fake kernels
-from blockscale import _flops as _flops  # registers what products count for
+from blockscale import _flops as _flops  # registers FLOP counts
 from blockscale import nn
 from blockscale._core import describe, explain, facts
 from blockscale.convert import Report, convert, revert

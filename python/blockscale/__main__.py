@@ -1,4 +1,4 @@
-"""`python -m blockscale`: the command, where its script is not on the path."""
+"""`python -m blockscale`: the command, for when its script is not on the path."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""What the operators take, as they take it: refused in this package's words, since PyTorch's fill a
-page."""
+"""Checks and converts the operators' arguments, with this package's error messages: PyTorch's would
+fill a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_spec(operation: str, name: str, value: object) -> Spec:
         raise ValueError(reword(str(error), operation, name)) from None
 
 
-# What arguments are in words, and their types.
+# Arguments' types: in words, and as classes.
 _DTYPE = ("a torch.dtype", (torch.dtype,))
 _KINDS: Final[dict[str, tuple[str, tuple[type, ...]]]] = {
     "dtype": _DTYPE,
@@ -42,12 +42,12 @@ def check_type(operation: str, name: str, value: object) -> None:
 def check_layout_of(operation: str, name: str, s: Spec, value: object) -> None:
     if not isinstance(value, str):
         fail_type(operation, name, value, "a layout's name such as 'linear'")
-    if not torch.compiler.is_compiling():  # which cannot ask the core; the operator does
+    if not torch.compiler.is_compiling():  # compiled code cannot ask the core; the operator does
         check_layout(operation, name, s, value)
 
 
 def check_origin(operation: str, value: object) -> list[int]:
-    """As the operators take it, empty for none."""
+    """The origin as the operators take it, empty for None."""
     if value is None:
         return []
     place = [integer(v) for v in value] if isinstance(value, list | tuple) else [None]
@@ -106,8 +106,8 @@ def check_amax(
         number = float(value)
     except OverflowError:
         fail(operation, name, "an int beyond any float", need)
-    # NaN in a tensor is data and makes the result NaN; as a number it is a mistake. (No isnan():
-    # in compiled code the number may be a symbol.)
+    # NaN in a tensor is data and makes the result NaN; as a plain number it is a mistake. (No
+    # isnan(): in compiled code the number may be a symbol.)
     if not number >= 0:
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
     if torch.finfo(torch.float32).max < number < math.inf or 0 < number < 2**-149:

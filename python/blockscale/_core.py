@@ -16,7 +16,7 @@ from blockscale._errors import fail_type
 if TYPE_CHECKING:
     from blockscale.recipe import Spec
 
-# The C functions, and how many texts each is asked with.
+# The C functions, and the number of texts that each takes.
 _FUNCTIONS: Final = {
     "bs_describe": 0,
     "bs_backends": 0,
@@ -55,8 +55,8 @@ _library = _load()
 
 
 def _ask(name: str, *texts: str) -> str:
-    """The answer of one C function; ValueError with its text when it fails."""
-    # C would take a NUL for the end, and read another text than was given.
+    """The answer of one C function; raises ValueError with its text if it fails."""
+    # C would stop at a NUL, and read a different text than was given.
     given = [t.encode(errors="backslashreplace").replace(b"\0", rb"\x00") for t in texts]
     capacity = 4096
     while True:
@@ -77,41 +77,42 @@ def _facts() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """What this build holds, wherever it runs: `describe` without the backends. Wakes no GPU."""
+    """What this build contains, wherever it runs: `describe` without the backends. Does not
+    initialize a GPU."""
     answer: dict[str, Any] = json.loads(_facts())
     return answer
 
 
 def describe() -> dict[str, Any]:
-    """What this build holds, and what of it this machine can run.
+    """What this build contains, and what of it this machine can run.
 
     Returns:
-        A new dict with the keys
+        A new dict with the keys:
 
         - version: text.
-        - instruction_sets: those that the CPU backend was built for and this machine has, the best
-          first, in the names of the library Highway: "AVX3" is AVX-512, also with an ending such as
-          "AVX3_SPR" for later parts of it; "AVX2", "SSE4", ... are what they say.
-        - instruction_set: the one in use, the first of them.
+        - instruction_sets: those that the CPU backend was built for and this machine has, best
+          first, with the names of the Highway library: "AVX3" is AVX-512, with a suffix such as
+          "AVX3_SPR" for later extensions; "AVX2", "SSE4", ... mean what they say.
+        - instruction_set: the one in use, the first of these.
         - specs: the named specs.
         - elements: dicts of name, bits (of a code) and max (the largest value).
         - scales: the formats of block scales.
-        - layouts: dicts of name, applies (to "codes", "scales" or "both"), scale_bytes (of a scale
-          that it takes; 0: any), row_multiple and column_multiple (what it pads a matrix to, in
-          rows and in columns of what is stored).
-        - hadamard_sizes: the transforms that specs may have.
-        - backends: dicts of name, available and reason (why it is not; else empty).
+        - layouts: dicts of name, applies (to "codes", "scales" or "both"), scale_bytes (the bytes
+          of a scale that it takes; 0: any), row_multiple and column_multiple (the multiples that it
+          pads a matrix to, in stored rows and columns).
+        - hadamard_sizes: the transform sizes that specs may have.
+        - backends: dicts of name, available and reason (why it is not available; else empty).
     """
     return {**facts(), "backends": json.loads(_ask("bs_backends"))}
 
 
-# Facts of every layout by its name.
+# The facts of every layout, by name.
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {fact["name"]: fact for fact in facts()["layouts"]}
 
 
 @functools.cache
 def spec_facts(text: str) -> dict[str, Any]:
-    """Parse and validate a spec text; ValueError for one that means nothing."""
+    """Parse and validate a spec text; raises ValueError for a meaningless one."""
     facts: dict[str, Any] = json.loads(_ask("bs_spec", text))
     return facts
 
@@ -125,7 +126,7 @@ def spec_facts_with(text: str, changes: str) -> dict[str, Any]:
 
 @functools.cache
 def layout_refusal(spec: str, layout: str) -> str:
-    """What is wrong with a layout, by itself or for operands of `spec`; "" for nothing."""
+    """What is wrong with a layout, in itself or for operands of `spec`; "" if nothing is."""
     return _ask("bs_explain", spec, layout, "cpu")
 
 
@@ -135,23 +136,23 @@ def explain(
     device: str | torch.device = "cpu",
     operation: str = "",
 ) -> str:
-    """Why `spec` in `layout` cannot run on `device`, or how operands of it are multiplied there.
+    """Why `spec` in `layout` cannot run on `device`, or how its operands are multiplied there.
 
     Never raises for a bad name: the refusal is the answer.
 
     Args:
-        spec: a Spec, or a spec's text such as "nvfp4".
+        spec: a Spec, or the text of one, such as "nvfp4".
         layout: as for `quantize`.
-        device: "cpu", "cuda", or a torch.device; of several GPUs it is the current one.
+        device: "cpu", "cuda", or a torch.device; of several GPUs, the current one is meant.
         operation: "" to ask about the operators on one operand; "matmul" or "grouped_matmul" to ask
             how two operands of this spec are multiplied.
 
     Returns:
-        What the error would say, in one line. When there is none: "", or with `operation` the
-        kernel or path of the product in words.
+        The message of the error, in one line. If there is none: "", or with `operation` a
+        description of the kernel or path of the product.
 
     Raises:
-        TypeError: an argument of another type than these.
+        TypeError: an argument of any other type.
     """
     from blockscale.recipe import Spec
     from blockscale.recipe import spec as parsed
@@ -179,8 +180,8 @@ def explain(
 
 
 def widens(a: Spec, weight: Spec, groups: int, device: torch.device) -> bool:
-    """Whether `quantize_weight` widens a weight for products with operands of spec `a`, whose rows
-    so many groups (or 0) divide, on this device."""
+    """Whether `quantize_weight` widens a weight on this device for products with operands of spec
+    `a`, whose rows are in `groups` groups (0: none)."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device) if torch.cuda.is_available() else contextlib.nullcontext():
@@ -189,5 +190,5 @@ def widens(a: Spec, weight: Spec, groups: int, device: torch.device) -> bool:
 
 @functools.cache
 def matmul_needs(spec: str, device: str) -> str:
-    """What `matmul` still needs for operands of `spec` on a kind of device; "" when it can run."""
+    """What `matmul` lacks for operands of `spec` on a kind of device; "" if it can run."""
     return _ask("bs_matmul_needs", spec, device)

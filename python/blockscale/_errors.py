@@ -20,7 +20,7 @@ def message(operation: str, argument: str, got: object, need: str, remedy: str =
 
 
 def fail(operation: str, argument: str, got: object, need: str, remedy: str = "") -> NoReturn:
-    """Raise ValueError: a value of the right type that cannot be used."""
+    """Raise ValueError for a value of the right type that cannot be used."""
     raise ValueError(message(operation, argument, got, need, remedy))
 
 
@@ -31,7 +31,7 @@ def fail_type(operation: str, argument: str, got: object, need: str, remedy: str
 
 
 def fail_offsets(operation: str, got: object) -> NoReturn:
-    """Raise TypeError: offsets that are no tensor."""
+    """Raise TypeError for offsets that are not a tensor."""
     need = "a tensor of the cumulative ends of groups, [G] int32 or int64"
     fail_type(operation, "offsets", got, need, "torch.tensor(ends, device=x.device)")
 
@@ -43,21 +43,21 @@ def kind_of(got: object) -> str:
 
 
 def reword(refusal: str, operation: str, argument: str) -> str:
-    """What the core says of a spec or layout by itself, such as "spec: block = 3x3; need ...", said
-    of the argument of an operation: "quantize: spec.block = 3x3; need ..."."""
+    """Turn the core's message about a spec or layout alone, such as "spec: block = 3x3; need ...",
+    into one about an operation's argument: "quantize: spec.block = 3x3; need ..."."""
     return f"{operation}: {argument}.{refusal.partition(': ')[2]}"
 
 
 def typed(error: Exception) -> Exception:
-    """An operator's error as PyTorch's own raise it: a GPU's lack of memory as OutOfMemoryError,
-    which what makes batches smaller catches; through the stable ABI every failure is a
-    RuntimeError. Others as they are."""
+    """An operator's error with the type that PyTorch's own would have: lack of GPU memory becomes
+    OutOfMemoryError, which code that reduces batch sizes catches (through the stable ABI every
+    failure is a RuntimeError). Other errors stay as they are."""
     lacks_memory = type(error) is RuntimeError and "out of memory. Tried to allocate" in str(error)
     return torch.OutOfMemoryError(str(error)) if lacks_memory else error
 
 
 def as_pytorch_raises(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function with errors that are `typed`."""
+    """Wrap a function so that its errors are `typed`."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -73,11 +73,11 @@ def as_pytorch_raises(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def integer(value: object) -> int | None:
-    """Any type's integer, such as NumPy's, as an int; None for what is none. A bool is a mistake,
-    and a tensor might have to be waited for."""
+    """An integer of any type, such as NumPy's, as an int; None for anything else: a bool is a
+    mistake, and reading a tensor might synchronize."""
     if isinstance(value, bool | torch.Tensor):
         return None
-    if isinstance(value, int | torch.SymInt):  # a symbol stays one
+    if isinstance(value, int | torch.SymInt):  # a symbol stays a symbol
         return value  # type: ignore[return-value]
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def integer(value: object) -> int | None:
 
 
 def any_device(operation: str, device: Any) -> torch.device:
-    """What `.to()` is given, refused where it names no device."""
+    """The device given to `.to()`; refuses anything that names none."""
     try:
         return torch.device(device)
     except (TypeError, RuntimeError):
@@ -96,7 +96,7 @@ def any_device(operation: str, device: Any) -> torch.device:
 
 
 def any_int(operation: str, argument: str, value: object, need: str = "an int") -> int:
-    """The int that a value is, refused where it is none."""
+    """The value as an int; refuses anything that is not an integer."""
     number = value if type(value) is int else integer(value)
     if number is None:
         fail_type(operation, argument, value, need)
@@ -104,7 +104,7 @@ def any_int(operation: str, argument: str, value: object, need: str = "an int") 
 
 
 def check_int(operation: str, argument: str, value: object, need: str = "an int") -> int:
-    """The same, refused where it is none of 64 bits."""
+    """The same, but also refuses ints beyond 64 bits."""
     number = any_int(operation, argument, value, need)
     if type(number) is int and not -(1 << 63) <= number < 1 << 63:
         fail(operation, argument, number, "ints of 64 bits")
@@ -112,8 +112,8 @@ def check_int(operation: str, argument: str, value: object, need: str = "an int"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What begins with `name`, or is spelled most like it, upper and lower case alike; None where
-    nothing is close by the measure of difflib, whose default keeps "explain" from "train"."""
+    """The known name that begins with `name`, or is spelled most like it, ignoring case; None if
+    none is close by difflib's measure, whose default cutoff keeps "explain" apart from "train"."""
     spelled = {other.lower(): other for other in known}
     begun = [other for other in spelled if name and other.startswith(name.lower())]
     close = begun or difflib.get_close_matches(name.lower(), spelled, n=1)
@@ -121,6 +121,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The remedy that names the `nearest`; empty where there is none."""
+    """The remedy that names the `nearest`; empty if there is none."""
     close = nearest(name, known)
     return "" if close is None else f"did you mean {close!r}?"

@@ -1,5 +1,5 @@
-"""The derivative of `linear` in programs of torch.export, which keep operators and no
-autograd.Function. Importing this registers it."""
+"""The derivative of `linear` in programs of torch.export, which keep operators but no
+autograd.Function. Importing this module registers it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _recipe_of(text: str) -> Recipe:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, w, bias, *rest = inputs
     db = bias is not None and ctx.needs_input_grad[2]
-    # What it saves, of a forward that has been.
+    # Saves what a forward would, for one that has already run.
     call = (lambda *_: output, _recipe_of(rest[0]), tuple(rest), db, None)
     LinearFunction.forward(ctx, x, w, bias, call)
     ctx.of_lists = [None if one is None else [None] * len(one) for one in rest[7:]]

@@ -1,5 +1,5 @@
 """Fake kernels of all operators: shape, dtype and stride of every result, without data. Importing
-this registers them, and that no operator has a derivative."""
+this module registers them, and registers that no operator has a derivative."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LIBRARY: Final = torch.library.Library("blockscale", "IMPL")  # type: ignore[no
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
     """Register the fake kernel of an operator.
 
-    PyTorch also calls it where one argument of many is on meta: the result would be memory that
-    nobody has written.
+    PyTorch also calls it if only some arguments are on meta: the result would be uninitialized
+    memory.
     """
     signature, stand_ins = inspect.signature(fake), _STAND_INS.get(name)
 
@@ -56,12 +56,12 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Whether extents are known only when the operator runs, which then looks at them."""
+    """Whether extents are known only when the operator runs; it then checks them."""
     return any(isinstance(extent, torch.SymInt) for extent in _extents(value))
 
 
 def _extents(value: Any) -> list[Any]:
-    """Those of a tensor, or of an argument that is one or several itself."""
+    """The extents of a tensor, or of an argument that is itself one or several extents."""
     extents = value.shape if isinstance(value, torch.Tensor) else value
     return list(extents) if isinstance(extents, list | tuple) else [extents]
 
@@ -69,8 +69,8 @@ def _extents(value: Any) -> list[Any]:
 def _let_refuse(
     name: str, arguments: dict[str, Any], stand_ins: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    """Call the operator itself, on the CPU, so that there is one place that refuses what it cannot
-    take: with tensors of the same dtypes and ranks, but without an element to work on."""
+    """Call the operator itself on the CPU, so that only one place refuses what it cannot take. The
+    stand-in tensors have the same dtypes and ranks, but no elements."""
     with _disable_current_modes():
         small = stand_ins(arguments)
         rest = {key: value for key, value in arguments.items() if key not in small}
@@ -80,7 +80,7 @@ def _let_refuse(
         except ValueError as error:
             text = str(error)
             for key, said in (("x", " x.shape = "), ("shape", " shape = ")):
-                if key in small:  # with the extents that were given
+                if key in small:  # with the given extents
                     got, given = _extents(small[key]), _extents(arguments[key])
                     text = text.replace(f"{said}{got};", f"{said}{given};")
             raise ValueError(text) from None
@@ -92,7 +92,7 @@ def _zeros(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Te
 
 
 def _emptied(shape: Sequence[int], batch_dims: int) -> list[int]:
-    """Extents of matrices without rows and columns."""
+    """The shape, with matrices of no rows and columns."""
     return [n if d < batch_dims else min(n, 0) for d, n in enumerate(shape)]
 
 
@@ -109,7 +109,7 @@ def _small_w(arguments: dict[str, Any]) -> dict[str, Any]:
 def _small_stored(
     arguments: dict[str, Any], prefix: str, s: Spec, axis: int, shape: Sequence[int], layout: str
 ) -> dict[str, Any]:
-    """The tensors of an operand of this shape, an empty one."""
+    """The tensors of an empty operand of this shape."""
     offsets = arguments["offsets"]
     batch_dims = len(shape) - 2
     groups = 0 if offsets is None or batch_dims else offsets.numel()
@@ -122,13 +122,13 @@ def _small_operand(arguments: dict[str, Any]) -> dict[str, Any]:
     shape, s = arguments["shape"], spec(arguments["spec"])
     layout = arguments.get("layout") or arguments["from_layout"]
     small = {"shape": _emptied(shape, len(shape) - 2)}
-    if len(shape) not in (2, 3) or min(shape) < 0:  # refused before the tensors are looked at
+    if len(shape) not in (2, 3) or min(shape) < 0:  # refused before the tensors are checked
         return small | {key: _zeros(arguments[key], [0]) for key in ("codes", "scales")}
     return small | _small_stored(arguments, "", s, arguments["axis"], small["shape"], layout)
 
 
 def _small_pair(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A product of no rows with those of b, over nothing: a bias has to fit these."""
+    """A product of no rows with b's rows, over a contraction of 0: a bias must fit b's rows."""
     offsets, axis, rows = arguments["offsets"], arguments["axis"], arguments["b_rows"]
     small: dict[str, Any] = {"a_rows": 0, "k": 0}
     for prefix, lines in (("a_", 0), ("b_", rows)):
@@ -289,8 +289,8 @@ def _fake_matmul(
 def _fake_kept(
     x: torch.Tensor, operands: list[tuple[torch.Tensor, Spec, int, int]], axis: int, offset: bool
 ) -> torch.Tensor:
-    """The memory of operands of (a tensor, by a spec, in groups, as a batch), stored as GEMMs read
-    them."""
+    """The memory of operands, stored as GEMMs read them; each is given as (tensor, spec, groups,
+    batch)."""
     size = 0
     behind = torch.int64.itemsize if offset else 0
     for tensor, s, groups, batch_dims in operands:
@@ -369,7 +369,7 @@ def _fake_quantize_input(
 
 
 def _fake_wide(w: torch.Tensor, axis: int) -> torch.Tensor:
-    """The memory of a weight in MXFP4 as the FP8 GEMM reads it, with a scale for each line."""
+    """The memory of an MXFP4 weight as the FP8 GEMM reads it, with a scale for each line."""
     wide = spec("fp8_128x128", element="e5m2")
     shapes = stored_shapes(wide, axis, w.shape, gemm_layout(wide), w.dim() - 2, 0)
     lines = math.prod(w.shape[:-2]) * w.shape[-2 if axis == -1 else -1]
@@ -465,7 +465,7 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
 }
 for _name, _fake in _FAKES.items():
     register_fake(_name, _fake)
-    # No result requires a gradient, whatever the arguments do: derivatives are those of
-    # autograd.Function in functional.py. By default PyTorch would warn in the backward, and go on.
-    if _name != "linear_exported":  # which has one: _exported.py
+    # No result requires a gradient, whatever the arguments require: derivatives are those of the
+    # autograd.Function in functional.py. By default PyTorch would only warn in the backward.
+    if _name != "linear_exported":  # it has a derivative: _exported.py
         _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

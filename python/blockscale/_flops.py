@@ -1,5 +1,5 @@
-"""What torch.utils.flop_counter counts for the operators: a multiplication and an addition for each
-product of values, as for torch.mm. Importing this registers it."""
+"""What torch.utils.flop_counter counts for the operators: a multiplication and an addition per
+product of values, as for torch.mm. Importing this module registers it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ops = torch.ops.blockscale
 
 
 def _linear(x: Shape, w: Shape, **_: Any) -> int:
-    return 2 * math.prod(x) * w[-2]  # each row by the one matrix that is its own
+    return 2 * math.prod(x) * w[-2]  # each row times its own matrix
 
 
 def _gradients(
@@ -35,7 +35,7 @@ def _matmul(a_rows: int, b_rows: int, k: int, **_: Any) -> int:
 
 
 def _by_name(op: Any, formula: Callable[..., int]) -> Callable[..., int]:
-    """The formula of a call's arguments by their names in the operator's schema."""
+    """Call the formula with a call's arguments by their names in the operator's schema."""
     names = [argument.name for argument in op.default._schema.arguments]
 
     def count(*call: Any, out_val: Any = None, **named: Any) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# What wrappers put into the names of what they wrap. A layer's random bits must not depend on
-# whether it is compiled, checkpointed, replicated or sharded.
+# Name components that wrappers add. A layer's random bits must not depend on whether it is
+# compiled, checkpointed, replicated or sharded.
 _WRAPPED = frozenset(
     {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 )
@@ -13,14 +13,15 @@ REPLICATORS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
-    """Every module with its qualified names, without what wrappers add; the first, by which
-    `named_modules` knows it, comes first."""
+    """Every module with its qualified names, without components that wrappers add. The name that
+    `named_modules` gives comes first."""
     names: dict[torch.nn.Module, dict[str, None]] = {}
     _add_names("", model, names, frozenset())
     return {module: list(known) for module, known in names.items()}
 
 
-# No function inside the other: it would refer to itself, and keep the model until it is collected.
+# Not a nested function: that would refer to itself, and keep the model alive until garbage
+# collection.
 def _add_names(
     name: str,
     module: torch.nn.Module,
@@ -38,15 +39,16 @@ def _add_names(
 
 
 def by_first_name(names: dict[torch.nn.Module, list[str]]) -> dict[str, torch.nn.Module]:
-    """Each module by its first name; of a wrapper and what it wraps, which share it, the latter."""
+    """Each module by its first name. A wrapper and what it wraps share a name: it stands for the
+    latter."""
     return {known[0]: module for module, known in names.items()}
 
 
 def shown(name: str) -> str:
-    """A qualified name as messages spell it: the model itself has none."""
+    """A qualified name as messages write it: the model itself has none."""
     return name or "(root)"
 
 
 def is_part(entry: str, name: str) -> bool:
-    """`entry` is a run of whole components of a dotted name."""
+    """Whether `entry` is a run of whole components of a dotted name."""
     return bool(entry) and f".{entry}." in f".{name}."

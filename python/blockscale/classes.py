@@ -1,4 +1,5 @@
-"""Classes that `convert` makes: one of ours before that of a module, whose other methods stay."""
+"""Classes that `convert` makes: one of ours precedes a module's own class, whose other methods
+stay."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from blockscale.nn import Layer, Linear
 
 _CLASS: Final = "_blockscale_class"
-# What a subclass may not have of its own where the forward of nn.Linear is to be replaced.
+# Attributes that a subclass must not define if its nn.Linear forward is to be replaced.
 _FORWARD: Final = ("forward", "__call__", "_call_impl", "__getattr__", "weight", "bias")
 
 
 def class_of(ours: type[Layer], plain: type[torch.nn.Module]) -> type[Layer]:
-    """Modules of class `plain` as ours. There is one for each, which `plain` keeps, so that both go
-    when nobody uses them."""
+    """Our class for modules of class `plain`. There is one per `plain`, which keeps it, so that
+    both are freed when unused."""
     made: type[Layer] | None = vars(plain).get(_CLASS)
     if made is None:
 
-        def reduce(self: Layer, protocol: Any) -> Any:  # of a class that no module names
+        def reduce(self: Layer, protocol: Any) -> Any:  # pickle cannot find the class by name
             return _empty, (ours, plain), self.__getstate__()
 
         own = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
@@ -35,23 +36,23 @@ def _empty(ours: type[Layer], plain: type[torch.nn.Module]) -> Layer:
 
 
 def why_none(ours: type[Layer], module: torch.nn.Module) -> str:
-    """Why there can be no class of ours before that of a module; "" when there can."""
+    """Why a class of ours cannot precede a module's class; "" if it can."""
     kind = type(module)
     layers = [of for of in ours.__mro__ if issubclass(of, Layer)]
     names = {name for of in layers for name in (*vars(of), *of.__annotations__)}
     theirs = {*dir(kind), *vars(module), *module._parameters, *module._buffers, *module._modules}
     if taken := sorted(names & theirs - {"weight", *dir(torch.nn.Linear)}):
         return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
-    try:  # now, since nothing may fail once convert has begun to change a model
+    try:  # now: nothing may fail once convert has begun to change a model
         class_of(ours, kind)
-    except Exception as error:  # whatever its metaclass or __init_subclass__ wants
+    except Exception as error:  # anything that its metaclass or __init_subclass__ raises
         return f"{kind.__name__} cannot be subclassed: {error}"
     return ""
 
 
 def why_not_linear(module: torch.nn.Linear) -> str:
-    """Why `convert` cannot take a module of a subclass of nn.Linear; "" when it can: its forward is
-    that of nn.Linear."""
+    """Why `convert` cannot take a module of a subclass of nn.Linear; "" if it can, as its forward
+    is that of nn.Linear."""
     kind = type(module)
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return f"{kind.__name__} is read by nn.MultiheadAttention, past its forward"

@@ -31,17 +31,17 @@ from blockscale.rng import RngState
 from blockscale.sharded import check_gathered, gathered_spec, gathers_codes
 from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer, values_of
 
-# PyTorch's encoder has a kernel for inference that reads parameters past the forward of its linear
-# layers: whose attribute allows it, and the value that does not.
+# PyTorch's encoder has an inference kernel that reads the parameters of its linear layers without
+# calling their forward: the class and attribute that allow it, and the value that does not.
 _FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
     (torch.nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (torch.nn.TransformerEncoder, "use_nested_tensor", False),
 )
 
 
-_NO_LINEAR = " is not nn.Linear"  # with the kind of a module before it
+_NO_LINEAR = " is not nn.Linear"  # after the kind of a module
 
-# What counts the steps of models that were reverted: their optimizers still do so.
+# The states of reverted models, in which their optimizers still count steps.
 _REVERTED: weakref.WeakKeyDictionary[torch.nn.Module, RngState] = weakref.WeakKeyDictionary()
 
 
@@ -52,12 +52,12 @@ class Report:
     Attributes:
         converted: (qualified name, recipe) of every converted layer.
         skipped: (qualified name, reason) of every other module that has parameters of its own.
-        unused: rules that decided nothing, as others come before them (or `skip` does).
+        unused: rules that decided nothing, as earlier rules or `skip` take precedence.
     """
 
     converted: list[tuple[str, Recipe]]
     skipped: list[tuple[str, str]]
-    unused: Sequence[str] = ()  # as in reports that were saved before there was any
+    unused: Sequence[str] = ()  # as in reports saved before this attribute existed
 
     def __str__(self) -> str:
         rows = [(shown(name), str(recipe)) for name, recipe in self.converted]
@@ -72,7 +72,7 @@ class Report:
     __repr__ = __str__
 
 
-# What torch.load may make: a report is data.
+# What torch.load may construct: a report is data.
 torch.serialization.add_safe_globals([Report])
 
 
@@ -84,44 +84,43 @@ def convert(
     seed: int | None = None,
     experts: Sequence[str] | Set[str] = (),
 ) -> Report:
-    """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place; so those of subclasses
-    that have its forward.
+    """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place, including instances of
+    subclasses that inherit its forward.
 
-    A `blockscale.nn.GroupedLinear` gets the recipe; one that is left alone keeps its own. Modules,
-    parameters and state_dict keys stay the same objects and names. Converting again changes what is
-    different and keeps the count of steps, also after `revert`, which undoes it. Call `attach`
-    next.
+    A `blockscale.nn.GroupedLinear` gets the recipe, or keeps its own if it is left alone. Modules
+    and parameters stay the same objects, and state_dict keys the same names. Converting again
+    changes only what is different and keeps the count of steps, also after `revert`, which undoes
+    the conversion. Call `attach` next.
 
-    Experts of other libraries, Transformers' among them, are modules that hold matrices [E, N, K]
-    or [E, K, N] and multiply by `torch.nn.functional.grouped_mm`: of those named in `experts` these
-    products become `grouped_linear`'s, and the rest of their forward stays theirs.
+    Experts of other libraries, such as Transformers, are modules that hold matrices [E, N, K] or
+    [E, K, N] and multiply by `torch.nn.functional.grouped_mm`. In those named in `experts`,
+    `grouped_linear` computes these products; the rest of their forward stays as it is.
 
     Args:
-        model: its outermost module: its forward is what counts as a forward (docs/rng.md). Of a
-            model in DistributedDataParallel, what it wraps is converted.
+        model: the outermost module, whose forward is what counts as a forward (docs/rng.md). If it
+            is a DistributedDataParallel, the module that it wraps is converted.
         recipe: for layers that no rule matches.
         rules: {regular expression: recipe or None}, searched in the qualified names of linear
-            layers that `skip` does not name; the first that matches decides, None leaves the layer
-            alone.
-        skip: layers left alone, whatever the rules say of them: a name, or a part of one between
-            dots; "lm_head" also skips "model.lm_head" and everything inside it. Of a module that
-            has several names each counts, here and in rules.
-        experts: modules of experts to convert too, named as in `skip`; of each it is the forward
-            that counts, not what others do with its parameters. With gradients a forward has to
-            multiply by grouped_mm at least once, which is looked at then; what it multiplies
-            otherwise stays in high precision.
-        seed: of the random bits, any int. None keeps that of a model that is converted, or was
-            before `revert`, or of parts that are and have the same; of others it is 0.
+            layers that `skip` does not name. The first match decides; None leaves the layer alone.
+        skip: layers to leave alone, whatever the rules say: a name, or a part of one between dots;
+            "lm_head" also skips "model.lm_head" and everything inside it. If a module has several
+            names, each one counts, here and in rules.
+        experts: modules of experts to convert too, named as in `skip`. Only products in a module's
+            own forward are replaced, not what other code computes from its parameters. A forward
+            with gradients must multiply by grouped_mm at least once, which is checked when it runs;
+            products that it computes in other ways stay in high precision.
+        seed: of the random bits, any int. None keeps the seed of a model that is converted, or was
+            before `revert`, or of converted parts that share one; otherwise it is 0.
 
     Returns:
-        A Report, which prints as a table: each module, its recipe, or why it was left alone.
+        A Report, which prints as a table: each module with its recipe, or why it was left alone.
 
     Raises:
         TypeError, ValueError: an unknown recipe; a rule, skip or experts that match nothing, or a
-            rule with a recipe or experts that match only what cannot be converted; a model with
-            nothing to convert, or a part of a converted one; a recipe that does not run
-            where a layer lies; a layer that is to change while FSDP2 gathers its codes, or that
-            something else has changed since it was converted. Nothing is changed then.
+            rule with a recipe or experts that match only modules that cannot be converted; a model
+            with nothing to convert, or a part of a converted one; a recipe that does not run on a
+            layer's device; a layer that would change while FSDP2 gathers its codes, or that
+            something else has changed since it was converted. Nothing is changed if it raises.
     """
     _check_types(model, rules, skip, seed, experts)
     model = _unwrapped(model)
@@ -133,7 +132,7 @@ def convert(
         [rule for rule in rules or () if all(step.rule != rule for step in plan)],
     )
     if not report.converted:
-        # Layers before what never is one.
+        # Layers before modules that never are layers.
         skipped = sorted(report.skipped, key=lambda of: of[1].endswith(_NO_LINEAR))
         why = "; ".join(f"{shown(name)}: {reason}" for name, reason in skipped[:4])
         fail(
@@ -152,14 +151,14 @@ def convert(
     _check_restorable("convert", model, left)
 
     state = root_state(model) or _REVERTED.pop(model, None)
-    # Else that of a converted part, whose count goes on, or of layers built by hand.
+    # Otherwise the state of a converted part, whose count continues, or of layers built by hand.
     state = state or _joined(states_of(model))
     state.seed = state.seed if seed is None else any_int("convert", "seed", seed)
-    state.draws = False  # until a layer's recipe does
+    state.draws = False  # until a layer's recipe draws bits
     for step in plan:
         if isinstance(step.what, Recipe):
             if not isinstance(step.module, Layer):
-                # Past a __setattr__ of its own, as Layer.configure.
+                # Bypasses the module's own __setattr__, as Layer.configure does.
                 object.__setattr__(step.module, "__class__", _converted(type(step.module)))
             assert isinstance(step.module, Layer)
             step.module.configure(step.what, state, step.name)
@@ -173,21 +172,21 @@ def convert(
 
 
 def revert(model: torch.nn.Module) -> list[str]:
-    """Make every converted layer of `model` a plain `nn.Linear` again, and experts what they were,
-    in place.
+    """Make every converted layer of `model` a plain `nn.Linear` again, in place, and restore
+    experts.
 
-    A `GroupedLinear` stays as it is, and the model goes on counting for it. An attached optimizer
-    goes on counting steps, for a `convert` that may follow.
+    A `GroupedLinear` stays as it is, and the model continues to count forwards for it. An attached
+    optimizer continues to count steps, for a later `convert`.
 
     Args:
-        model: a module; of one in DistributedDataParallel, what it wraps.
+        model: a module; if it is a DistributedDataParallel, the module that it wraps is reverted.
 
     Returns:
         The qualified names of the layers that are plain again.
 
     Raises:
-        TypeError, ValueError: not a model, or a converted layer has another class or forward by
-            now, such as fully_shard's, or FSDP2 gathers its codes.
+        TypeError, ValueError: not a model; or a converted layer has got another class or forward,
+            such as fully_shard's; or FSDP2 gathers its codes.
     """
     check_model("revert", model)
     model = _unwrapped(model)
@@ -210,11 +209,11 @@ class _Step:
     name: str
     module: torch.nn.Module
     what: Recipe | str  # its recipe, or why it is left alone
-    rule: str | None = None  # that says so
+    rule: str | None = None  # the rule that decided
 
 
 def _converted(plain: type[torch.nn.Module]) -> type[Layer]:
-    """The class that a module of another one gets."""
+    """The class that a module of class `plain` gets."""
     if plain is torch.nn.Linear:
         return Linear
     return class_of(Linear if issubclass(plain, torch.nn.Linear) else Experts, plain)
@@ -244,7 +243,7 @@ def _check_types(model: object, rules: object, skip: object, seed: object, exper
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside what replicates it."""
+    """The model inside a wrapper that replicates it."""
     while isinstance(model, REPLICATORS):
         model = model.module
     return model
@@ -268,7 +267,7 @@ def _plan(
     reasons = {
         module: _unfit(module, module in chosen)
         for module in names
-        # A layer may hold its weight further down, or FSDP may hold it.
+        # A layer's weight may be in a submodule, or held by FSDP.
         if isinstance(module, Layer | torch.nn.Linear) or _has_own_parameters(module)
     }
     _check_fit(
@@ -297,7 +296,8 @@ def _has_own_parameters(module: torch.nn.Module) -> bool:
 
 
 def _has_no_plain_form(module: torch.nn.Module) -> TypeGuard[Layer]:
-    """A layer of ours that PyTorch has none of to go back to: it keeps a recipe."""
+    """Whether it is a layer of ours without a PyTorch counterpart to revert to: it keeps a
+    recipe."""
     return isinstance(module, Layer) and module.plain is None
 
 
@@ -307,7 +307,7 @@ def _check_rules(
     reasons: Mapping[torch.nn.Module, str],
     experts: set[torch.nn.Module],
 ) -> None:
-    """A rule that applies to nothing is a mistake in its expression."""
+    """Refuse rules that apply to nothing: the expression is a mistake."""
     kinds = (torch.nn.Linear, Layer)
     layers = [m for m in names if isinstance(m, kinds) or m in experts]
     linears = [name for layer in layers for name in names[layer]]
@@ -330,7 +330,7 @@ def _check_fit(
     names: Mapping[torch.nn.Module, list[str]],
     reasons: Mapping[torch.nn.Module, str],
 ) -> None:
-    """Of the modules that were asked for by an entry at least one has to be converted."""
+    """Refuse an entry if none of the modules that it asks for can be converted."""
     for entry, modules in found.items():
         unfit = [(names[m][0], reasons.get(m, "it has no weight")) for m in modules]
         if unfit and all(reason for _, reason in unfit):
@@ -342,7 +342,7 @@ def _check_fit(
 def _check_named(
     argument: str, entries: list[str], names: Mapping[torch.nn.Module, list[str]]
 ) -> None:
-    """A name that is nowhere is a mistake in the name."""
+    """Refuse names that do not occur: they are mistakes."""
     named = [name for known in names.values() for name in known]
     for entry in entries:
         if not any(is_part(entry, name) for name in named):
@@ -360,7 +360,7 @@ def _named(
 def _experts(
     entries: list[str], names: Mapping[torch.nn.Module, list[str]]
 ) -> set[torch.nn.Module]:
-    """The modules that they name and that could be experts, of each at least one."""
+    """The modules that the entries name and that could be experts, at least one per entry."""
     _check_named("experts", entries, names)
     found: set[torch.nn.Module] = set()
     for entry in entries:
@@ -381,7 +381,7 @@ def _pattern(rule: str) -> re.Pattern[str]:
 
 
 def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
-    """Why a module cannot be converted; "" when it can. `as_experts`: it is named among them."""
+    """Why a module cannot be converted; "" if it can. `as_experts`: whether `experts` names it."""
     kind = type(module).__name__
     if isinstance(module, Layer):
         matrices = module.matrices()
@@ -424,7 +424,7 @@ def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
 
 
 def _settle_fast_paths(model: torch.nn.Module) -> None:
-    """No encoder with converted layers goes past them, and every other one may as before."""
+    """Turn fast paths off in encoders with converted layers, and restore them in all others."""
     for module in model.modules():
         for kind, name, never in _FAST_PATHS:
             if not isinstance(module, kind):
@@ -437,7 +437,7 @@ def _settle_fast_paths(model: torch.nn.Module) -> None:
 
 
 def _check_not_inside_another(model: torch.nn.Module) -> None:
-    """The layers of a model that is part of a converted one belong to that one's root. (Those of a
+    """Refuse a part of a converted model: its layers belong to that model's root. (Layers of a
     copied part belong to none.)"""
     owned = {id(root_state(module)) for module in model.modules()}
     for name, module in model.named_modules():
@@ -454,7 +454,8 @@ def _check_not_inside_another(model: torch.nn.Module) -> None:
 
 
 def _check_devices(plan: list[_Step]) -> None:
-    """Layers on a GPU get recipes that run there; of one that moves later, `linear` says so."""
+    """Refuse recipes that do not run on the GPU where a layer is; if it moves later, `linear`
+    refuses."""
     for step in plan:
         what, parameters = step.what, step.module.parameters()
         if isinstance(what, Recipe) and what.cuda_needs and any(p.is_cuda for p in parameters):
@@ -466,7 +467,7 @@ def _check_devices(plan: list[_Step]) -> None:
 def _check_restorable(
     operation: str, model: torch.nn.Module, named: Mapping[str, torch.nn.Module]
 ) -> None:
-    """Converted layers that something has changed further cannot be made plain ones."""
+    """Refuse to revert converted layers that something else has changed since."""
     for name, module in named.items():
         if not isinstance(module, Layer) or module.plain is None:
             continue
@@ -489,18 +490,18 @@ def _restore(module: torch.nn.Module) -> bool:
     for name in ("recipe", "_rng_state", "_seed", "_kept", "_name"):
         module.__dict__.pop(name, None)
     if isinstance(module, WeightLayer) and module.__dict__.pop("_retype", None):
-        weight = module.weight  # by quantized_all_gather()
+        weight = module.weight  # replaced by quantized_all_gather()
         module.weight = torch.nn.Parameter(values_of(weight), weight.requires_grad)
-        own = {"local", "_is_param"}  # of its type
+        own = {"local", "_is_param"}  # attributes of its type
         kept = {name: value for name, value in vars(weight).items() if name not in own}
-        vars(module.weight).update(kept)  # such as what an optimizer is to do with it
+        vars(module.weight).update(kept)  # such as options for an optimizer
     object.__setattr__(module, "__class__", module.plain)
     return True
 
 
 def _joined(states: list[RngState]) -> RngState:
-    """One for parts that were counted apart: that of the furthest, where its optimizer goes on
-    counting, with their seed if they have the same."""
+    """One state for parts that were counted separately: the one furthest ahead, preferably one that
+    an optimizer counts in, with the parts' seed if they share one."""
     if not states:
         return RngState(0)
     seeds = {state.seed for state in states}

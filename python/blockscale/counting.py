@@ -1,4 +1,4 @@
-"""Where a converted model's random bits stand: what counts its optimizer's steps, and resuming."""
+"""The position of a converted model's random bits: counting its optimizer's steps, and resuming."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockscale.rng import RngState, Steps
 
 
 def states_of(model: torch.nn.Module) -> list[RngState]:
-    """Those that the converted layers of `model` draw by, each once."""
+    """The states that the converted layers of `model` draw from, each once."""
     layers = (module for module in model.modules() if isinstance(module, Layer))
     return list({id(layer._rng_state): layer._rng_state for layer in layers}.values())
 
@@ -30,7 +30,7 @@ def _state(operation: str, model: torch.nn.Module) -> RngState:
 
 
 def _counting_state(operation: str, model: torch.nn.Module) -> RngState:
-    """That of a model whose forwards are counted, or of a part of one."""
+    """The state of a model whose forwards are counted, or of a part of one."""
     state = _state(operation, model)
     if not state.has_root():
         got = f"{type(model).__name__}, a copy or a rest of a part of a converted model"
@@ -40,32 +40,33 @@ def _counting_state(operation: str, model: torch.nn.Module) -> RngState:
 
 
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Count `optimizer`'s steps as the model's: each advances the offset of its random bits.
+    """Count `optimizer`'s steps as the model's: each step advances the offset of its random bits.
 
-    Of several optimizers, attach one. Attaching the same one again changes nothing. A step that a
-    gradient scaler skips does not count.
+    If there are several optimizers, attach one. Attaching the same one again changes nothing. Steps
+    that a gradient scaler skips do not count.
 
     Args:
-        model: a converted one, or one in DistributedDataParallel.
-        optimizer: whose `step` is called, once for each update; or any object with that one as its
-            attribute `optimizer`, `optim` or `base_optimizer`, with `_` or without. Of optimizers
-            that step within the backward, the one of the parameter whose gradient comes last.
+        model: a converted model, or one in DistributedDataParallel.
+        optimizer: the optimizer whose `step` is called once per update, or any object with it as
+            its attribute `optimizer`, `optim` or `base_optimizer`, with or without a leading `_`.
+            Of optimizers that step within the backward, pass that of the parameter whose gradient
+            comes last.
 
     Raises:
         TypeError, ValueError: not an optimizer, or one whose steps call no hooks; the model is not
-            converted, or copied from a part of one that is: `convert` it, so that its forwards are
-            counted.
+            converted, or is a copy of a part of a converted one: `convert` it, so that its forwards
+            are counted.
     """
     state = _counting_state("attach", model)
     remedy = "call bs.advance(model) after each step instead"
-    # One that wraps another, as Accelerate's does, may have no hooks, and need not be an optimizer
-    # itself; its steps are the other's.
+    # A wrapper of an optimizer, such as Accelerate's, may have no hooks and need not be an
+    # optimizer itself; its steps are those of the wrapped one.
     given = optimizer
     while inner := _wrapped(optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
         fail_type("attach", "optimizer", given, "a torch.optim.Optimizer", remedy)
-    # Whoever does not call Optimizer.__init__ has none, or a step that calls none.
+    # A class that does not call Optimizer.__init__ has none, or its step calls none.
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
     if hooks is None or not getattr(type(optimizer).step, "hooked", False):
         got = f"{type(optimizer).__name__}, whose step calls no hooks"
@@ -89,23 +90,24 @@ def advance(model: torch.nn.Module) -> None:
     For loops whose optimizer cannot be attached; call it once after each step.
 
     Args:
-        model: a converted one.
+        model: a converted model.
 
     Raises:
-        TypeError, ValueError: not a model, or not converted, or copied from a part of one that is.
+        TypeError, ValueError: not a model, or not converted, or a copy of a part of a converted
+            one.
     """
     _counting_state("advance", model).advance()
 
 
 def rng_state(model: torch.nn.Module) -> dict[str, int]:
-    """Where the random bits of a model stand. Waits for the device.
+    """The position of a model's random bits. Synchronizes with the device.
 
     Args:
-        model: a converted one.
+        model: a converted model.
 
     Returns:
-        {"step": optimizer steps ended, "forward": forwards with gradients begun since then (0 where
-        the recipe draws no bits; of more than 65535 each 65536 count as a step), "seed": that of
+        {"step": optimizer steps ended, "forward": forwards with gradients begun since then (0 if
+        the recipe draws no bits; beyond 65535, every 65536 count as a step), "seed": that of
         `convert`}.
 
     Raises:
@@ -120,9 +122,9 @@ def set_step(model: torch.nn.Module, step: int, forward: int = 0) -> None:
     """Continue as if `step` optimizer steps had ended, and `forward` forwards had begun since.
 
     Args:
-        model: a converted one.
+        model: a converted model.
         step: `rng_state(model)["step"]` of the run to continue, 0 or more, below 2^47.
-        forward: and its ["forward"], below 2^16; 0 where a step has just ended.
+        forward: and its ["forward"], below 2^16; 0 if a step has just ended.
 
     Raises:
         TypeError, ValueError: not ints, out of range, or the model is not converted.

@@ -1,6 +1,6 @@
-"""Tensor parallelism: `linear` of a weight that is cut over the ranks of a mesh, a DTensor.
+"""Tensor parallelism: `linear` of a weight that is sharded over the ranks of a mesh, a DTensor.
 
-The two ways that `torch.distributed.tensor.parallel` cuts a layer, here over two ranks:
+The two ways in which `torch.distributed.tensor.parallel` shards a layer, here over two ranks:
 
                  ColwiseParallel        RowwiseParallel
     w            [N/2, K] Shard(0)      [N, K/2] Shard(1)
@@ -8,10 +8,10 @@ The two ways that `torch.distributed.tensor.parallel` cuts a layer, here over tw
     y, dy        [M, N/2] cut           [M, N]   whole
     to be added  dx                     y
 
-A rank quantizes its piece of a matrix as it lies in the whole one: block scales need whole blocks,
-an outer scale comes from the largest value of all pieces (two numbers are exchanged), and random
-bits are drawn by the place in the whole. So all codes and scales are those of one process, whatever
-the number of ranks; only the sums that ranks add up may be rounded otherwise.
+A rank quantizes its piece of a matrix as part of the whole: block scales need whole blocks, an
+outer scale is made from the largest value of all pieces (two numbers are exchanged), and random
+bits depend on the position in the whole. So all codes and scales equal those of a single process,
+whatever the number of ranks; only sums over ranks may be rounded differently.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def linear_over_mesh(
     dtype: torch.dtype,
     grad: bool,
 ) -> torch.Tensor:
-    """`linear` of DTensors; x and bias are redistributed to what w's placement needs of them.
+    """`linear` of DTensors; x and bias are redistributed as w's placement requires.
 
     Args:
         x: [..., K] DTensor on w's mesh.
-        w: [N, K] DTensor on a mesh of one dimension: Shard(0), Shard(1) or Replicate, and whole
+        w: [N, K] DTensor on a one-dimensional mesh: Shard(0), Shard(1) or Replicate, with whole
             blocks of the recipe on every rank.
         bias: [N] DTensor on that mesh.
-        recipe: with quantized operands.
-        key: the layer's, the same on all ranks of the mesh; needed where the recipe draws.
-        dtype: of the result.
+        recipe: one with quantized operands.
+        key: the layer's, the same on all ranks of the mesh; needed if the recipe draws random bits.
+        dtype: dtype of the result.
         grad: whether gradients are recorded.
 
     Returns:
@@ -69,12 +69,12 @@ def linear_over_mesh(
         if tensor is not None and tensor.device_mesh != mesh:
             remedy = "give parallelize_module one mesh for both"
             fail("linear", f"{name}.device_mesh", tensor.device_mesh, f"{mesh}, w's", remedy)
-    # Compiled code looks at pieces alone, which may fit each other on one rank and not on another.
+    # Compiled code checks only the pieces, which may match on one rank and not on another.
     check_shapes("linear", x, w, row, grouped=False)
     cut = _cut_of(placement)
     _check_pieces(w, cut, recipe)
     last = Shard(x.dim() - 1)
-    # The placements of x, its gradient, the bias and y. Of partial sums one rank's has the bias.
+    # The placements of x, its gradient, the bias and y. With partial sums, one rank adds the bias.
     plans: dict[int | None, tuple[Placement, Placement, Placement, Placement]] = {
         None: (Replicate(), Replicate(), Replicate(), Replicate()),
         0: (Replicate(), Partial(), Shard(0), last),
@@ -95,20 +95,22 @@ def linear_over_mesh(
 
 
 def _placed(tensor: DTensor, placement: Placement) -> DTensor:
-    """Redistributed, where it is not so already: PyTorch's own call would then add the gradient up
-    over ranks, for every layer that reads the tensor and before their gradients are summed."""
+    """The tensor, redistributed only if it is placed otherwise: even if it is not, PyTorch's own
+    call would reduce the gradient over ranks, for every layer that reads the tensor and before
+    their gradients are summed."""
     same = tensor.placements == (placement,)
     return tensor if same else tensor.redistribute(tensor.device_mesh, [placement])
 
 
 def experts_here(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's matrices of w [E, N, K], a DTensor cut into whole ones."""
+    """This rank's matrices of w [E, N, K], a DTensor sharded into whole matrices."""
     assert isinstance(weight, DTensor)
     remedy = "distribute_tensor(weight, mesh, [Shard(0)]) over the dimension of experts"
     if any(placement != Shard(0) for placement in weight.placements):
         need = "Shard(0): other whole matrices on each rank"
         fail("GroupedLinear", "weight.placements", weight.placements, need, remedy)
-    # Alike on all ranks: if one failed alone, the others would wait for its rows.
+    # The check gives the same result on all ranks: if one failed alone, the others would wait for
+    # its rows.
     least = weight.shape[0]
     for ranks in weight.device_mesh.shape:
         least -= -(-least // ranks) * (ranks - 1)
@@ -126,7 +128,7 @@ def _on_mesh(name: str, tensor: torch.Tensor) -> DTensor:
 
 
 def _cut_of(placement: Placement) -> int | None:
-    """The dimension along which w is cut."""
+    """The dimension along which w is sharded."""
     if isinstance(placement, Replicate):
         return None
     if not isinstance(placement, Shard) or placement.dim not in (0, 1):
@@ -136,7 +138,7 @@ def _cut_of(placement: Placement) -> int | None:
 
 
 def _piece(w: DTensor, cut: int) -> int:
-    """The extent of a piece; the last ones may be shorter, or empty."""
+    """The extent of a piece; the last pieces may be shorter, or empty."""
     return -(-w.shape[cut] // w.device_mesh.size())
 
 
@@ -153,21 +155,21 @@ def _check_pieces(w: DTensor, cut: int | None, recipe: Recipe) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a rank's piece of a matrix starts in it, and the ranks that have the rest."""
+    """Where a rank's piece of a matrix starts, and the ranks that have the rest."""
 
     row: int
     column: int
-    group: dist.ProcessGroup | None  # none: the piece is the whole
+    group: dist.ProcessGroup | None  # None: the piece is the whole
 
 
 def _places(w: DTensor, cut: int | None) -> tuple[_Place, _Place, _Place]:
-    """Of x, w and dy."""
+    """The places of x, w and dy."""
     whole = _Place(0, 0, None)
     if cut is None:
         return whole, whole, whole
     mesh = w.device_mesh
     start = mesh.get_local_rank() * _piece(w, cut)
-    start = start if start < w.shape[cut] else 0  # an empty piece lies nowhere
+    start = start if start < w.shape[cut] else 0  # an empty piece has no position
     group = mesh.get_group()
     across = _Place(0, start, group)
     return (whole, _Place(start, 0, group), across) if cut == 0 else (across, across, whole)
@@ -176,8 +178,8 @@ def _places(w: DTensor, cut: int | None) -> tuple[_Place, _Place, _Place]:
 def _amax(
     place: _Place, x: torch.Tensor, row: Spec | None, column: Spec | None
 ) -> torch.Tensor | None:
-    """[2]: what outer scales of a whole matrix are made from, along its rows and down its columns;
-    None where the quantizer finds it, or needs none."""
+    """[2]: the amax that outer scales of a whole matrix are made from, along its rows and down its
+    columns; None if the quantizer computes it, or needs none."""
     outer = [(s, axis) for s, axis in ((row, -1), (column, -2)) if s is not None and s.outer]
     if place.group is None or not outer:
         return None
@@ -191,7 +193,7 @@ def _amax(
 
 
 class _Linear(torch.autograd.Function):
-    """The piece of a linear layer that one rank computes."""
+    """The part of a linear layer that one rank computes."""
 
     @staticmethod
     def forward(

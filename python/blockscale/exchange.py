@@ -1,5 +1,5 @@
-"""Rows that travel to other ranks and back as codes: what experts that are divided over ranks are
-sent of their tokens."""
+"""Rows sent to other ranks and back as codes: how tokens reach experts that are divided over
+ranks."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def quantized_all_to_all(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     backward_spec: str | Spec | None = None,
 ) -> torch.Tensor:
-    """`all_to_all_single` of rows that travel as codes and scales, differentiable.
+    """A differentiable `all_to_all_single` of rows, sent as codes and scales.
 
-    Each row is quantized by itself where it starts and decoded where it arrives, so the result is
-    `dequantize(quantize(x, spec))`, rows exchanged. Over the wire an element takes 1.03 bytes in
+    Each row is quantized on its own by the sender and decoded by the receiver, so the result is
+    `dequantize(quantize(x, spec))` with rows exchanged. On the wire an element takes 1.03 bytes in
     "mxfp8" and 0.53 in "mxfp4", where BF16 takes two.
 
-    Where scales are powers of two (mxfp8, mxfp6, mxfp4), what arrives keeps its values when it is
-    quantized again: a layer whose recipe has the same spec for fprop_x gives the y that it would
-    give without the exchange. (Its operand for the weight's gradient is made of decoded values, and
-    differs. So do values under FP32 scales, by a rounding.)
+    Where scales are powers of two (mxfp8, mxfp6, mxfp4), received rows keep their values when
+    quantized again: a layer whose recipe has the same spec for fprop_x gives the same y as without
+    the exchange. (Its operand for the weight's gradient is made from decoded values, and differs.
+    With FP32 scales, values differ too, by a rounding.)
 
     Args:
-        x: [T, K] float32 or bfloat16; rows sorted by the rank that they go to.
-        spec: in blocks along a row, rounded to nearest, without an outer scale or a transform:
-            "mxfp8", "mxfp6", "mxfp4", "fp8_1x128", or a change of one.
-        output_splits: rows that come from each rank of the group.
-        input_splits: rows that go to each; T in all.
-        group: of the ranks, or a mesh of one dimension; None for all.
-        backward_spec: what gradients travel back in; None for their own dtype.
+        x: [T, K] float32 or bfloat16; rows sorted by destination rank.
+        spec: one with blocks along a row, rounding to nearest, and no outer scale or transform:
+            "mxfp8", "mxfp6", "mxfp4", "fp8_1x128", or one of these with changes.
+        output_splits: number of rows received from each rank of the group.
+        input_splits: number of rows sent to each; T in total.
+        group: the process group, or a one-dimensional mesh; None for all ranks.
+        backward_spec: the spec in which gradients are sent back; None for their own dtype.
 
     Returns:
         [sum(output_splits), K] in x's dtype, on its device.
@@ -59,7 +59,7 @@ def quantized_all_to_all(
     """
     if not isinstance(x, torch.Tensor):
         fail_type(_OP, "x", x, "a tensor")
-    if x.dtype not in (torch.float32, torch.bfloat16):  # in float16 large rows would become Inf
+    if x.dtype not in (torch.float32, torch.bfloat16):  # in float16 large values would become Inf
         fail(_OP, "x.dtype", x.dtype, "torch.float32 or torch.bfloat16", "convert x with .to()")
     check_plain(_OP, "x", x)
     if x.dim() != 2:
@@ -81,7 +81,8 @@ def quantized_all_to_all(
 
 
 def _spec_of_rows(name: str, value: str | Spec) -> Spec:
-    """One by which each row is quantized by itself, and read without anything of its sender's."""
+    """A spec that quantizes each row on its own, so that it is decoded from its codes and scales
+    alone."""
     s = check_spec(_OP, name, value)
     if s.block[0] != 1 or s.outer or s.hadamard or s.rounding != "nearest":
         need = "blocks along a row, rounded to nearest, without an outer scale or a transform"
@@ -102,7 +103,7 @@ def _splits(name: str, given: Sequence[int], ranks: int) -> list[int]:
 
 
 def _check(holds: bool, name: str, got: object, need: str) -> None:
-    """Refuse numbers, which a compiler may not know."""
+    """Refuse numbers unless `holds`; a compiler may not know them yet."""
     if torch.compiler.is_compiling():
         torch._check(holds)  # type: ignore[no-untyped-call]
     elif not holds:
@@ -132,7 +133,7 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(
     x: torch.Tensor, s: Spec | None, out: list[int], into: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    # What selective checkpointing knows as a collective; c10d's own it does not.
+    # Selective checkpointing recognizes these as collectives, but not c10d's own.
     from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
     def sent(rows: torch.Tensor) -> torch.Tensor:
@@ -140,7 +141,7 @@ def _exchanged(
         return come
 
     if not torch.compiler.is_compiling():
-        x = check_plain(_OP, "x", x)  # waited for, where a collective may still be writing it
+        x = check_plain(_OP, "x", x)  # waits for a collective that may still be writing it
     if s is None or x.shape[1] == 0:
         return sent(x)
     codes, scales, outer = _ops.quantize(x, s.text, -1, None, None, None, (), "linear", 0)

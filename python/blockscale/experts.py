@@ -1,5 +1,6 @@
-"""Experts as other libraries write them: modules that hold a matrix for each, and multiply by
-`torch.nn.functional.grouped_mm`. Their class stays theirs; its products become ours."""
+"""Experts of other libraries: modules that hold a matrix for each expert, and multiply by
+`torch.nn.functional.grouped_mm`. `convert` puts a class before theirs that replaces these
+products."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from blockscale.nn import Kept, Layer
 from blockscale.rng import as_tensor, checkpointed_region, layer_seed
 from blockscale.weight import QuantizedWeight, quantize_weight
 
-_MOST_PRODUCTS: Final = 16  # in a forward: seeds are made ahead, as compiled code cannot hash names
+_MOST_PRODUCTS: Final = 16  # per forward: seeds exist in advance, compiled code cannot hash names
 
 
 def matrices_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -31,17 +32,17 @@ def matrices_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether it could be: a module of PyTorch's own that holds such a parameter is something
-    else, as convolutions and containers of parameters are."""
+    """Whether a module could be experts: PyTorch's own modules with such a parameter, such as
+    convolutions and parameter containers, are something else."""
     kind = type(module)
-    if is_parametrized(module):  # whose class is one that PyTorch has made of another
+    if is_parametrized(module):  # PyTorch has then derived its class from another
         kind = kind.__bases__[0]
     theirs = kind.__module__.startswith("torch.nn.")
     return isinstance(module, Experts) or (not theirs and len(matrices_of(module)) > 0)
 
 
 def why_not(module: torch.nn.Module) -> str:
-    """Why `convert` cannot take a module that holds matrices for experts; "" when it can."""
+    """Why `convert` cannot take a module that holds matrices for experts; "" if it can."""
     kind = type(module)
     if is_parametrized(module) and not isinstance(module, Experts):
         return f"{kind.__name__} is parametrized: convert it first, then parametrize it"
@@ -55,18 +56,18 @@ def why_not(module: torch.nn.Module) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Ahead:
-    """Within quantized_weights(): what the products so far have read, and which way round."""
+    """Within quantized_weights(): the operands that products have read so far, with w's strides."""
 
     backward: bool
     of: dict[int, tuple[Kept, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
 
 class Experts(Layer):
-    """Comes before the class of a module, whose forward it calls: each `grouped_mm` in there, of
-    rows in groups and a matrix for each group, is `grouped_linear`.
+    """Precedes a module's own class among the bases and calls its forward, in which each
+    `grouped_mm` of rows in groups with a matrix for each group becomes `grouped_linear`.
 
-    The products of a forward are counted from 0, and each has the seed of a layer of its own,
-    named as the module with "#0", "#1", ... after it.
+    The products of a forward are counted from 0, and each has the seed of a separate layer, named
+    as the module followed by "#0", "#1", ...
     """
 
     _kept: _Ahead | None = None
@@ -76,7 +77,7 @@ class Experts(Layer):
         return [*matrices_of(self)]
 
     def keep(self, name: str, backward: bool) -> list[torch.Tensor]:
-        # Which way round a matrix is multiplied shows in a forward.
+        # Only a forward shows whether a matrix is multiplied as it is or transposed.
         if not self.quantizes_ahead():
             return []
         vars(self)["_kept"] = _Ahead(backward)
@@ -94,7 +95,8 @@ class Experts(Layer):
         products = _Products(self)
         with products:
             result = super().forward(*args, **kwargs)
-        # Without gradients a library may multiply otherwise, such as for the few rows of decoding.
+        # Without gradients a library may multiply in other ways, such as for the few rows of
+        # decoding.
         multiplies = products.count > 0 or self.recipe.high_precision or _has_no_rows(args, kwargs)
         if not multiplies and self._needs_gradients(args, kwargs):
             which = "that does (Transformers: set_experts_implementation)"
@@ -103,7 +105,8 @@ class Experts(Layer):
         return result
 
     def _needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a forward of these, whose result may be of any type, is one of training."""
+        """Whether a forward with these arguments may need gradients; its result may be of any
+        type."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         tensors = (*self.parameters(), *given)
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -123,11 +126,12 @@ class Experts(Layer):
         call = (x, w, None, self.recipe, key, offsets, None, made)
         if autocast_dtype(x) is None:
             return linear_with_key(*call)
-        with torch.autocast(x.device.type, enabled=False):  # which grouped_mm knows nothing of
+        with torch.autocast(x.device.type, enabled=False):  # grouped_mm ignores autocast
             return linear_with_key(*call)
 
     def _operands(self, index: int, w: torch.Tensor) -> QuantizedWeight | None:
-        """Of w, where it is a matrix of this module and nothing computed from it."""
+        """The operands of w made in advance, if w is a matrix of this module, not computed from
+        one."""
         if self._kept is None or torch.compiler.is_compiling():
             return None
         if index not in self._kept.of:
@@ -152,11 +156,11 @@ class Experts(Layer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _let_modes_see_grouped_mm()  # in a process that loads it
+        _let_modes_see_grouped_mm()  # also in a process that unpickles it
 
 
 def _is_view(w: torch.Tensor, of: torch.Tensor) -> bool:
-    """Whether w is all of another tensor, or that turned round."""
+    """Whether w is a view of another whole tensor, or of its transpose."""
     if w.dtype != of.dtype or w.data_ptr() != of.data_ptr():
         return False
     return any(w.shape == t.shape and w.stride() == t.stride() for t in (of, of.transpose(-2, -1)))
@@ -168,7 +172,7 @@ def _has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Products(TorchFunctionMode):
-    """Within it, each product of experts goes to a module."""
+    """A mode that passes each product of experts to a module."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -194,14 +198,14 @@ class _Products(TorchFunctionMode):
         self.count += 1
         if self.experts.recipe.high_precision:
             return func(*args, **named)
-        # Checkpointing inside would recompute it outside of this mode; the reentrant kind shows
-        # itself by having no gradients.
+        # Checkpointing inside the module would recompute the product outside this mode; the
+        # reentrant kind is detected by gradients being off.
         remedy = "checkpoint the whole module from outside"
         if self.grad and not torch.is_grad_enabled():
             got = "a product without gradients in a forward with them"
             remedy += ", or put no_grad around all of it"
             self.experts._refuse(got, "grouped_mm with them", remedy)
-        region = _region()  # none within other hooks for saved tensors, either
+        region = _region()  # also None inside other saved-tensor hooks
         if region is not None and region is not self.region:
             got = "a product in a checkpointed part of a forward"
             self.experts._refuse(got, "grouped_mm outside of one", remedy)
@@ -210,7 +214,7 @@ class _Products(TorchFunctionMode):
 
 
 def _region() -> Any:
-    """The region of torch.utils.checkpoint that runs, which compiled code does not ask for."""
+    """The torch.utils.checkpoint region that is running; None in compiled code."""
     return None if torch.compiler.is_compiling() else checkpointed_region()
 
 
@@ -219,7 +223,7 @@ def _is_grouped_mm(func: Any) -> bool:
         return True
     if isinstance(func, torch._ops.OpOverload):
         func = func.overloadpacket
-    # The second is what Transformers calls where PyTorch's own does not compile.
+    # Transformers calls the second where PyTorch's own does not compile.
     return isinstance(func, torch._ops.OpOverloadPacket) and (
         func._qualified_op_name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
     )
@@ -232,18 +236,18 @@ def _arguments(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype | None]:
-    """Of `grouped_mm`; nobody gives it a bias, which PyTorch refuses too."""
+    """The arguments of `grouped_mm`, except the bias, which is refused as PyTorch does."""
     if bias is not None:
         fail("grouped_mm", "bias", "given", "none", "add it to the result")
     return input, mat2, offs, out_dtype
 
 
 def _let_modes_see_grouped_mm() -> None:
-    """PyTorch's compiler asks those functions only for modes that are listed as overridable, and
-    the list leaves out what begins with an underscore, overridable or not."""
+    """Add torch._grouped_mm to the overridable functions: PyTorch's compiler applies modes only to
+    functions in that list, which omits names with a leading underscore, overridable or not."""
     listed = get_overridable_functions().setdefault(torch, [])
     if torch._grouped_mm not in listed:
         compiler = sys.modules.get("torch._dynamo.variables.torch")
-        if compiler is not None:  # which has made a set of them
+        if compiler is not None:  # it has cached them as a set
             compiler.get_overridable_functions.cache_clear()
         listed.append(torch._grouped_mm)

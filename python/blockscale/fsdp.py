@@ -1,4 +1,5 @@
-"""What FSDP2 does not expose: which modules and parameters it has, and what it gathers together."""
+"""What FSDP2 does not expose: which modules and parameters it manages, and which it gathers
+together."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from typing import Any
 
 import torch
 
-# The group of parameters that a module's own are gathered with.
+# The parameter group with which a module's own parameters are gathered.
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether fully_shard was called for this module, which changes its class."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has called it if nobody imported it
+    """Whether fully_shard, which changes a module's class, was called on this one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not called if never imported
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def of_fsdp(model: torch.nn.Module) -> set[int]:
-    """The parameters that fully_shard has cut, by identity, whatever they are at the moment: those
-    of the outermost module stay gathered after a forward without a backward, plain like others."""
+    """The parameters that fully_shard has cut, by identity, whatever their current state: those of
+    the outermost module stay gathered after a forward without a backward, and then look plain."""
     found: set[int] = set()
     for group in _groups_of(filter(is_sharded, model.modules())):
         for parameter in group.fsdp_params:
@@ -31,7 +32,7 @@ def of_fsdp(model: torch.nn.Module) -> set[int]:
 
 
 def gathered_with(module: torch.nn.Module) -> list[Any]:
-    """FSDP2's parameters of one gather, in its order, those of `module` among them."""
+    """FSDP2's parameters that are gathered together with those of `module`, in its order."""
     if module not in _groups:
         from torch.distributed._composable_state import _module_state_mapping
 
@@ -45,7 +46,7 @@ def gathered_with(module: torch.nn.Module) -> list[Any]:
 def _groups_of(modules: Iterable[Any]) -> Iterator[Any]:
     for module in modules:
         state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.11 has one, or none
+        groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.11 has one group, or none
         for group in [state._fsdp_param_group] if groups is None else groups:
             if group is not None:
                 yield group

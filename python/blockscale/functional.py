@@ -1,5 +1,5 @@
-"""`linear` and `grouped_linear`: a differentiable y = x·Wᵀ whose three GEMMs read the operands of a
-recipe."""
+"""`linear` and `grouped_linear`: a differentiable y = x·Wᵀ whose three GEMMs read the operands that
+a recipe specifies."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from blockscale.weight import QuantizedWeight, is_gathered
 
 _ops = torch.ops.blockscale
 _forward = _ops.linear.default
-_forward_now = _forward._op  # what PyTorch's Python calls in the end, which compilers cannot trace
+_forward_now = _forward._op  # what PyTorch's Python calls in the end; compilers cannot trace it
 _KEEP = "bs.quantize_weight(w, recipe) makes it"
-# Other types may be DTensors, which are looked for only then: importing them takes half a second.
+# Only other types can be DTensors; the check is made only for those, as importing DTensor takes
+# half a second.
 USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
-# Told of every product y = x·Wᵀ, as (x, w, recipe, offsets, y), while measure.py is at work.
+# Called with (x, w, recipe, offsets, y) for every product y = x·Wᵀ while measure.py is at work.
 product_seen: Callable[..., None] | None = None
 
 
@@ -54,39 +55,40 @@ def linear(
 ) -> torch.Tensor:
     """y = x·Wᵀ + bias with the operands of all three GEMMs quantized as `recipe` says.
 
-    The tensors may differ in dtype: each is quantized from the dtype it has. The result has x's
-    dtype, or autocast's where it is enabled; gradients have the dtypes of what they belong to.
+    The tensors may differ in dtype: each is quantized from its own. The result has x's dtype, or
+    autocast's where that is enabled; each gradient has the dtype of its tensor.
 
-    Saved for backward: x's wgrad operand (when w needs a gradient) and w's dgrad operand (when x
-    does), each quantized, or x and w themselves where the recipe has that operand in high precision
-    or does not keep it (`keep_x`, `keep_w`), or the codes of w that FSDP2 has gathered; and the key
-    of dy's random bits. Nothing more. Recipes without quantized operands are `F.linear`, with what
-    that asks of its arguments. Layers that read the same large x (1 << 23 elements), one after
-    another, quantize it once and save one operand: in eager code a change of x between them that
-    PyTorch does not count, such as `x.data.mul_(2)`, is not seen (blockscale/shared_input.py).
+    Only these are saved for backward: x's wgrad operand (if w needs a gradient) and w's dgrad
+    operand (if x does), both quantized, and the key of dy's random bits. Instead of an operand, x
+    or w itself is saved where the recipe has that operand in high precision or does not keep it
+    (`keep_x`, `keep_w`), and for w the codes where FSDP2 has gathered them. Recipes without
+    quantized operands call `F.linear`, and its requirements on arguments apply. Consecutive layers
+    that read the same large x (1 << 23 elements or more) quantize it once and save one operand; in
+    eager code, a change of x between them that PyTorch does not count, such as `x.data.mul_(2)`,
+    goes unnoticed (blockscale/shared_input.py).
 
-    x, w and bias may be DTensors, w cut over the ranks of a mesh by rows or columns, and the result
-    is one then: blockscale/distributed.py says how.
+    x, w and bias may be DTensors, with w sharded over the ranks of a mesh by rows or columns; the
+    result is then a DTensor (blockscale/distributed.py).
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
         w: [N, K], likewise.
         bias: [N], likewise.
         recipe: a Recipe or the name of one.
-        rng: the key of the random bits; needed only where an operand that is made in this call, or
-            in its backward, draws some. In "nvfp4" dy's alone do, so that inference needs no key.
-            Its seed is the layer's: each operand derives its own (`Rng.role`).
-        accumulate_into: contiguous float32 of w's shape, such as Megatron's `w.main_grad`, which
-            needs no gradient and shares no memory with w or x: the
-            backward adds w's gradient to it, in the GEMM where the kernels can, and w itself gets
-            none (hooks on w's gradient are called with None). Every backward that is asked for w's
-            gradient adds, and of compiled code every backward. Not for `create_graph`, and not
-            reset here.
-        quantized_weight: what `quantize_weight` made of w as it is now. The result and the
-            gradients are the same, w's too; w's values are not read.
+        rng: the key of the random bits; needed only if an operand made in this call or its backward
+            draws any. In "nvfp4" only dy's operands do, so inference needs no key. Its seed is the
+            layer's; each operand derives its own from it (`Rng.role`).
+        accumulate_into: a contiguous float32 tensor of w's shape, such as Megatron's `w.main_grad`,
+            that needs no gradient and shares no memory with w or x. The backward adds w's gradient
+            to it, within the GEMM where the kernels support that, and w itself gets none (hooks on
+            w's gradient are called with None). Every backward that is asked for w's gradient adds
+            to it; in compiled code, every backward does. It is never reset here, and cannot be used
+            with `create_graph`.
+        quantized_weight: the result of `quantize_weight` for the current w. The result and all
+            gradients, w's included, are the same; w's values are not read.
 
     Returns:
-        [..., N] in the dtype said above, on x's device.
+        [..., N] in the dtype stated above, on x's device.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.
@@ -107,24 +109,25 @@ def grouped_linear(
     accumulate_into: torch.Tensor | None = None,
     quantized_weight: QuantizedWeight | None = None,
 ) -> torch.Tensor:
-    """The linear layers of experts in one: each group of x's rows times its own matrix of w.
+    """The linear layers of several experts in one call, each on its own group of x's rows.
 
-    y[r] = w[g]·x[r] for the rows r of group g, and its gradients, each as `linear` computes it for
-    the group alone: every group has its own outer scales and tiling of blocks (docs/groups.md).
-    Random bits are those of `quantize` with `offsets` for x and dy, and with batch_dims=1 for w.
+    y[r] = w[g]·x[r] for the rows r of group g. The result and its gradients are computed as
+    `linear` would for the group alone: every group has its own outer scales and tiling of blocks
+    (docs/groups.md). Random bits are those that `quantize` draws with `offsets` for x and dy, and
+    with batch_dims=1 for w.
 
     Rows past the last end belong to no group: y and x's gradient are 0 there, whatever x and dy
-    hold. A matrix whose group is empty gets a gradient of 0.
+    hold. The matrix of an empty group gets a gradient of 0.
 
-    x, w and dy are each read once a step; what is saved is as for `linear`, and the offsets. On a
-    GPU nothing waits for these. Operands in high precision, which are all with recipe "bf16", are
-    multiplied there by PyTorch's grouped GEMM, in bfloat16 only.
+    x, w and dy are each read once per step; the same is saved as for `linear`, plus the offsets, on
+    which a GPU does not synchronize. On a GPU, operands in high precision (all of them with recipe
+    "bf16") are multiplied by PyTorch's grouped GEMM, in bfloat16 only.
 
     Args:
         x: [T, K] float32, bfloat16 or float16, its rows sorted by group.
         w: [E, N, K], likewise.
-        offsets: [E] int32 or int64, contiguous, on x's device: where each group ends, never
-            decreasing, at most T. Wrong ones raise on the CPU, and on a GPU make y and the
+        offsets: [E] int32 or int64, contiguous, on x's device: where each group ends;
+            non-decreasing, at most T. Wrong offsets raise on the CPU; on a GPU they make y and the
             gradients NaN.
         recipe, rng, accumulate_into, quantized_weight: as for `linear`.
 
@@ -153,7 +156,7 @@ def linear_with_key(
     into: torch.Tensor | None = None,
     quantized: QuantizedWeight | None = None,
 ) -> torch.Tensor:
-    """`linear`, or with offsets `grouped_linear`, for a caller that has the key at hand."""
+    """`linear`, or `grouped_linear` with offsets, for a caller that already has the key."""
     if quantized is not None and not isinstance(quantized, QuantizedWeight):
         fail_type(_name(offsets), "quantized_weight", quantized, "a QuantizedWeight", _KEEP)
     if recipe.high_precision and offsets is None and into is None:
@@ -167,8 +170,8 @@ def linear_with_key(
         return over_mesh
     dx = dw = db = False
     seed, offset = key or (None, None)
-    # In a small layer looking at the arguments costs as much as a kernel: the operator refuses what
-    # it cannot take, and only then is it put into words.
+    # In a small layer, checking the arguments costs as much as a kernel. So the operator refuses
+    # what it cannot take, and only then are the arguments checked for a precise message.
     try:
         if recipe.cuda_needs and x.is_cuda:
             _refuse_cuda(recipe, offsets)
@@ -206,14 +209,14 @@ def linear_with_key(
             product_seen(x, w, recipe, offsets, y)
         return y
     try:
-        if torch._C._get_tracing_state() is None:  # to torch.jit.trace sizes are tensors
+        if torch._C._get_tracing_state() is None:  # in torch.jit.trace sizes are tensors
             check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
         if quantized is not None and quantized.device not in (None, x.device):
             need = f"{x.device}, where x is"
             fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
         raise typed(failure)
     finally:
-        del failure  # which has this frame in its traceback: together they would keep x
+        del failure  # its traceback holds this frame: the cycle would keep x alive
 
 
 def _linear_over_mesh(
@@ -224,7 +227,7 @@ def _linear_over_mesh(
     key: Key | None,
     *others: object,
 ) -> torch.Tensor:
-    """`linear` of DTensors, which takes none of `others`."""
+    """`linear` of DTensors, which accepts none of `others`."""
     from blockscale.distributed import linear_over_mesh
 
     offsets, into, quantized = others
@@ -239,7 +242,7 @@ def _linear_over_mesh(
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")
     seed, offset = key or (None, None)
     grad = torch.is_grad_enabled()
-    # A compiler cannot trace all of it, and looks at the pieces when it traces the operator.
+    # A compiler cannot trace all of the checks; it checks the pieces when it traces the operator.
     if not torch.compiler.is_compiling():
         dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
         check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
@@ -249,7 +252,7 @@ def _linear_over_mesh(
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast wants of x's device, where it is enabled."""
+    """The autocast dtype for x's device, or None where autocast is disabled."""
     kind = "cuda" if x.is_cuda else "cpu"
     on = torch.is_autocast_enabled(kind) and not x.is_meta
     return torch.get_autocast_dtype(kind) if on else None
@@ -265,8 +268,9 @@ def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
 
 
 def _refuse_gradients(operation: str, within: str) -> NoReturn:
-    """Of what knows no autograd.Function as it is here: transforms of functions fail in PyTorch's
-    words, and so does a trace, or it leaves x's gradient out without any."""
+    """Refuse gradients under transforms that do not support this autograd.Function: function
+    transforms would fail with PyTorch's message, and a trace would too, or would silently omit x's
+    gradient."""
     need, remedy = "torch.no_grad() in it", "use backward() for gradients, or torch.export"
     need += " and no vmap" if within == "torch.func" else ""
     fail(operation, "x", f"within {within}", need, remedy)
@@ -275,7 +279,8 @@ def _refuse_gradients(operation: str, within: str) -> NoReturn:
 def _refuse_tangents(
     operation: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """PyTorch would take an operator without a derivative of its own for a constant."""
+    """Refuse forward-mode tangents: PyTorch would treat the operator, which has no derivative of
+    its own, as a constant."""
     for name, tensor in (("x", x), ("w", w), ("bias", bias)):
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             need = "no tangent: forward-mode derivatives are not implemented"
@@ -309,7 +314,7 @@ def _check_into(
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one storage may have elements in common."""
+    """Whether two tensors may share elements of one storage."""
     if not torch._C._is_alias_of(a, b) or 0 in (a.numel(), b.numel()):  # type: ignore[attr-defined]
         return False
 
@@ -323,10 +328,10 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that refuses `create_graph`, and says as PyTorch's do that memory is lacking.
-    Whether its gradients are differentiated again is seen too late: PyTorch's engine, asked for
-    part of the inputs, passes the node by that `once_differentiable` puts there to raise, and
-    leaves a part out without a word."""
+    """A backward that refuses `create_graph`, and reports a lack of memory as PyTorch's backwards
+    do. Waiting until its gradients are differentiated again would be too late: when PyTorch's
+    engine is asked for some of the inputs only, it skips the node that `once_differentiable`
+    inserts to raise, and silently omits a part of the gradient."""
 
     in_pytorchs_types = as_pytorch_raises(backward)
 
@@ -343,16 +348,16 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asked(ctx: Any, needed: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which gradients the backward that runs is asked for, of those that a function's first inputs
-    need: `torch.autograd.grad` and `backward(inputs=...)` may ask for some only, as pipelines do
-    that put the weights' gradients off. Compiled code has one backward, which computes all."""
+    """Which of the `needed` gradients of a function's first inputs the running backward is asked
+    for: `torch.autograd.grad` and `backward(inputs=...)` may ask for only some, as pipelines that
+    defer the weights' gradients do. Compiled code has one backward, which computes all."""
     if torch.compiler.is_compiling():
         return needed
 
     def is_asked(node: Any) -> bool:
         try:
             return torch._C._will_engine_execute_node(node)
-        except RuntimeError:  # what PyTorch says of a leaf that grad() is asked for itself
+        except RuntimeError:  # PyTorch raises it for a leaf that is itself an input of grad()
             return True
 
     nodes = ctx.next_functions
@@ -360,9 +365,10 @@ def asked(ctx: Any, needed: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`:
-    the operator and what it takes after the tensors, the recipe, whether the bias gets a gradient,
-    and the buffer of w's, in one tuple because each argument costs time."""
+    """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`
+    holds the operator, the recipe, the operator's arguments after the tensors, whether the bias
+    gets a gradient, and the buffer for w's gradient, in one tuple because each argument costs
+    time."""
 
     @staticmethod
     def forward(
@@ -374,8 +380,9 @@ class LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         forward, recipe, rest, db, into = call
         y: torch.Tensor
-        # The operator returns y and, in one tensor, what it has made; operands in high precision
-        # are the inputs. (No list is changed here: PyTorch 2.11's compiler does not trace it.)
+        # The operator returns y and, in one tensor, the operands it has made; operands in high
+        # precision are the inputs themselves. (No list is mutated here: PyTorch 2.11's compiler
+        # does not trace that.)
         y, *saved = forward(x, w, bias, *rest)
         text, dx, dw, seed, _, offsets, _, quantized_w, quantized_x = rest
         lean = text != recipe.text  # the backward quantizes what the recipe does not keep
@@ -388,7 +395,7 @@ class LinearFunction(torch.autograd.Function):
         elif dw and x_apart:
             saved = [*saved, quantized_x[-1]]
         if dx and quantized_w is not None and recipe.dgrad_w is not None:
-            # One that FSDP2 has gathered is transposed in the backward.
+            # An operand that FSDP2 has gathered is transposed in the backward.
             saved = [*saved, *(quantized_w if is_gathered(quantized_w) else quantized_w[-1:])]
         elif dx and (w_apart or recipe.dgrad_w is None):
             saved = [*saved, w]
@@ -396,13 +403,14 @@ class LinearFunction(torch.autograd.Function):
             saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)
         ctx.operation = _name(offsets)
-        out = y.dtype  # gradients have the dtypes of what they belong to; none: that of dy
+        out = y.dtype  # each gradient has its tensor's dtype; None: dy's
         dtypes = (
             None if x.dtype is out else x.dtype,
             None if w.dtype is out else w.dtype,
             None if bias is None or bias.dtype is out else bias.dtype,
         )
-        # Of experts in memory [E, K, N]: so that theirs is no copy of the gradient, but it.
+        # For experts that lie in memory as [E, K, N]: makes the gradient in that order, which saves
+        # a copy.
         turned = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
         wanted = (w.shape[-1], dx, dw, db)
         ctx.call = (recipe.text, *wanted, dtypes, into, turned, x_later, x_at, x_apart, w_apart)
@@ -415,7 +423,7 @@ class LinearFunction(torch.autograd.Function):
         text, k, dx, dw, db, dtypes, into, turned, x_later, x_at, *apart = ctx.call
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
-        # One that hooks for saved tensors have made another is for the operator to refuse.
+        # If saved-tensor hooks have replaced x by one of another shape, the operator refuses it.
         if x_later and want_w and saved[x_at].shape == (*dy.shape[:-1], k):
             made_x = quantized_in_backward(saved[x_at], x_later, offsets)
             if made_x is not None:
@@ -428,7 +436,7 @@ class LinearFunction(torch.autograd.Function):
             x_dtype, _, bias_dtype = dtypes
             call = (text, k, dx, want_b, offsets, into, x_dtype, bias_dtype, skip_x, *apart)
             grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
-            # The compiler sees by itself that the operator changes it.
+            # The compiler sees for itself that the operator mutates `into`.
             if not (torch.compiler.is_compiling() or into.is_inference()):
                 torch.autograd.graph.increment_version(into)
             gradients = [grad_x if want_x else None, None, grad_b if want_b else None]
@@ -436,12 +444,12 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _for_later(x: torch.Tensor, again: bool) -> torch.Tensor:
-    """x for the backward. Eager code saves it, and refuses one that has changed by then.
+    """x for the backward. Eager code saves x itself, and refuses it if it has changed by then.
 
-    Compiled code sees no such change: it would read x as it has become. So there it is a copy,
-    which PyTorch's compiler takes out where x does not change. To have it compute x `again` instead
-    of keeping it takes an operator that stays, as it does so only of an x that none but PyTorch's
-    own operators read in the backward.
+    Compiled code does not detect such a change and would read the changed x. So it saves a copy,
+    which PyTorch's compiler removes where x does not change. To make the compiler recompute x
+    (`again`) instead of keeping it, the copy is an operator that is not removed, since the compiler
+    recomputes x only if nothing but PyTorch's own operators read it in the backward.
     """
     if not torch.compiler.is_compiling():
         return x
@@ -455,7 +463,7 @@ def _linear_exported(
     rest: tuple[Any, ...],
     into: torch.Tensor | None,
 ) -> torch.Tensor:
-    """y by an operator that has its derivative with it: torch.export keeps no autograd.Function."""
+    """y by an operator with a registered derivative: torch.export keeps no autograd.Function."""
     if into is not None:
         need = "none in a program that is exported"
         fail(_name(rest[5]), "accumulate_into", "given", need, "leave it out")
@@ -463,8 +471,8 @@ def _linear_exported(
     return y
 
 
-# `apply` without what torch.autograd.Function does in Python before it, for functions with a
-# setup_context and for functorch: a tenth of a small layer's time.
+# `apply` without what torch.autograd.Function does first in Python for functorch and for functions
+# with a setup_context, which takes a tenth of a small layer's time.
 _apply: Callable[..., Any] = super(torch.autograd.Function, LinearFunction).apply
 
 
@@ -480,8 +488,7 @@ def check_arguments(
     offsets: torch.Tensor | None,
     label: str = "",
 ) -> None:
-    """Say what is wrong with the arguments of the operator, if something is. `label` names the
-    recipe."""
+    """Raise if the operator's arguments are wrong, and say how. `label` names the recipe."""
     op = _name(offsets)
     for name, tensor in (("x", x), ("w", w), ("bias", bias), ("offsets", offsets)):
         if tensor is None and name in ("bias", "offsets"):
@@ -510,7 +517,7 @@ def check_arguments(
 def check_shapes(
     op: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, grouped: bool
 ) -> None:
-    """Refuse operands whose extents do not fit each other."""
+    """Refuse operands whose extents do not match."""
     if w.dim() != 2 + grouped:
         fail(op, "w.shape", list(w.shape), "rank 3, [E, N, K]" if grouped else "rank 2, [N, K]")
     if x.dim() < 1 or (grouped and x.dim() != 2) or x.shape[-1] != w.shape[-1]:
@@ -521,8 +528,8 @@ def check_shapes(
 
 
 def _check_ends(operation: str, offsets: torch.Tensor, w: torch.Tensor) -> None:
-    """Refuse offsets that are not one for each matrix of w; compiled code may not know before it
-    runs how many there are, and looks then."""
+    """Refuse offsets whose number is not that of w's matrices; compiled code may know the number
+    only when it runs, and checks it then."""
 
     def refusal() -> str:
         need = f"[{w.shape[0]}], the end of a group for each matrix of w {list(w.shape)}"
@@ -535,11 +542,11 @@ def _check_ends(operation: str, offsets: torch.Tensor, w: torch.Tensor) -> None:
 
 
 def specs_of(recipe: str) -> dict[str, Spec | None]:
-    """The operands of a recipe's text."""
+    """The operands' specs, by name, from a recipe's text."""
     specs = (None if text == "none" else spec(text) for text in recipe.split(" "))
     return dict(zip(OPERANDS, specs, strict=True))
 
 
 def backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
-    """Whether dy's operands round stochastically, of those that will be made."""
+    """Whether any of dy's operands that will be made rounds stochastically."""
     return (dx and any_stochastic(specs["dgrad_dy"])) or (dw and any_stochastic(specs["wgrad_dy"]))

@@ -1,4 +1,4 @@
-"""`measure`: what quantization costs every product of a model, in steps as they run."""
+"""`measure`: the quantization error of every product of a model, measured in running steps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from blockscale.rng import Rng
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What became of one operand of a product.
+    """The effect of quantization on one operand of a product.
 
     Attributes:
-        spec: its text, or "none" in high precision.
-        amax: its largest magnitude, after a transform if there is one; NaN where one is NaN.
-        sqnr: signal to quantization noise, dB: infinite where nothing is lost, minus infinity where
-            zeros alone became something else or a value overflows.
-        underflow: the share of its elements other than 0 that become 0.
-        saturation: the share of its elements that are cut off at the largest code.
+        spec: the spec's text, or "none" in high precision.
+        amax: the largest magnitude, after the transform if there is one; NaN if any value is NaN.
+        sqnr: signal-to-quantization-noise ratio in dB: infinite if nothing is lost, minus infinity
+            if an operand of zeros became nonzero or a value overflows.
+        underflow: the share of nonzero elements that become 0.
+        saturation: the share of elements that are clipped to the largest code.
     """
 
     spec: str
@@ -44,16 +44,16 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One of the three products of a layer, over all calls that were measured.
+    """One of the three products of a layer, over all measured calls.
 
     Attributes:
-        layer: its name in the model, as `convert` spells it; with "#0", "#1", ... for the products
-            of a module that multiplies by functions, such as converted experts.
+        layer: the layer's name in the model, as in `convert`; with "#0", "#1", ... for the products
+            of a module that multiplies by calling functions, such as converted experts.
         gemm: "fprop", "dgrad" or "wgrad".
-        recipe: its name.
-        sqnr: of the result, dB: the product of the unquantized operands beside what the quantized
-            ones make of it. 20 dB are an error of a tenth.
-        operands: by name, as those of a `Recipe`.
+        recipe: the recipe's name.
+        sqnr: of the result in dB: the product of the quantized operands compared with that of the
+            unquantized ones. 20 dB is an error of a tenth.
+        operands: by their names in a `Recipe`.
     """
 
     layer: str
@@ -68,13 +68,13 @@ class Product:
 
 
 class Measurement:
-    """What `measure` has found. Prints as a table; `products` are its rows, each with `layer`,
+    """What `measure` has found. Prints as a table. `products` are its rows, each with `layer`,
     `gemm` ("fprop", "dgrad" or "wgrad"), `recipe`, `sqnr` of the result in dB, and `operands`, by
     their names in a `Recipe`, with `spec`, `amax`, `sqnr`, `underflow` and `saturation`.
-    `dataclasses.asdict` makes plain data of a row.
+    `dataclasses.asdict` turns a row into plain data.
 
     Attributes:
-        left_out: names of layers that ran and were not measured, or not in every call, with the
+        left_out: names of layers that ran but were not measured, or not in every call, with the
             reason.
     """
 
@@ -84,7 +84,7 @@ class Measurement:
 
     @property
     def products(self) -> list[Product]:
-        """One for each layer and GEMM that has run, in the model's order: `Product`."""
+        """A `Product` for each layer and GEMM that has run, in the model's order."""
         gemms = list(GEMMS)
         found = sorted(self._sums.items(), key=lambda item: (item[0][0], gemms.index(item[0][1])))
         return [sums.of(str(name)) for (name, _, _), sums in found]
@@ -113,8 +113,8 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class _Name:
-    """Of a product: where its module stands in the model, and which of the module's products it
-    is, if that may have several."""
+    """The name of a product: its module's position in the model, and its index among the module's
+    products if there may be several."""
 
     position: int
     index: int
@@ -126,7 +126,7 @@ class _Name:
 
 
 class _Sums:
-    """Over the calls of one product."""
+    """Sums over the calls of one product."""
 
     def __init__(self, gemm: str, recipe: Recipe) -> None:
         self.gemm, self.recipe, self.calls = gemm, recipe, 0
@@ -135,7 +135,7 @@ class _Sums:
         self.operands = {name: Noise() for name in self.specs}
 
     def add(self, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
-        """A·Bᵀ, with `dtype` for operands in high precision."""
+        """Add A·Bᵀ, with `dtype` for operands in high precision."""
         values = []
         for seed, ((name, spec), t) in enumerate(zip(self.specs.items(), (a, b), strict=True)):
             noise = self.operands[name]
@@ -165,10 +165,10 @@ class _Running(threading.local):
 
 
 class _Watch:
-    """Knows which module of the model runs, and is told of products.
+    """Tracks which module of the model is running, and receives its products.
 
-    The hooks are PyTorch's for all modules, so that the model stays what it is, for whoever copies
-    or saves it meanwhile.
+    The hooks are PyTorch's global module hooks, so the model itself is unchanged if it is copied or
+    saved meanwhile.
     """
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
@@ -206,16 +206,16 @@ class _Watch:
                 self.made.left_out[str(name)] = f"{role} is a {type(t).__name__}, no plain tensor"
                 return
         call = _Call(self.made, name, recipe, x, w, offsets, y.dtype)
-        # A forward that runs again for a backward has been measured.
+        # A forward that is recomputed for a backward has been measured already.
         if torch._C._current_graph_task_id() == -1:
             call.forward()
-        # Before the layer's own backward, and after hooks of y: FSDP2's bring w back.
+        # Runs before the layer's own backward, and after hooks of y: FSDP2's gather w again.
         if y.grad_fn is not None:
             y.grad_fn.register_prehook(call.backward)
 
 
 class _Call:
-    """One product of a forward, and what is needed to measure those of its backward."""
+    """One product of a forward, and what is needed to measure the products of its backward."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class _Call:
         self.versions = version_of(x), version_of(w)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows, and the matrix that they are multiplied by: each group is a layer of its own."""
+        """Rows, and the matrix that multiplies them: each group counts as a layer of its own."""
         if self.ends is None:
             yield slice(None), self.w
             return
@@ -249,12 +249,12 @@ class _Call:
             self.add("fprop", x[rows], matrix)
 
     def backward(self, gradients: Any) -> None:
-        """The first one's; x is let go with it, as autograd lets its own tensors go."""
+        """Measure the first backward, then release x, as autograd releases its own tensors."""
         x, self.x = self.x, None
         node = torch._C._current_autograd_node()
         if x is None or node is None or gradients[0] is None:
             return
-        # Detached tensors count the changes of what they were detached from.
+        # Detached tensors share the version counter of the original.
         for role, t, version in zip("xw", (x, self.w), self.versions, strict=True):
             if version_of(t) != version:
                 self.made.left_out[str(self.name)] = f"{role} has changed before the backward"
@@ -279,30 +279,30 @@ class _Call:
 
 @contextlib.contextmanager
 def measure(model: torch.nn.Module) -> Iterator[Measurement]:
-    """Within it, find what quantization costs each product of a converted model.
+    """A context that measures the quantization error of each product of a converted model.
 
-    Every forward of a layer with a recipe, and the first backward of it, is computed as before, to
-    the bit (compiled code runs uncompiled), and besides: each operand is quantized as the recipe
-    says, and the product of the quantized ones compared with that of the unquantized ones in
-    float32, as the layer is given them. So an error is the layer's own, not that of those before
-    it, and says where another spec or high precision (`convert(rules=, skip=)`) gains most. Random
-    bits of stochastic specs are others than those of the layer. Over several steps or batches sums
-    are taken. Groups are measured one by one.
+    Every forward of a layer with a recipe, and its first backward, is computed as before, to the
+    bit (compiled code runs uncompiled). In addition, each operand is quantized as the recipe says,
+    and the product of the quantized operands is compared in float32 with that of the unquantized
+    ones, as the layer receives them. So an error is the layer's own, not that of layers before it,
+    and shows where another spec or high precision (`convert(rules=, skip=)`) gains most. The random
+    bits of stochastic specs differ from the layer's. Several steps or batches are summed. Groups
+    are measured one by one.
 
-    Such a step takes some fifteen times as long on a CPU and fifty on an H200, as products are in
-    float32; it keeps each layer's x until its backward, and waits for the device at every product.
-    What reentrant checkpointing runs again is measured only where its backward is within, too;
-    other backwards may come later.
+    Such a step takes about fifteen times as long on a CPU and fifty times on an H200, as products
+    are in float32. It keeps each layer's x until its backward, and synchronizes with the device at
+    every product. What reentrant checkpointing recomputes is measured only if its backward runs
+    within the context too; other backwards may run later.
 
     Args:
-        model: with converted layers, or others of `blockscale.nn`, or calls of `linear` and
-            `grouped_linear` in its modules' forwards.
+        model: a model with converted layers, other layers of `blockscale.nn`, or calls of `linear`
+            and `grouped_linear` in its modules' forwards.
 
     Returns:
-        A context that gives a Measurement, to be read after the backward, then or later.
+        A context manager that yields a Measurement, to be read after the backward, within or later.
 
     Raises:
-        TypeError, ValueError: model is no module; within another `measure`.
+        TypeError, ValueError: model is not a module; or the call is within another `measure`.
     """
     if not isinstance(model, torch.nn.Module):
         fail_type("measure", "model", model, "a module")
@@ -316,7 +316,7 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
     functional.product_seen = watch.product
     try:
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            # Of compiled modules' wrappers, which have no name of their own here.
+            # For the wrappers of compiled modules, which have no name of their own here.
             warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
             yield watch.made
     finally:

@@ -1,5 +1,5 @@
 """`Linear`: a drop-in `torch.nn.Linear` whose GEMMs read the operands of a recipe; `GroupedLinear`:
-the same for experts; and their weights, quantized for several forwards."""
+the same for experts; `quantized_weights`: their weights, quantized once for several forwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from blockscale.weight import QuantizedWeight, quantize_weight
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Operands of a weight that were made ahead, and what it was then."""
+    """Operands of a weight that were made in advance, and the weight's state at that time."""
 
     operands: QuantizedWeight
     name: str
@@ -37,7 +37,7 @@ class Kept:
         return cls(operands, name, weight, _state_of(weight))
 
     def check(self, weight: torch.Tensor) -> None:
-        """Refuse a weight that has changed, or is another one."""
+        """Refuse a weight that has changed or been replaced."""
         if weight is self.weight and _state_of(weight) == self.state:
             return
         got, what = "changed", "steps an optimizer, loads a checkpoint, merges or moves weights"
@@ -48,24 +48,24 @@ class Kept:
 
 
 def version_of(weight: torch.Tensor) -> int:
-    """How often it has been changed in place; tensors of inference mode do not count."""
+    """How often it has been changed in place; 0 for inference tensors, which keep no count."""
     if weight.is_inference():
         return 0
-    if is_dtensor(weight):  # also by what knows its part alone, such as a checkpoint that is loaded
+    if is_dtensor(weight):  # its local tensor may change alone, as when a checkpoint is loaded
         return weight._version + weight._local_tensor._version  # type: ignore[attr-defined,no-any-return]
     return weight._version
 
 
 def _state_of(weight: torch.Tensor) -> tuple[Any, ...]:
-    """What a change of it changes too, of most: `.data = ` gives it other memory."""
+    """A state that most changes of the weight alter: `.data = `, for one, gives it other memory."""
     here: Any = weight._local_tensor if is_dtensor(weight) else weight  # type: ignore[attr-defined]
     here = values_of(here)
     return version_of(weight), here.data_ptr(), here.dtype
 
 
 def without_type(weight: torch.Tensor) -> torch.Tensor:
-    """The memory of a weight that FSDP2 is to gather as codes (or any tensor), for those who know
-    plain tensors alone: safetensors, and kernels that ask for pointers."""
+    """A weight that FSDP2 is to gather as codes (or any tensor) without its type, for code that
+    handles only plain tensors: safetensors, and kernels that ask for pointers."""
     if not is_dtensor(weight):
         return weight.local.detach() if isinstance(weight, KeptWeight) else weight
     piece = weight._local_tensor  # type: ignore[attr-defined]
@@ -78,20 +78,21 @@ def without_type(weight: torch.Tensor) -> torch.Tensor:
 
 
 def got_and_need(weight: torch.Tensor) -> tuple[str, str]:
-    """Of the refusal of a weight that is not whole and plain, or only seems so (`of_fsdp`)."""
+    """The message's parts for a weight that is not whole and plain, or only seems so
+    (`of_fsdp`)."""
     if is_plain(weight):
         return "gathered by FSDP2 for now", "a weight that fully_shard has not cut"
     return f"a {type(weight).__name__}", "a plain tensor"
 
 
 class Layer(torch.nn.Module):
-    """What modules with a recipe have in common: it, the count of forwards, and their seeds.
+    """Base of modules with a recipe: holds the recipe, the count of forwards, and the seed.
 
     Attributes:
-        recipe: not to be assigned: `convert` changes it, and what is counted with it.
+        recipe: do not assign it: `convert` changes it, along with what is counted for it.
     """
 
-    # The class that `convert` found, and `revert` gives back; none of what is built by hand alone.
+    # The class that `convert` found and `revert` restores; None for one only built by hand.
     plain: type[torch.nn.Module] | None = None
 
     recipe: Recipe
@@ -99,19 +100,20 @@ class Layer(torch.nn.Module):
     _rng_state: RngState
     _seed: torch.Tensor
 
-    # Within quantized_weights(): what was made ahead.
+    # Within quantized_weights(): the operands made in advance.
     _kept: Any = None
 
     def matrices(self) -> list[torch.Tensor]:
-        """The parameters that are multiplied."""
+        """The parameters that the layer multiplies by."""
         raise NotImplementedError
 
     def keep(self, name: str, backward: bool) -> list[torch.Tensor]:
-        """Make the operands of weights ahead, or let the first forward do so; of these weights."""
+        """Make the weights' operands in advance, or let the first forward do so; returns those
+        weights."""
         raise NotImplementedError
 
     def quantizes_ahead(self) -> bool:
-        """Whether the operands of a weight are a function of it alone."""
+        """Whether a weight's operands depend on the weight alone."""
         return not any_stochastic(self.recipe.fprop_w, self.recipe.dgrad_w)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -122,18 +124,18 @@ class Layer(torch.nn.Module):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy made within quantized_weights() has another weight, and nobody would take its
-        # operands away.
+        # A copy made within quantized_weights() has another weight, and nothing would remove its
+        # operands.
         state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         state.pop("_kept", None)
         return state
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
-        # Past __setattr__, of which other libraries' modules may have one that refuses.
+        # Bypasses __setattr__: that of another library's module may refuse.
         own = vars(self)
         own["recipe"], own["_rng_state"] = recipe, state
-        own.pop("_kept", None)  # of another recipe, within quantized_weights()
+        own.pop("_kept", None)  # made for another recipe, within quantized_weights()
         state.draws |= recipe.stochastic
         with torch.inference_mode(False):  # training saves it
             own["_seed"] = self._seed_of(state.seed, name)
@@ -143,7 +145,7 @@ class Layer(torch.nn.Module):
         return as_tensor(layer_seed(seed, name), torch.device("cpu"))
 
     def count_alone(self, seed: int) -> None:
-        """Count its own forwards, as a layer does that is built by hand."""
+        """Count its own forwards, as a layer built by hand does."""
         self.configure(self.recipe, RngState(seed), "")
         make_root(self, self._rng_state)
 
@@ -152,7 +154,7 @@ class Layer(torch.nn.Module):
             need = "a module whose random bits are counted in one place"
             got = "a replica that nn.DataParallel made"
             fail(type(self).__name__, "module", got, need, "use DistributedDataParallel")
-        # Weights may have become buffers, which is a way to freeze them.
+        # Weights may have been turned into buffers, which is one way to freeze them.
         tensors = itertools.chain(self.parameters(), self.buffers())
         device = next((tensor.device for tensor in tensors), None)
         if device is not None and device.type != "meta":
@@ -161,17 +163,17 @@ class Layer(torch.nn.Module):
                 vars(self)["_seed"] = self._seed.to(device)
 
     def _apply(self, fn: Callable[..., Any], *recurse: bool, **named: bool) -> Layer:
-        # .to(), .cuda() and to_empty() come through here and know only parameters and buffers.
+        # .to(), .cuda() and to_empty() end up here and move only parameters and buffers.
         super()._apply(fn, *recurse, **named)  # type: ignore[no-untyped-call]
         self._move_rng()
         return self
 
     def _key(self, weight: torch.Tensor) -> Key:
-        """Of this forward's random bits, of a recipe that draws some."""
+        """The key of this forward's random bits, for a recipe that draws some."""
         if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
             self._move_rng()
         offset = self._rng_state.offset
-        if offset.device != self._seed.device:  # of a model that lies on several
+        if offset.device != self._seed.device:  # a model on several devices
             offset = offset.to(self._seed.device)
         if type(weight) is not torch.nn.Parameter and (mode := fake_mode_of(weight)) is not None:
             return mode.from_tensor(self._seed), mode.from_tensor(offset)
@@ -179,16 +181,16 @@ class Layer(torch.nn.Module):
 
 
 class WeightLayer(Layer):
-    """A layer with one weight, whose operands may have been made ahead."""
+    """A layer with one weight, whose operands may have been made in advance."""
 
     weight: torch.Tensor
     _kept: Kept | None = None
-    # After quantized_all_gather(): gives the weight its type again.
+    # After quantized_all_gather(): restores the weight's type.
     _retype: Callable[[WeightLayer], None] | None = None
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Of the whole weight, wherever it lies."""
+        """Shape of the whole weight, even where it is sharded."""
         raise NotImplementedError
 
     def matrices(self) -> list[torch.Tensor]:
@@ -204,27 +206,27 @@ class WeightLayer(Layer):
         return [weight]
 
     def _here(self, weight: torch.Tensor) -> torch.Tensor:
-        """What this rank multiplies by."""
+        """The part of the weight that this rank multiplies by."""
         return weight
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        if self._retype is not None:  # with assign=True the weight is another tensor
+        if self._retype is not None:  # with assign=True the weight is a new tensor
             self._retype(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        name = f"{prefix}weight"  # not there where a parametrization computes it
+        name = f"{prefix}weight"  # absent where a parametrization computes it
         if self._retype is not None and not keep_vars and name in destination:
             destination[name] = without_type(destination[name])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._retype is not None:  # which a pickled weight has lost
+        if self._retype is not None:  # pickling drops the type
             self._retype(self)
 
     def _operands(self, weight: torch.Tensor) -> QuantizedWeight | None:
-        """Of the weight, where they were made ahead."""
+        """The weight's operands, where they were made in advance."""
         if self._kept is not None:
             if not torch.compiler.is_compiling():
                 self._kept.check(weight)
@@ -244,15 +246,15 @@ class Linear(WeightLayer, torch.nn.Linear):
     """`torch.nn.Linear` with quantized GEMMs: same parameters, same state_dict.
 
     `blockscale.convert` turns the linear layers of a model into this class and gives them one
-    shared count of forwards. A layer that is built by hand counts its own.
+    shared count of forwards. A layer built by hand counts its own.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `torch.nn.Linear`.
         recipe: a Recipe or the name of one.
-        seed: of the random bits (docs/rng.md); another for each layer that is built by hand.
+        seed: of the random bits (docs/rng.md); give each layer built by hand a different one.
 
     Raises:
-        TypeError, ValueError: an unknown recipe, one in the place of bias, or no seed.
+        TypeError, ValueError: an unknown recipe, a recipe passed as bias, or a seed that is no int.
     """
 
     plain = torch.nn.Linear
@@ -269,7 +271,7 @@ class Linear(WeightLayer, torch.nn.Linear):
         seed: int = 0,
     ) -> None:
         named: object = bias
-        if isinstance(named, str | Recipe):  # which would count as true
+        if isinstance(named, str | Recipe):  # a recipe passed as bias would count as true
             fail_type("Linear", "bias", bias, "a bool", "pass the recipe as recipe=")
         _check_no_recipe("Linear", device)
         number = any_int("Linear", "seed", seed)
@@ -304,33 +306,35 @@ def _check_no_recipe(kind: str, device: object) -> None:
 
 
 def _check_dtype(kind: str, weight: torch.Tensor, recipe: Recipe) -> None:
-    """Of a layer that is built by hand, perhaps torch.get_default_dtype()."""
+    """Refuse a dtype that the recipe does not take; a layer built by hand may have
+    torch.get_default_dtype()."""
     if not (weight.dtype in FLOATS or recipe.high_precision):
         fail(kind, "dtype", weight.dtype, FLOATS_TEXT, "give it dtype=torch.float32, or bfloat16")
 
 
 class GroupedLinear(WeightLayer):
-    """The linear layers of experts in one, without biases: `grouped_linear` as a module.
+    """The linear layers of several experts, without biases: `grouped_linear` as a module.
 
-    Its weight may be divided over ranks, a DTensor with Shard(0): each multiplies its own experts,
-    at least one, whose rows and ends its forward is given (examples/python/expert_parallel.py).
-    `groups` is the number of all.
+    Its weight may be divided over ranks, as a DTensor with Shard(0): each rank then multiplies by
+    its own experts, at least one, and its forward receives their rows and ends
+    (examples/python/expert_parallel.py). `groups` remains the number of experts over all ranks.
 
-    Like `Linear` it counts its own forwards until `blockscale.convert` is called for the model that
-    it is in, which gives it a recipe and the model's count. What `skip` and rules leave alone keeps
-    its recipe, as there is no layer of PyTorch's to go back to.
+    Like `Linear` it counts its own forwards until `blockscale.convert` is called on the model that
+    contains it and gives it a recipe and the model's count. If `skip` or rules leave it alone it
+    keeps its recipe, as PyTorch has no such layer to go back to.
 
     Args:
-        groups: experts.
-        in_features, out_features: of each.
-        device, dtype: of the weight [groups, out_features, in_features], whose matrices start as
-            those of `torch.nn.Linear` do.
+        groups: number of experts.
+        in_features, out_features: of each expert.
+        device, dtype: of the weight [groups, out_features, in_features], whose matrices are
+            initialized as in `torch.nn.Linear`.
         recipe: a Recipe or the name of one.
-        seed: of the random bits (docs/rng.md); another for each layer that is built by hand.
+        seed: of the random bits (docs/rng.md); give each layer built by hand a different one.
 
     Raises:
-        TypeError, ValueError: no groups, extents that are no ints or negative, an unknown recipe,
-            one in the place of device, a dtype that it does not quantize, or no seed.
+        TypeError, ValueError: no groups, extents that are not ints or are negative, an unknown
+            recipe, a recipe passed as device, a dtype that it does not quantize, or a seed that is
+            no int.
     """
 
     def __init__(
@@ -371,8 +375,8 @@ class GroupedLinear(WeightLayer):
         torch.nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] with rows sorted by group, which end at offsets [groups], or those of
-        them that are this rank's -> [T, out_features]; see `blockscale.grouped_linear`."""
+        """[T, in_features] -> [T, out_features]. The rows are sorted by group, and `offsets` holds
+        where each group ends: [groups], or only this rank's; see `blockscale.grouped_linear`."""
         if not isinstance(offsets, torch.Tensor):
             fail_offsets("GroupedLinear", offsets)
         recipe, weight = self.recipe, self.weight
@@ -394,13 +398,13 @@ class GroupedLinear(WeightLayer):
 
 
 def check_model(operation: str, model: object) -> None:
-    """Refuse what is no model."""
+    """Refuse anything that is not a module."""
     if not isinstance(model, torch.nn.Module):
         fail_type(operation, "model", model, "an nn.Module")
 
 
 def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Layer]:
-    """Those of a model by name; a model without any is refused."""
+    """The converted layers of a model, by name; refuses a model without any."""
     check_model(operation, model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
@@ -411,36 +415,38 @@ def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Layer]
 
 @contextlib.contextmanager
 def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator[None]:
-    """Quantize the weights of converted layers once, for all forwards and backwards within.
+    """Quantize the weights of converted layers once for all forwards and backwards in the context.
 
         with bs.quantized_weights(model):
             for batch in micro_batches:
                 loss(model(batch)).backward()
         optimizer.step()
 
-    Each layer would quantize its weight again in every micro-batch, in every recomputation of
-    activation checkpointing, and in every batch of an inference. The results and the gradients are
-    the same bits. Layers in high precision, those whose recipe rounds the weight stochastically,
-    and those whose weight is computed (a parametrization) do as ever; experts of other libraries
-    quantize theirs in the first forward within, if they multiply by the parameter itself and are
-    not compiled, and see whether it has changed from then on. Leave it before the
-    optimizer's step, which is refused within; a recomputation belongs where its forward ran.
+    Otherwise each layer quantizes its weight again in every micro-batch, in every recomputation of
+    activation checkpointing, and in every inference batch. Results and gradients are the same bits.
+    Layers in high precision, those whose recipe rounds the weight stochastically, and those whose
+    weight is computed (a parametrization) work as they do without it. Experts of other libraries
+    quantize their weights in the first forward within the context, if they multiply by the
+    parameter itself and are not compiled, and check from then on whether it has changed. Leave the
+    context before the optimizer's step, which is refused within; a recomputation must run in the
+    same context as its forward.
 
     Args:
-        model: a converted one, or a part of it.
-        backward: also make what the gradients of inputs read.
+        model: a converted model, or a part of one.
+        backward: also make the operands that the gradients of inputs need.
 
     Returns:
         A context manager.
 
     Raises:
         TypeError, ValueError: nothing in the model is converted; a weight is a DTensor, which is
-            cut or gathered elsewhere, or fully_shard has cut it (but for experts that are divided
-            over ranks and not sharded besides); within another one. Within it: a step of an
-            optimizer of these weights, before it does anything; and a forward that is not compiled,
-            where its layer's weight has changed since (but in place by `.data`, as PEFT merges
-            adapters and `vector_to_parameters` writes, by a foreach function where it is a DTensor,
-            or where it was made in inference mode: PyTorch does not count such changes).
+            cut or gathered elsewhere, or fully_shard has cut it (except experts that are divided
+            over ranks and not sharded besides); the call is within another `quantized_weights`.
+            Within the context: a step of an optimizer of these weights, before it changes anything;
+            an uncompiled forward whose layer's weight has changed since. Changes that PyTorch does
+            not count go unnoticed: in place by `.data` (as PEFT merges adapters and
+            `vector_to_parameters` writes), by a foreach function on a DTensor, or of a weight made
+            in inference mode.
     """
     layers = converted_layers("quantized_weights", model)
     cut = of_fsdp(model)
@@ -451,7 +457,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
         for weight in layer.matrices():
             got = ""
             divided = isinstance(layer, GroupedLinear) and is_dtensor(weight)
-            # Under quantized_all_gather, but FSDP2 does not have it.
+            # After quantized_all_gather, but not managed by FSDP2.
             whole = is_plain(weight) or isinstance(weight, KeptWeight)
             if id(weight) in cut or not (divided or whole):
                 got, need = got_and_need(weight)
@@ -495,7 +501,7 @@ class Root:
         state.root = weakref.ref(self)
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self.__dict__.update(attributes)  # those of a copy, whose state is one
+        self.__dict__.update(attributes)  # of a copy, whose state is a copy too
         self.state.root = weakref.ref(self)
 
 
@@ -514,6 +520,6 @@ def drop_root(module: torch.nn.Module) -> None:
 
 
 def root_state(module: torch.nn.Module) -> RngState | None:
-    """The state that `module` counts forwards in, if it does."""
+    """The state in which `module` counts forwards, or None."""
     root: Root | None = module.__dict__.get("_blockscale_root")
     return root.state if root else None

@@ -1,4 +1,4 @@
-"""What a spec does to the elements of a tensor: noise, underflow, saturation."""
+"""The effect of a spec on the elements of a tensor: noise, underflow, saturation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from blockscale.recipe import Spec
 from blockscale.rng import Rng
 from blockscale.tensor import QuantizedTensor
 
-# What a maximum may lose without saturating (specification, section 6).
+# The relative loss of a maximum that does not count as saturation (specification, section 6).
 _ROUNDING_OF_DECODE: Final = 2.0**-20
-_PIECE: Final = 1 << 22  # elements that are compared at a time, in float64
+_PIECE: Final = 1 << 22  # elements compared at a time, in float64
 
 
 class Noise:
-    """Sums over tensors, or pieces of one, under one spec, in float64."""
+    """Sums over tensors, or pieces of one, for one spec, in float64."""
 
     def __init__(self) -> None:
         self.signal = self.noise = self.amax = 0.0
@@ -29,16 +29,16 @@ class Noise:
     def add(
         self, x: torch.Tensor, spec: Spec, amax: torch.Tensor | None = None, rng: Rng | None = None
     ) -> torch.Tensor:
-        """Adds a matrix [R, C] that is quantized along its rows; returns what its codes stand for,
-        float32 [R, C] (of a spec with a Hadamard transform C rounded up to whole transforms).
+        """Adds a matrix [R, C], quantized along its rows; returns the values of its codes, float32
+        [R, C] (with C rounded up to whole transforms if the spec has a Hadamard transform).
 
         Args:
             x: float32, bfloat16 or float16.
-            spec: how.
-            amax: what the outer scale is made from, where x is a piece; None for x's own.
-            rng: of a spec that rounds stochastically.
+            spec: how to quantize it.
+            amax: what the outer scale is made from, if x is a piece; None for x's own amax.
+            rng: for a spec that rounds stochastically.
         """
-        if spec.hadamard:  # as the transform extends it
+        if spec.hadamard:  # padded as the transform pads it
             x = torch.nn.functional.pad(x, (0, -x.shape[1] % spec.hadamard))
         rng = rng if spec.stochastic else None
         q = quantize(x, spec, amax=amax, rng=rng)
@@ -49,7 +49,7 @@ class Noise:
             encoded = before
             if signs is not None:
                 before = _transformed(before, signs)
-                encoded = before.bfloat16().float()  # which amax and codes are taken from
+                encoded = before.bfloat16().float()  # amax and codes are computed from it
             self.add_error(before, after)
             self.count += before.numel()
             self.nonzero += int((encoded != 0).sum())
@@ -59,7 +59,7 @@ class Noise:
         return y
 
     def add_error(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds what y is beside x, both matrices."""
+        """Adds the error of y relative to x, both matrices."""
         for rows in pieces(*x.shape):
             exact = x[rows].double()
             self.signal += float(exact.square().sum())
@@ -69,10 +69,10 @@ class Noise:
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise, dB; infinite where there is no noise."""
-        if self.noise == 0.0:  # exact, a tensor of zeros among others
+        """Signal-to-quantization-noise ratio in dB; infinite without noise."""
+        if self.noise == 0.0:  # exact; includes tensors of zeros
             return math.inf
-        if self.signal == 0.0:  # of zeros that became something else
+        if self.signal == 0.0:  # zeros that became nonzero
             return math.nan if math.isnan(self.noise) else -math.inf
         if math.isinf(self.noise) and not math.isinf(self.signal):
             return -math.inf  # a value that overflows when decoded
@@ -80,25 +80,25 @@ class Noise:
 
     @property
     def underflow(self) -> float:
-        """The share of the elements other than 0 that become 0."""
+        """The share of nonzero elements that become 0."""
         return self.underflowed / max(1, self.nonzero)
 
     @property
     def saturation(self) -> float:
-        """The share of all elements that are cut off at the largest code."""
+        """The share of all elements that are clipped to the largest code."""
         return self.saturated / max(1, self.count)
 
 
 def pieces(rows: int, columns: int) -> Iterator[slice]:
-    """Rows of a matrix, as many at a time as have a bounded number of elements."""
+    """Slices of a matrix's rows, each with a bounded number of elements."""
     step = max(1, _PIECE // max(1, columns))
     for start in range(0, rows if columns else 0, step):
         yield slice(start, start + step)
 
 
 def _signs(spec: Spec, rng: Rng | None, device: torch.device) -> torch.Tensor | None:
-    """Those of the spec's Hadamard transform, [d]: the core is asked for the transforms of the unit
-    vectors, whose first element has the vector's sign."""
+    """The signs of the spec's Hadamard transform, [d]: the core transforms the unit vectors, and
+    the first element of each result has that vector's sign."""
     d = spec.hadamard
     if not d:
         return None
@@ -107,8 +107,8 @@ def _signs(spec: Spec, rng: Rng | None, device: torch.device) -> torch.Tensor | 
 
 
 def _transformed(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """The Hadamard transform of rows in blocks of d, before its rounding (specification, section
-    8): butterflies in float32, in that order, as what cancels is to be 0."""
+    """The Hadamard transform of rows in blocks of d, before rounding (specification, section 8):
+    butterflies in float32, in that order, so that values that cancel give exactly 0."""
     d = len(signs)
     y = x.reshape(-1, d) * signs
     step = 1
@@ -120,13 +120,13 @@ def _transformed(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 
 def _is_largest(q: QuantizedTensor, columns: int) -> torch.Tensor:
-    """Where a code [R, C] stands for its format's largest magnitude."""
+    """Mask [R, C] of the codes with their format's largest magnitude."""
     element = next(e for e in facts()["elements"] if e["name"] == q.spec.element)
     codes = q.codes
-    if codes.dtype != torch.uint8:  # an FP8 dtype of torch
+    if codes.dtype != torch.uint8:  # one of torch's FP8 dtypes
         return codes[:, :columns].float().abs().eq(element["max"])
     if q.spec.codes_per_byte == 2:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    # FP6 and FP4 have no NaN or Inf: the largest magnitude is all ones below the sign.
+    # FP6 and FP4 have no NaN or Inf: in the largest magnitude all bits below the sign are 1.
     ones: int = (1 << (element["bits"] - 1)) - 1
     return (codes[:, :columns] & ones).eq(ones)

@@ -47,44 +47,46 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize `x` along one axis. Not differentiable; `linear` is.
 
-    With `offsets`, x is [T, C] in groups of consecutive rows, and every group becomes what it would
-    become alone: its own outer scale, its own tiling of scales, each in its place of buffers whose
-    sizes follow from T and the number of groups (docs/groups.md). Rows past the last end belong to
-    no group.
+    With `offsets`, x is [T, C] in groups of consecutive rows, and each group is quantized as if it
+    were alone, with its own outer scale and its own tiling of scales. All groups share buffers
+    whose sizes depend only on T and the number of groups (docs/groups.md). Rows past the last end
+    belong to no group.
 
     Args:
         x: [..., C] float32, bfloat16 or float16, any strides; leading dimensions are rows.
-        spec: a Spec, or a spec's text such as "nvfp4".
+        spec: a Spec, or the text of one, such as "nvfp4".
         axis: the contraction axis of the GEMM that will read the result: -1 (blocks run along a
             row) or -2 (down a column; the codes are stored transposed).
-        amax: for specs with an outer scale: the largest |x| to use instead of computing it, a
+        amax: for specs with an outer scale: the largest |x|, to use instead of computing it; a
             number or a float32 tensor of one element ([E] with batch_dims=1, [G] with offsets) on
-            x's device. On a GPU nothing waits for it, so that a negative one is not noticed.
-        rng: the key of the random bits; needed by stochastic specs, unused by others.
+            x's device. On a GPU the tensor is read without synchronizing, so a negative value is
+            not detected.
+        rng: the key of the random bits; required by stochastic specs, unused by others.
         layout: how codes and scales are stored (docs/specification.md, section 12):
 
-            - "linear": both row by row, and padded to whole blocks only;
-            - "mn_major": FP32 scales, transposed: what the GEMM of H100 and H200 reads;
-            - "nv_128x4": scales of a byte, in the tiles that NVIDIA's tensor cores read;
-            - "aiter_scale": scales of a byte, in those that AMD's AITER reads;
+            - "linear": both row by row, padded to whole blocks only;
+            - "mn_major": FP32 scales, transposed, as the GEMM for H100 and H200 reads them;
+            - "nv_128x4": one-byte scales, in the tiles that NVIDIA's tensor cores read;
+            - "aiter_scale": one-byte scales, in the tiles that AMD's AITER reads;
             - "mfma_16x16": packed FP4 codes, in AITER's tiles.
 
-            What a layout does not hold stays linear; "+" joins one of codes and one of scales, as
-            in "mfma_16x16+aiter_scale".
+            Whatever a layout does not cover stays linear; "+" combines a layout of codes with one
+            of scales, as in "mfma_16x16+aiter_scale".
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices; else 0.
-        origin: (row, column) of x in the unsharded tensor, so that a shard draws its own bits; a
-            multiple of the block and of the transform along the axis, of a square's side across it.
-        offsets: [G] int32 or int64, contiguous, on x's device: where each group ends. They must not
-            decrease or pass the last row. A GPU does not wait to check that: the result is then NaN
-            throughout (with the environment variable BLOCKSCALE_CHECK_OFFSETS=1 it does wait, and
-            raises).
-            The result keeps this tensor, not a copy: do not change it in place.
+        origin: (row, column) of x in the unsharded tensor, so that each shard draws its own bits.
+            It must be a multiple of the block and the transform along the axis, and of the side of
+            a square block across it.
+        offsets: [G] int32 or int64, contiguous, on x's device: where each group ends. The ends must
+            not decrease or pass the last row. On a GPU this is not checked synchronously: wrong
+            offsets make the whole result NaN (with the environment variable
+            BLOCKSCALE_CHECK_OFFSETS=1 the call synchronizes and raises). The result keeps this
+            tensor, not a copy: do not change it in place.
 
     Returns:
         A QuantizedTensor on x's device, of x's shape. For axis -1 in "linear", with P columns after
-        padding to whole blocks of B (and whole transforms): codes [R, P], for FP4 [R, P/2] uint8;
-        scales [R, P/B], or one row for B rows of x where blocks are square. For axis -2 the same of
-        x transposed; with batch_dims=1 E is put in front.
+        padding to whole blocks of B (and whole transforms): codes [R, P], or [R, P/2] uint8 for
+        FP4; scales [R, P/B], or one row per B rows of x where blocks are square. For axis -2, the
+        same for x transposed; with batch_dims=1, a leading dimension E.
 
     Raises:
         TypeError, ValueError: with the operation, the argument, what it got and what it needs.
@@ -129,9 +131,10 @@ def quantize_dual(
 
     Args:
         x: [..., R, C], rank 2 or more, as for `quantize`.
-        row_spec, col_spec: of the operand along axis -1, and of that along axis -2.
-        rng: one key for both: where both are stochastic, the same bits at the same coordinates.
-        row_amax, col_amax, row_layout, col_layout: `amax` and `layout` of each.
+        row_spec, col_spec: the specs of the operands along axis -1 and along axis -2.
+        rng: one key for both: where both are stochastic, they draw the same bits at the same
+            coordinates.
+        row_amax, col_amax, row_layout, col_layout: `amax` and `layout` for each.
         batch_dims, origin, offsets: as for `quantize`.
 
     Returns:
@@ -177,18 +180,18 @@ def amax(
     batch_dims: int = 0,
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The largest |x| after the spec's transform: what `quantize` takes as `amax`.
+    """The largest |x| after the spec's transform, in the form that `quantize` takes as `amax`.
 
     Args:
         x: [..., C] float32, bfloat16 or float16, any strides; leading dimensions are rows.
-        spec: whose Hadamard transform is applied first; of a spec without one only x counts.
-        axis: along which it is applied, -1 or -2.
+        spec: the spec whose Hadamard transform, if it has one, is applied first.
+        axis: the axis of the transform, -1 or -2.
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices; else 0.
         offsets: [G] int32 or int64, contiguous, on x's device: where each group of rows ends.
 
     Returns:
-        A float32 scalar on x's device ([E] with batch_dims=1, [G] with offsets): NaN when a value
-        is NaN, else Inf when one is infinite, 0 for an empty tensor.
+        A float32 scalar on x's device ([E] with batch_dims=1, [G] with offsets): NaN if any value
+        is NaN, else Inf if any is infinite; 0 for an empty tensor.
 
     Raises:
         TypeError, ValueError: with the operation, the argument, what it got and what it needs.
@@ -202,14 +205,14 @@ def amax(
 
 
 def largest_of_ranks(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Each of these magnitudes where it is largest, which is NaN where a rank has that. Whoever
-    calls it has no more use for them."""
-    bits = amax.view(torch.int32)  # in the same order, and NaN is the largest of all
+    """Elementwise maximum of `amax` over the ranks; NaN where any rank has NaN. May overwrite
+    `amax`."""
+    bits = amax.view(torch.int32)  # orders the same way, with NaN largest
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
         dist.all_reduce(bits, dist.ReduceOp.MAX, group)
         return amax
-    # What a compiler may trace, and selective checkpointing keep and give back. It takes a host
-    # several times as long.
+    # A compiler can trace this one, and selective checkpointing can save and restore it. It takes
+    # several times as long on the host.
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
     found: torch.Tensor = wait_tensor(all_reduce(bits, "max", group))  # type: ignore[no-untyped-call]
@@ -220,18 +223,19 @@ def largest_of_ranks(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The values of `q`: outer · scale · code, rounded to `dtype` (float32, bfloat16, float16).
 
-    A Hadamard transform is not undone: these are values of the transformed operand, which are what
-    a GEMM multiplies, before their rounding. Where the contraction axis (or a group's part of it)
-    is no multiple of the transform, it is extended by zeros, which the transform fills: a GEMM
-    multiplies those values too, and they are left out here. To see them, pad x with zeros to a
-    multiple of `q.spec.hadamard` before it is quantized: its codes and scales stay the same.
+    A Hadamard transform is not undone: these are the values of the transformed operand, which a
+    GEMM multiplies, before they are rounded to `dtype`. Where the contraction axis (or a group's
+    part of it) is not a multiple of the transform, it is extended with zeros, which the transform
+    fills: a GEMM multiplies those values too, but they are left out here. To see them, pad x with
+    zeros to a multiple of `q.spec.hadamard` before quantizing it: the codes and scales stay the
+    same.
 
     Args:
         q: what `quantize` returns, in any layout.
         dtype: of the result.
 
     Returns:
-        A tensor of shape `q.shape` on q's device; rows of no group are 0.
+        A tensor of shape `q.shape` on q's device; rows that belong to no group are 0.
 
     Raises:
         TypeError, ValueError: not a QuantizedTensor, or a damaged one.
@@ -263,7 +267,7 @@ def relayout(q: QuantizedTensor, layout: str) -> QuantizedTensor:
         layout: as for `quantize`.
 
     Returns:
-        A QuantizedTensor; its outer scale and offsets are q's own.
+        A QuantizedTensor that shares q's outer scale and offsets.
 
     Raises:
         TypeError, ValueError: not a QuantizedTensor, a damaged one, or a layout that its spec
@@ -285,23 +289,23 @@ def matmul(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along. Not differentiable,
-    in its bias either; `linear` is.
+    not even in the bias; `linear` is.
 
-    On a GPU both operands are decoded to BF16 without their outer scales, which is exact (but for
-    values below 2^-126, which are rounded to multiples of 2^-133), they are multiplied with FP32
-    sums, and outer scales and bias are applied to those. What has outer scales, or a bias of
-    another dtype than bfloat16, and what is small, goes to a BF16 GEMM of our own on compute
-    capability 9.0 (H100, H200); the rest, and few rows times few columns over a long contraction
-    axis, to PyTorch's, as all does on other GPUs. Specs with FP32 block scales
-    (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: their own block-scaled GEMM runs on GPUs of
-    compute capability 9.0 (H100, H200), and others refuse them. There it multiplies two operands
-    of `mxfp4` too, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes become
-    codes of E5M2, exactly where the scales of a row of b, and of 128 codes of a row of a, are
-    within 2^28 of each other; else with an error of at most 2^-31 of the largest value among those.
-    Within 128 codes the tensor cores add with 13 bits below the largest product or sum.
+    On a GPU both operands are decoded to BF16 without their outer scales, which is exact (except
+    that values below 2^-126 are rounded to multiples of 2^-133). They are multiplied with FP32
+    sums, to which outer scales and bias are applied. On compute capability 9.0 (H100, H200),
+    products with outer scales or a bias of a dtype other than bfloat16, and small products, run in
+    our own BF16 GEMM; all others, and those of few rows and few columns over a long contraction
+    axis, run in PyTorch's, as everything does on other GPUs. Specs with FP32 block scales
+    (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: they run in a block-scaled GEMM of their own on
+    compute capability 9.0 (H100, H200), and other GPUs refuse them. That GEMM also multiplies two
+    operands of `mxfp4`, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes
+    become E5M2 codes, exactly where the scales of a row of b, and of 128 codes of a row of a, are
+    within 2^28 of each other; otherwise with an error of at most 2^-31 of the largest value among
+    those. Within 128 codes the tensor cores add with 13 bits below the largest product or sum.
 
     Args:
-        a, b: operands; the extents of their axes must be equal. The other extent of each (leading
+        a, b: operands with equal extents along their axes. The other extent of each (leading
             dimensions are rows) is an extent of the result.
         bias: [rows of b], float32, bfloat16 or float16; added to the FP32 sums.
         out_dtype: float32 or bfloat16.
@@ -333,36 +337,36 @@ def grouped_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`matmul` for each group of rows, in one call that does not wait for the offsets. Not
+    """`matmul` for each group of rows, in one call that does not synchronize on the offsets. Not
     differentiable; `grouped_linear` is.
 
-    Two forms, by the axis of the operands (docs/groups.md):
+    There are two forms, depending on the axis of the operands (docs/groups.md):
 
     - groups of rows: `a` [M, K] quantized along axis -1 with `offsets`, `b` [G, N, K] along axis -1
-      with batch_dims=1. Row r of the result is row r of a times its group's matrix; rows of no
-      group are 0. (dgrad: `b` [G, K, N] along axis -2.)
+      with batch_dims=1. Row r of the result is row r of a times its group's matrix; rows that
+      belong to no group are 0. (dgrad: `b` [G, K, N] along axis -2.)
     - groups along the contraction axis: `a` [T, M] and `b` [T, N], both quantized along axis -2
-      with `offsets`. The result holds one product a group; an empty group's is 0.
+      with `offsets`. The result holds one product per group; that of an empty group is 0.
 
-    Each group is multiplied as `matmul` would multiply its own operands, outer scales included: bit
-    for bit on the CPU. On a GPU, specs with FP32 block scales, and `mxfp4`, run in the block-scaled
-    GEMM of H100 and H200. The others are decoded to BF16; with outer scales, a bias, a float32
-    result or an N that is no multiple of 8 they go to the BF16 GEMM of H100 and H200, and what is
-    left to PyTorch's grouped GEMM, which rounds its sums to BF16 before outer scales and bias are
-    applied.
+    Each group is multiplied as `matmul` would multiply its operands alone, outer scales included:
+    bit for bit on the CPU. On a GPU, specs with FP32 block scales, and `mxfp4`, run in the
+    block-scaled GEMM for H100 and H200. Other specs are decoded to BF16: with outer scales, a bias,
+    a float32 result or an N that is not a multiple of 8 they run in our BF16 GEMM for H100 and
+    H200, and otherwise in PyTorch's grouped GEMM, which rounds its sums to BF16 before outer scales
+    and bias are applied.
 
     Args:
-        a, b: operands, of equal contraction lengths.
+        a, b: operands with equal contraction lengths.
         offsets: the tensor that they were quantized with, [G].
-        bias: [G, N], a row for each group; float32, bfloat16 or float16.
+        bias: [G, N], one row per group; float32, bfloat16 or float16.
         out_dtype: float32 or bfloat16.
 
     Returns:
         [M, N], or [G, M, N] for groups along the contraction axis, in `out_dtype`.
 
     Raises:
-        TypeError, ValueError: operands that are damaged, or that cannot be multiplied. Offsets that
-            decrease or pass the end; on a GPU they make the result NaN instead.
+        TypeError, ValueError: damaged operands, or operands that cannot be multiplied; offsets that
+            decrease or pass the end (on a GPU these make the result NaN instead).
     """
     op = "grouped_matmul"
     check_operand(op, "a", a)
@@ -424,9 +428,9 @@ def _product(
     out_dtype: torch.dtype,
     *groups: torch.Tensor | int,
 ) -> torch.Tensor:
-    """The GEMM of operands that may be multiplied, if they share a contraction length.
+    """The GEMM of two operands; refuses operands with different contraction lengths.
 
-    `groups`: the offsets, and the axis that a was quantized along with them.
+    `groups`: the offsets, and the axis along which a was quantized with them.
     """
     a_lines, a_length = _lines_and_length(a)
     b_lines, b_length = _lines_and_length(b)
@@ -447,7 +451,7 @@ def _product(
 
 
 def _same_offsets(operation: str, name: str, q: QuantizedTensor, offsets: torch.Tensor) -> None:
-    """Refuse offsets that are not those of the operand; on a GPU their values are not looked at."""
+    """Refuse offsets that differ from the operand's; on a GPU their values are not compared."""
     own = q.offsets
     remedy = "pass the offsets that it was quantized with"
     if own is None:

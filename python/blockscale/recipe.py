@@ -16,29 +16,31 @@ from blockscale._errors import did_you_mean, fail, fail_type, message
 class Spec:
     """How one operand is quantized. Made by `spec`; `str(spec)` is its canonical text.
 
-    Everything but the text is what the core says about that text; specs are equal when their texts
-    are. docs/specification.md defines the bits.
+    The core derives all other attributes from the text; specs are equal when their texts are.
+    docs/specification.md defines the bits.
 
     Attributes:
         text: the canonical text, such as "nvfp4[block=16x16]".
-        family: the named spec that it is a copy of, such as "nvfp4".
+        family: the named spec that it derives from, such as "nvfp4".
         element: the format of the codes, such as "e2m1" (`describe()["elements"]`).
         scale: the format of the block scales: "e8m0", "e4m3", "ue5m3" or "fp32".
-        block: (lines, codes along the axis) that share a scale; (1, 16) are 16 codes of one line.
-        scale_rule: how a block's scale comes from its largest value: "floor", "ceil", "even" or
-            "rceil" (MX), "amax" or "pow2" (FP32 scales), "two_level" (nvfp4, amdfp4).
-        scale_rounding: "nearest" (ties to even), or "up" in two-level specs, of the scales.
-        rounding: "nearest" (ties to even) or "stochastic", of the elements.
-        outer: whether an FP32 scale of the whole tensor multiplies the block scales.
+        block: (lines, codes along the axis) that share a scale; (1, 16) is 16 codes of one line.
+        scale_rule: how a block's scale is derived from its largest value: "floor", "ceil", "even"
+            or "rceil" (MX), "amax" or "pow2" (FP32 scales), "two_level" (nvfp4, amdfp4).
+        scale_rounding: how scales are rounded: "nearest" (ties to even), or "up" in two-level
+            specs.
+        rounding: how elements are rounded: "nearest" (ties to even) or "stochastic".
+        outer: whether a per-tensor FP32 scale multiplies the block scales.
         hadamard: the size of the Hadamard transform along the axis, in values; 0 for none.
-        hadamard_mask: its signs: bit i is set where value i of each run of `hadamard` is negated.
-        codes_per_byte: 2 where an element has 4 bits, else 1.
-        scale_bytes: bytes of one scale, 1 or 4.
-        extent_multiple: what the extent of the axis is padded to, in values, before blocks are
-            counted: the size of the transform, or 1.
+        hadamard_mask: its signs: bit i is set if value i of each run of `hadamard` values is
+            negated.
+        codes_per_byte: 2 if an element has 4 bits, else 1.
+        scale_bytes: bytes per scale, 1 or 4.
+        extent_multiple: the multiple, in values, that the extent of the axis is padded to before
+            blocks are counted: the size of the transform, or 1.
 
     Raises:
-        TypeError: made otherwise than by `spec`.
+        TypeError: constructed other than by `spec`.
     """
 
     text: str
@@ -79,13 +81,13 @@ class Spec:
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """torch's dtype of the element where it has one, else uint8."""
+        """torch's dtype for the element if there is one, else uint8."""
         dtype: torch.dtype = getattr(torch, f"float8_{self.element}", torch.uint8)
         return dtype
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """torch's dtype of the scales where it has one, else uint8."""
+        """torch's dtype for the scales if there is one, else uint8."""
         return _SCALE_DTYPES.get(self.scale, torch.uint8)
 
 
@@ -98,7 +100,7 @@ _SCALE_DTYPES: Final = {
 
 
 def any_stochastic(*specs: Spec | None) -> bool:
-    """Whether one of them draws random bits."""
+    """Whether any of them draws random bits."""
     return any(s is not None and s.rounding == "stochastic" for s in specs)
 
 
@@ -112,20 +114,21 @@ def _spec_from_text(text: str, changes: str = "") -> Spec:
         remedy = f"{text!r} is a recipe, for a whole layer: bs.linear(x, w, recipe={text!r})"
         fail("spec", "name", repr(text), f"one of {', '.join(spec_names())}", remedy)
     facts["block"] = tuple(facts["block"])
-    facts["scale_rule"] = facts.pop("rule")  # under the name that `spec` takes it by
+    facts["scale_rule"] = facts.pop("rule")  # under the name that `spec` takes
     facts["hadamard_mask"] = int(facts["hadamard_mask"], 16)
     return Spec(**facts)
 
 
 def _constant(text: str, changes: str) -> Spec:
-    """torch.compile cannot trace a call into C, and need not: a text has one meaning. A copy, since
-    the compiler knows objects by identity: what is reached through a recipe too is no constant.
-    Operators read `text`: PyTorch 2.14 traces no method of such a constant, nor `str` of it."""
+    """torch.compile cannot trace a call into C, and need not: a text has one meaning. Returns a
+    copy, since the compiler identifies objects by identity: one that is also reached through a
+    recipe is not a constant. Operators read `text`: PyTorch 2.14 traces no method of such a
+    constant, nor `str` of it."""
     known = _spec_from_text(text, changes)
     return Spec(**{field.name: getattr(known, field.name) for field in dataclasses.fields(Spec)})
 
 
-# As torch.compiler.assume_constant_result() marks it, which would import the compiler: a second.
+# The mark of torch.compiler.assume_constant_result(), which would import the compiler: a second.
 _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -151,18 +154,18 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
     Args:
         name: "nvfp4", "mxfp8", ... (`spec_names`), a spec's text such as "nvfp4[block=16x16]", or a
             Spec.
-        changes: element="e5m2", block=(16, 16), rounding="nearest" or "stochastic", scale_rule
-            (MX: "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
+        changes: element="e5m2", block=(16, 16), rounding="nearest" or "stochastic", scale_rule (MX:
+            "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
             "nearest" or "up", outer=False, hadamard=None, 16, 32, 64 or 128, or with a sign mask:
-            (32, 0x9e3779b9), and scale=, which has to be what the name means. What they mean is
-            said at the attributes of `Spec`.
+            (32, 0x9e3779b9), and scale=, which must be the scale that the name implies. The
+            attributes of `Spec` explain them.
 
     Returns:
-        A Spec; `name` stays as it is.
+        A Spec; a Spec passed as `name` is not changed.
 
     Raises:
         TypeError: the name is neither text nor a Spec.
-        ValueError: unknown name or change, or a combination that means nothing, with the reason.
+        ValueError: unknown name or change, or a meaningless combination, with the reason.
     """
     if not isinstance(name, str | Spec):
         fail_type("spec", "name", name, "a name such as 'nvfp4', or a Spec")
@@ -177,66 +180,67 @@ def spec_names() -> tuple[str, ...]:
     return tuple(_core.facts()["specs"])
 
 
-# The operands of the three GEMMs of y = x·Wᵀ; each GEMM multiplies its two.
+# The operands of the three GEMMs of y = x·Wᵀ, two per GEMM.
 GEMMS: Final = {
     "fprop": ("fprop_x", "fprop_w"),  # y [M, N], contraction K
     "dgrad": ("dgrad_dy", "dgrad_w"),  # dx [M, K], contraction N
     "wgrad": ("wgrad_dy", "wgrad_x"),  # dW [N, K], contraction M
 }
 OPERANDS: Final = tuple(operand for pair in GEMMS.values() for operand in pair)
-# What is found out when a recipe is made.
+# Facts determined when a recipe is made.
 _RECIPE_FACTS: Final = (
     "text", "forward_text", "later_x", "high_precision", "stochastic", "quantizes_x", "draws_dx",
     "draws_dw", "cuda_needs",
 )  # fmt: skip
-# What a forward keeps for its backward, and the operand.
+# The switches for what a forward keeps for its backward, and the operand of each.
 _KEPT: Final = {"keep_w": "dgrad_w", "keep_x": "wgrad_x"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A spec for each operand of the three GEMMs of a linear layer; None is high precision.
+    """A spec for each operand of the three GEMMs of a linear layer; None means high precision.
 
     An operand that is None keeps the dtype of the layer's result, BF16 in a BF16 model or autocast;
-    PyTorch's own GEMM multiplies it with the other one, decoded.
+    PyTorch's own GEMM multiplies it by the other operand, decoded.
 
     Args:
-        name: only a label: recipes are equal when their operands, keep_w and keep_x are.
+        name: a label only: recipes are equal when their operands, keep_w and keep_x are.
         fprop_x: x [M, K] of y = x·Wᵀ, quantized along axis -1 (K).
         fprop_w: W [N, K] of y = x·Wᵀ, along axis -1 (K).
         dgrad_dy: dy [M, N] of dx = dy·W, along axis -1 (N).
         dgrad_w: W [N, K] of dx = dy·W, along axis -2 (N).
         wgrad_dy: dy [M, N] of dW = dyᵀ·x, along axis -2 (M).
         wgrad_x: x [M, K] of dW = dyᵀ·x, along axis -2 (M).
-        keep_w: whether a forward keeps dgrad_w for its backward, a byte for each weight in FP8;
-            else it keeps W itself, which takes no memory where that is a parameter, and the
-            backward quantizes W once more. The results are the same bits. A W that tensor
-            parallelism has cut is kept in any case, and so it is in programs of torch.export.
-        keep_x: likewise whether it keeps wgrad_x, or x itself. That takes less memory where x is
-            kept for something else, as attention keeps its result, or can be computed again from
-            what is: `torch.compile` then does so with the results of norms and gates (also where
-            wgrad_x is None, and x is kept anyway). Elsewhere x takes more: two bytes an element in
-            BF16, four in FP32, and of a view all that it is a view of. It may not change until the
-            backward has run. Kept in any case, as W is, by layers over a mesh and in programs of
-            torch.export.
+        keep_w: whether a forward keeps dgrad_w for its backward, which takes a byte per weight in
+            FP8. Otherwise it keeps W itself, which takes no extra memory where W is a parameter,
+            and the backward quantizes W again. The results are the same bits. dgrad_w is always
+            kept where tensor parallelism has cut W, and in programs of torch.export.
+        keep_x: likewise, whether it keeps wgrad_x, or else x itself. Keeping x takes less memory
+            where x is kept for something else, as attention keeps its result, or can be recomputed
+            from what is kept: `torch.compile` then recomputes the results of norms and gates (also
+            where wgrad_x is None and x is kept anyway). Elsewhere x takes more: two bytes per
+            element in BF16, four in FP32, and for a view the whole tensor that it views. x must not
+            change until the backward has run. wgrad_x is always kept by layers over a mesh and in
+            programs of torch.export.
 
     Attributes:
-        text: the operands as the operators take them: their texts in the order of `OPERANDS`.
-        forward_text: the same with "none" for what the forward is not to make, as it is not kept.
-        later_x: the same with "none" for all but wgrad_x, where the backward makes it; else empty.
-        quantizes_x: x's operands in fprop and wgrad are made of x alone, without random bits.
+        text: the operands as the operators take them: their texts, in the order of `OPERANDS`.
+        forward_text: the same, with "none" for operands that the forward does not make, as they are
+            not kept.
+        later_x: the same, with "none" for all but wgrad_x, if the backward makes it; else empty.
+        quantizes_x: x's operands in fprop and wgrad are made from x alone, without random bits.
         high_precision: no operand is quantized.
-        stochastic: some operand draws random bits.
-        draws_dx: dgrad_dy does, so that a backward to x needs a key.
-        draws_dw: wgrad_dy does, so that a backward to W needs a key.
-        cuda_needs: what its GEMMs still need on a GPU; empty for a recipe that runs there.
+        stochastic: at least one operand draws random bits.
+        draws_dx: dgrad_dy draws random bits, so a backward to x needs a key.
+        draws_dw: wgrad_dy draws random bits, so a backward to W needs a key.
+        cuda_needs: what its GEMMs need that the GPU lacks; empty for a recipe that runs there.
 
     Raises:
-        TypeError: an operand that is neither a Spec nor None, a name that is no text, or a keep_w
-            or keep_x that is no bool.
-        ValueError: two operands of a GEMM that cannot be multiplied: with different Hadamard
-            transforms, or block lengths; keep_w=False where dgrad_w draws random bits, or
-            keep_x=False where wgrad_x does.
+        TypeError: an operand that is neither a Spec nor None, a name that is not a string, or a
+            keep_w or keep_x that is not a bool.
+        ValueError: two operands of a GEMM that cannot be multiplied, as their Hadamard transforms
+            or block lengths differ; keep_w=False where dgrad_w draws random bits, or keep_x=False
+            where wgrad_x does.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -248,7 +252,7 @@ class Recipe:
     wgrad_x: Spec | None = None
     keep_w: bool = True
     keep_x: bool = True
-    # Found once: a layer looks at them in every forward.
+    # Computed once: a layer reads them in every forward.
     text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
     forward_text: str = dataclasses.field(default="", init=False, repr=False, compare=False)
     later_x: str = dataclasses.field(default="", init=False, repr=False, compare=False)
@@ -295,13 +299,13 @@ class Recipe:
         """A copy with some operands replaced.
 
         Args:
-            name: of the copy; None for this one's with the changes in brackets.
-            keep_w, keep_x: None for this one's.
+            name: of the copy; None for this recipe's name with the changes in brackets.
+            keep_w, keep_x: None for this recipe's.
             operands: fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x: a Spec, its text, or
                 None for high precision.
 
         Raises:
-            TypeError: an operand of another type, or a name that is no text.
+            TypeError: an operand of another type, or a name that is not a string.
             ValueError: an unknown operand, or operands that cannot be multiplied.
         """
         for key in operands:
@@ -324,12 +328,12 @@ class Recipe:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Made anew: what its GEMMs need on a GPU is another machine's.
+        # Made anew: what its GEMMs need on a GPU was determined on another machine.
         operands = (getattr(self, operand) for operand in OPERANDS)
         return Recipe, (self.name, *operands, self.keep_w, self.keep_x)
 
 
-# What torch.load may call and make: both are data.
+# What torch.load may call and construct: both are data.
 torch.serialization.add_safe_globals([spec, Recipe])
 
 
@@ -376,7 +380,7 @@ def _check_pair(gemm: str, pair: dict[str, Spec | None]) -> None:
 
 
 def _uniform(name: str, x: str, w: str, dy: str, wgrad_dy: str, wgrad_x: str) -> Recipe:
-    """A recipe whose W has one spec in fprop and dgrad."""
+    """A recipe with the same spec for W in fprop and dgrad."""
     return Recipe(name, spec(x), spec(w), spec(dy), spec(w), spec(wgrad_dy), spec(wgrad_x))
 
 
@@ -418,16 +422,16 @@ _RECIPES: Final = _named_recipes()
 
 
 def recipe(name: str | Recipe) -> Recipe:
-    """A named recipe (`recipe_names`), or one with changes; a Recipe is returned as it is.
+    """A named recipe (`recipe_names`), or one with changes; a Recipe is returned unchanged.
 
     Args:
-        name: "nvfp4", "fp8_blockwise", ..., or in text what `Recipe.replace` would be given, as
-            `str(recipe)` has it: "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]",
+        name: "nvfp4", "fp8_blockwise", ..., or a name with the arguments of `Recipe.replace` in
+            brackets, as `str(recipe)` writes it: "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]",
             "nvfp4[wgrad_dy=none,wgrad_x=none]", "mxfp8[fprop_w=mxfp8[block=32x32]]".
 
     Raises:
         TypeError: neither text nor a Recipe.
-        ValueError: unknown name, and the message lists the known ones; changes that cannot be read,
+        ValueError: unknown name (the message lists the known ones); changes that cannot be parsed,
             or that `Recipe.replace` refuses.
     """
     if isinstance(name, Recipe):
@@ -451,7 +455,7 @@ def recipe(name: str | Recipe) -> Recipe:
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """What stands between the commas that are in no brackets."""
+    """The parts between the commas outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
@@ -470,14 +474,14 @@ def _refuse_change(key: str) -> NoReturn:
 
 @functools.cache
 def _changed_recipe(text: str) -> Recipe:
-    """That of NAME[operand=spec,...]."""
+    """The recipe of NAME[operand=spec,...]."""
     need = "NAME[operand=spec,...], such as 'fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]'"
     opens = [i for i, letter in enumerate(text) if letter == "["]
     if len(opens) != text.count("]"):
         fail("recipe", "name", repr(text), need, "close every bracket that is opened")
     if len(opens) > 100:
         fail("recipe", "name", f"{text[:60]!r}...", "at most 100 brackets")
-    # The bracket that the last one closes.
+    # The opening bracket that matches the last one.
     start = next((i for i in reversed(opens) if text.count("[", i) == text.count("]", i)), -1)
     changes: dict[str, Any] = {}
     for part in split_outside_brackets(text[start + 1 : -1]):
@@ -496,7 +500,8 @@ def _changed_recipe(text: str) -> Recipe:
 
 
 def _parts_of(text: str) -> tuple[Any, ...]:
-    """Its label, what it keeps, its operands as texts: what torch.compile takes for constants."""
+    """Its label, what it keeps, and its operands as texts: what torch.compile treats as
+    constants."""
     made = _changed_recipe(text)
     return made.name, made.keep_w, made.keep_x, *made.text.split(" ")
 

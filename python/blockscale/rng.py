@@ -1,4 +1,4 @@
-"""Where random bits come from: seeds of operands, and the offset that a whole model shares.
+"""Where random bits come from: the operands' seeds, and the offset that a whole model shares.
 
 The rules are in docs/rng.md. In short: bits are a function of (seed, offset, coordinates); the seed
 names one operand of one layer, the offset one forward of one optimizer step.
@@ -25,15 +25,15 @@ _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are far apart
 _ROLES: Final = {"x": 1, "w": 2, "dy": 3}
 _FORWARD_BITS: Final = 16
-# The number that autograd's next node of this thread will have.
+# The sequence number of this thread's next autograd node.
 _next_node: Final = torch._C._autograd._get_sequence_nr
-# What PyTorch's Python calls in the end, as no mode and no compiler is to see it.
+# What PyTorch's Python calls in the end: no mode and no compiler must see it.
 _begin_forward: Final = torch.ops.blockscale.begin_forward.default._op
 
 
 def _signed(value: int) -> int:
     """The int64 with the low 64 bits of `value`."""
-    if -(1 << 63) <= value < 1 << 63:  # in compiled code perhaps a symbol, which has no `&`
+    if -(1 << 63) <= value < 1 << 63:  # may be a symbol in compiled code, which has no `&`
         return value
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
@@ -54,9 +54,9 @@ class Rng:
 
     Attributes:
         seed: which operand; an int (its low 64 bits count), or an int64 tensor of one element on
-            the operand's device. A GPU reads it when the operation runs: nothing waits for it, and
-            a captured graph sees it change. Compiled code that is called with one int after
-            another takes those below 2^63 alone, as PyTorch's symbols do: pass it tensors.
+            the operand's device. A GPU reads the tensor when the operation runs, without
+            synchronizing, and a captured graph sees it change. Compiled code called with varying
+            ints accepts only those below 2^63, as PyTorch's symbols do: pass it tensors.
         offset: which draw of that operand; likewise. Bit 63 is ignored.
 
     Raises:
@@ -70,7 +70,7 @@ class Rng:
         for name in ("seed", "offset"):
             given = getattr(self, name)
             made = _checked(name, given)
-            if made is not given:  # NumPy's, whose sums would not wrap
+            if made is not given:  # a NumPy integer, whose sums would not wrap
                 object.__setattr__(self, name, made)
 
     def role(self, name: str) -> Rng:
@@ -79,7 +79,7 @@ class Rng:
         seed + k · 0x9E3779B97F4A7C15 modulo 2^64, with k = 1, 2, 3.
 
         Raises:
-            TypeError, ValueError: another role.
+            TypeError, ValueError: any other role.
         """
         if not isinstance(name, str):
             fail_type("rng", "role", name, "'x', 'w' or 'dy'")
@@ -95,12 +95,12 @@ class Rng:
         return as_tensor(self.seed, device), as_tensor(self.offset, device)
 
 
-# What torch.load may make: a key is data.
+# What torch.load may construct: a key is data.
 torch.serialization.add_safe_globals([Rng])
 
 
 def as_tensor(value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A seed or an offset as an int64 tensor; one that is a tensor already stays where it is."""
+    """A seed or an offset as an int64 tensor; a tensor is returned as it is, on its own device."""
     if isinstance(value, torch.Tensor):
         return value
     return torch.full((), _signed(value), dtype=torch.int64, device=device)
@@ -115,14 +115,14 @@ def layer_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-# A layer's seed and offset as the operators take them, which add the operands' roles.
+# A layer's seed and offset, as passed to the operators, which add the operands' roles.
 Key = tuple[torch.Tensor, torch.Tensor]
 
 
 def layer_key(
     operation: str, rng: Rng | None, stochastic: bool, device: torch.device
 ) -> Key | None:
-    """What a layer with this Rng draws by; none where nothing is `stochastic`, since its tensors
+    """The key that a layer with this Rng draws with; None unless `stochastic`, since its tensors
     may cost launches on a GPU."""
     if rng is not None and not isinstance(rng, Rng):
         fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
@@ -131,69 +131,69 @@ def layer_key(
     return rng.tensors(device)
 
 
-# A forward that runs: a copy of its offset, and the number from which on autograd counts its nodes.
+# A running forward: a copy of its offset, and the sequence number of its first autograd node.
 Running = tuple[torch.Tensor, int]
 
 
 class Restore:
-    """A hook of a tensor that puts the offset of a forward back."""
+    """A tensor hook that restores the offset of a forward."""
 
-    __torch_unserializable__ = True  # no warning where such a tensor is saved
+    __torch_unserializable__ = True  # no warning when such a tensor is saved
 
     def __init__(self, state: RngState, offset: torch.Tensor) -> None:
         self.state, self.offset = state, offset
 
     def __call__(self, _: torch.Tensor) -> None:
-        # Through .data: what a compiled block saved of this offset is this very value again, so its
-        # version must not move.
+        # Through .data: what a compiled block has saved of this offset is this same value, so the
+        # version must not change.
         self.state.offset.data.copy_(self.offset)
 
 
 class RngState:
     """The offset shared by all layers of a converted model: step · 2^16 + forward.
 
-    `offset` belongs to the forward that runs, or is being recomputed in a backward; after a step it
-    is that of forward 0, for what may be called past the root's forward. `upcoming` is what the
-    next forward gets. Both are device tensors and change in place only, so that captured graphs
-    and compiled code see the changes, and nothing waits for the device.
+    `offset` belongs to the forward that is running, or being recomputed in a backward; after a step
+    it is that of forward 0, for layers called outside the root's forward. `upcoming` is what the
+    next forward gets. Both are device tensors and change in place only, so captured graphs and
+    compiled code see the changes, and nothing synchronizes with the device.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.draws = False  # whether any layer does: forwards count only then
+        self.draws = False  # whether any layer draws bits: forwards count only then
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         self.stepped = False  # whether an optimizer counts its steps here
         self.regions = Regions()
-        self.running: list[Running] = []  # forwards within each other, but for compiled ones
+        self.running: list[Running] = []  # nested forwards, except compiled ones
         self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # see __getstate__
-        # The device is named: under `with torch.device("meta")` the default is no real memory. And
-        # what is made in inference mode could not change in training.
+        # The device is explicit: under `with torch.device("meta")` the default has no real memory.
+        # And a tensor made in inference mode could not be changed in training.
         with torch.inference_mode(False):
             self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
             self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of a copy, whose root says so if it is copied too. Another process would share the memory
-        # of these tensors, and count here as well.
+        # The state of a copy; its root registers itself if it is copied too. The tensors are
+        # cloned: another process would otherwise share their memory and count here as well.
         with torch.inference_mode(False):
             offset, upcoming = self.offset.clone(), self.upcoming.clone()
-        # A process that is being started gets their memory by numbers of open files, which are to
-        # stay open until it has begun.
+        # A process being started receives their memory by file descriptors, which must stay open
+        # until it has begun.
         self.sent = offset, upcoming
         own: dict[str, Any] = {"root": None, "stepped": False, "sent": None, "running": []}
         return {**self.__dict__, **own, "offset": offset, "upcoming": upcoming}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        # Which models pickled before they were there do not have.
+        # Models pickled before these existed lack them.
         self.regions, self.running = Regions(), []
         self.__dict__.update(attributes)
 
     def has_root(self) -> bool:
-        """Whether a module counts its forwards here; none does for a copy of a part of a model."""
+        """Whether a module counts its forwards here; false for a copy of a part of a model."""
         return self.root is not None and self.root() is not None
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
-        """An optimizer step has ended: next step, forward 0. Unless `skipped` is not 0.
+        """An optimizer step has ended: next step, forward 0; no change if `skipped` is nonzero.
 
         Within a backward, where optimizers may step parameter by parameter, layers are still
         recomputed with the offset that their forward had.
@@ -202,7 +202,7 @@ class RngState:
         if skipped is not None:
             following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
         self.upcoming.copy_(following)
-        self.running.clear()  # what an interrupt has left
+        self.running.clear()  # left over from an interrupt
         if _is_outside_backward():
             self.offset.copy_(following >> _FORWARD_BITS << _FORWARD_BITS)
 
@@ -214,7 +214,7 @@ class RngState:
         self.upcoming.fill_((step << _FORWARD_BITS) + forward)
 
     def position(self) -> tuple[int, int]:
-        """(step, forwards begun in it); waits for the device."""
+        """(step, forwards begun in it); synchronizes with the device."""
         value = int(self.upcoming.item())
         return value >> _FORWARD_BITS, value & ((1 << _FORWARD_BITS) - 1)
 
@@ -226,10 +226,10 @@ class RngState:
     def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the root: a forward begins; one that will be differentiated counts.
 
-        An evaluation draws what the next one that counts will: a function of where the run stands,
-        so that a resumed run evaluates alike.
+        An evaluation draws what the next forward that counts will draw: it depends only on the
+        position of the run, so a resumed run evaluates identically.
         """
-        if is_exporting():  # a program has no state that it could count in
+        if is_exporting():  # an exported program has no state to count in
             return None
         if not self.draws:
             return None
@@ -238,18 +238,19 @@ class RngState:
             self.regions.recall(self.offset.data)
             return None
         compiling = torch.compiler.is_compiling()
-        if not compiling and _fake_mode() is not None:  # nothing is computed, and nothing counted
+        if not compiling and _fake_mode() is not None:  # nothing is computed, so nothing is counted
             return None
         if not compiling and torch._C._are_functorch_transforms_active():
-            with torch._C._DisableFuncTorch():  # a count is no function's argument
+            with torch._C._DisableFuncTorch():  # a count is not an argument of the function
                 begun = self._begin()
         else:
             begun = self._begin()
         if begun is None:
             return None
         given = None
-        if self.running and torch.is_grad_enabled():  # a root that calls itself
-            # What it did before has older nodes than these views, and the forward within younger.
+        if self.running and torch.is_grad_enabled():  # the root calls itself
+            # Nodes from before this point are older than these views; those of the inner forward
+            # are younger.
             given = pytree.tree_map(_viewed, (args, kwargs))
             self._restore_before(given, self.running[-1])
         self.running.append((begun, _next_node()))
@@ -257,7 +258,7 @@ class RngState:
         return given
 
     def _begin(self) -> torch.Tensor | None:
-        """A copy of the offset, if this is not being compiled."""
+        """Begin a forward; returns a copy of its offset, or None in compiled code."""
         counts = torch.is_grad_enabled()
         compiling = torch.compiler.is_compiling()
         if compiling or torch._C._len_torch_dispatch_stack() > 0:
@@ -269,7 +270,7 @@ class RngState:
             with _disable_current_modes():
                 return self.offset.clone()
         begun: torch.Tensor = _begin_forward(self.offset, self.upcoming, counts)
-        # PyTorch counts no change that another library's operator makes.
+        # PyTorch does not count changes made by other libraries' operators.
         torch.autograd.graph.increment_version((self.offset, self.upcoming))
         return begun
 
@@ -278,15 +279,14 @@ class RngState:
         backward see this forward's offset.
 
         Activation checkpointing reruns layers in the backward pass, when later forwards may have
-        begun. The gradient of a model's output is computed before any of the model's own nodes
-        run, so a hook on it is where the offset is put back. (A region that has the root within
-        runs it again before: `Regions`.) Compiled code needs no such help: it recomputes from what
-        its own forward read.
+        begun. The gradient of a model's output is computed before any of the model's own nodes run,
+        so a hook on it restores the offset. (A region that contains the root reruns it earlier:
+        `Regions`.) Compiled code needs no such help: it recomputes from what its own forward read.
         """
         if self.draws and not torch.compiler.is_compiling():
             self._end(output)
 
-    @_disable_dynamo  # torch.compiler.disable, but for importing the compiler here: a second
+    @_disable_dynamo  # torch.compiler.disable without importing the compiler: a second
     def _end(self, output: Any) -> None:
         if is_exporting() or not _is_outside_backward() or not self.running:
             return
@@ -300,10 +300,11 @@ class RngState:
                 self.offset.data.copy_(self.running[-1][0])
 
     def _restore_before(self, values: Any, forward: Running) -> None:
-        """Put the offset of this forward back in a backward, before its nodes behind these tensors
-        run. Not behind a tensor that was there before it, such as a parameter or an input that is
-        returned as it is: those are other nodes, and it would keep a hook of every forward. Nor
-        behind the result of a forward within this one, which has that one's hook."""
+        """Register hooks on these tensors that restore this forward's offset in a backward, before
+        the forward's nodes behind them run. Tensors that existed before the forward, such as a
+        parameter or an input returned as it is, get none: the nodes behind them are not this
+        forward's, and they would accumulate a hook per forward. Nor does the result of a nested
+        forward, which has that forward's hook."""
         offset, first_node = forward
         tensors = [values] if isinstance(values, torch.Tensor) else pytree.tree_leaves(values)
         restore = None
@@ -327,26 +328,27 @@ def _viewed(value: Any) -> Any:
 
 
 class Regions:
-    """The offsets of forwards that began within regions of activation checkpointing, such as one of
-    a model and its loss: where a region is recomputed, its model's forward begins again, and is to
-    draw what it drew."""
+    """The offsets of forwards that began within regions of activation checkpointing, such as a
+    region of a model and its loss: when it is recomputed, the model's forward begins again and must
+    draw the same bits."""
 
     def __init__(self) -> None:
-        # By the frames that PyTorch keeps of regions; the tensors in the order of the forwards.
+        # Keyed by the frames that PyTorch keeps for regions; tensors in the order of the forwards.
         self.offsets: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        # The backward that recomputed one last, and how many of its forwards have begun again.
+        # The last backward that recomputed the region, and how many of its forwards have begun
+        # again.
         self.replayed: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Regions, ()  # of a copy of the model, which has run nothing
+        return Regions, ()  # for a copy of the model, which has run nothing
 
     def note(self, offset: torch.Tensor) -> None:
         """A forward begins with this offset."""
         frame = checkpointed_region()
         if frame is not None:
-            with _disable_current_modes():  # selective checkpointing counts the model's own
+            with _disable_current_modes():  # hides the clone from selective checkpointing
                 self.offsets.setdefault(frame, []).append(offset.clone())
 
     def recall(self, offset: torch.Tensor) -> None:
@@ -365,11 +367,11 @@ class Regions:
 
 
 def checkpointed_region() -> Any:
-    """The frame of the innermost region of torch.utils.checkpoint, not reentrant, that runs or is
-    recomputed here, or None. PyTorch does not tell: it is read off the hooks that keep the region
-    from saving, and not found behind other such hooks."""
+    """The frame of the innermost non-reentrant torch.utils.checkpoint region that is running or
+    being recomputed here, or None. PyTorch has no call for it: it is read from the hooks that keep
+    the region from saving tensors, and is not found if other such hooks are innermost."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:  # as in most forwards: to look at nothing takes the host 2 us
+    if hooks is None:  # as in most forwards: looking further takes 2 us on the host
         return None
     pack = inspect.unwrap(hooks[0])
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
@@ -383,9 +385,8 @@ def checkpointed_region() -> Any:
 class Steps:
     """The hooks of an optimizer that count its steps in a state.
 
-    Where a subclass's `step` calls its parent's, PyTorch runs the hooks of both, or of one,
-    depending on which classes have had an instance: so that only the first end after a beginning
-    counts.
+    If a subclass's `step` calls its parent's, PyTorch runs the hooks of both or of one, depending
+    on which classes have had an instance. So only the first end after a beginning counts.
     """
 
     def __init__(self, state: RngState, optimizer: torch.optim.Optimizer) -> None:
@@ -400,19 +401,19 @@ class Steps:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.begun:
-            # A gradient scaler calls a fused optimizer in any case, and tells it what it has found.
+            # A gradient scaler always calls a fused optimizer, and passes it `found_inf`.
             self.state.advance(getattr(optimizer, "found_inf", None))
         self.begun = False
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces. (torch.compiler.is_exporting() is true in all compiled code
-    before PyTorch 2.13.)"""
+    """Whether torch.export is tracing. (Before PyTorch 2.13, torch.compiler.is_exporting() is true
+    in all compiled code.)"""
     return torch.compiler._is_exporting_flag
 
 
 def _fake_mode() -> Any:
-    """The mode of fake tensors that is on, if any; none while a tracer records what it sees."""
+    """The active fake tensor mode, if any; None while a tracer records."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return None
     modes = torch._C._TorchDispatchModeKey
@@ -421,7 +422,7 @@ def _fake_mode() -> Any:
 
 
 def fake_mode_of(weight: torch.Tensor) -> Any:
-    """That of a fake weight, as of `functional_call` with fake parameters."""
+    """The active fake mode if the weight is fake, as in `functional_call` with fake parameters."""
     return (
         None
         if torch.compiler.is_compiling()
@@ -430,5 +431,5 @@ def fake_mode_of(weight: torch.Tensor) -> Any:
 
 
 def _is_outside_backward() -> bool:
-    """Not a recomputation: those run inside the autograd engine."""
+    """Whether this is no recomputation: those run inside the autograd engine."""
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1

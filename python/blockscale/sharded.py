@@ -1,16 +1,16 @@
-"""FSDP2's weights as codes: each rank quantizes its piece, and what is gathered are its codes.
+"""FSDP2's weights as codes: each rank quantizes its piece, and the codes are gathered.
 
-`fully_shard` asks the type of a parameter how it is gathered. What it sees, and what a layer does:
+`fully_shard` asks a parameter's type how to gather it. What the parameter is at each stage:
 
     module.weight                between forwards                  while the layer runs
     before fully_shard           ShardedWeight: values             the same
     after fully_shard            DTensor of a ShardedWeight        GatheredWeight: codes and scales
 
-Blocks of W are square: a piece of whole blocks has the codes and scales that it has in the whole,
-and the operand of x's gradient is the gathered one, which the backward transposes. An outer scale
-comes from the largest value of all pieces. A piece of a GroupedLinear's weight is whole matrices,
-and their outer scales are gathered with them. So y and the gradients are those of weights that are
-gathered first and quantized then, to the bit.
+Blocks of W are square: a piece of whole blocks has the same codes and scales as in the whole
+weight, and the backward transposes the gathered operand for x's gradient. An outer scale is made
+from the largest value of all pieces. A piece of a GroupedLinear's weight consists of whole
+matrices, and their outer scales are gathered with them. So y and the gradients are, to the bit,
+those of weights that are gathered first and then quantized.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from blockscale.tensor import KeptWeight, WeightOfFsdp, is_dtensor, is_plain, va
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale
-_amax = _ops.amax.default._op  # compilers do not see it
+_amax = _ops.amax.default._op  # compilers must not see it
 _quantize_piece = _ops.quantize_piece.default._op
 
 
@@ -45,33 +45,35 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
             fully_shard(block)
         fully_shard(model)
 
-    The results are the same bits. A gather moves a byte an element in FP8 and 0.5 to 0.6 in FP4
-    instead of two in BF16, each rank quantizes its piece of a weight instead of the whole, and what
-    a backward reads of a weight is gathered anew for it, where without this each layer keeps its
-    quantized operand from the forward on. Where a recipe has an outer scale, ranks exchange the
-    largest values of the weights that are gathered together, once for each gather.
+    The results are the same bits. A gather moves one byte per element in FP8 and 0.5 to 0.6 in FP4
+    instead of two in BF16. Each rank quantizes its piece of a weight instead of the whole. The
+    backward gathers a weight's operand again, where otherwise each layer keeps its quantized
+    operand from the forward on. If a recipe has an outer scale, ranks exchange the largest values
+    of the weights that are gathered together, once per gather.
 
     Call it between `convert` and `fully_shard`, and before the optimizer is made: parameters are
-    replaced by others of the same values. Checkpoints stay as they are. Weights whose recipe does
-    not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone, and
-    so are those that modules of `model` share. A weight whose pieces are not whole blocks (the rows
-    of each rank a multiple of 128 in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4"; of
-    experts, as many matrices on every rank) is gathered by its values as ever, and so is one that
-    `parallelize_module` cuts afterwards.
+    replaced by new ones with the same values. Checkpoints stay as they are. Weights whose recipe
+    does not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone,
+    and so are weights that modules of `model` share. A weight is gathered as codes only if its
+    pieces are whole blocks: the rows of each rank a multiple of 128 in "fp8_blockwise", 32 in
+    "mxfp4", 16 in "nvfp4" and "amdfp4"; for experts, equally many matrices on every rank. Other
+    weights are gathered as values, as usual, and so are those that `parallelize_module` cuts
+    afterwards.
 
-    After `fully_shard` a layer keeps its recipe of W: FSDP2 has sized its buffers. Its
-    `reshard_after_forward` is True or False here, no number, and it cuts along dimension 0.
+    After `fully_shard` a layer's spec of W cannot change, as FSDP2 has sized its buffers.
+    `fully_shard` must shard along dimension 0, with `reshard_after_forward` True or False, not a
+    number.
 
     Args:
         model: the converted model, before `fully_shard`.
 
     Returns:
-        The names of the weights that are gathered as codes where each rank has whole blocks.
+        The names of the weights that are gathered as codes if each rank has whole blocks.
 
     Raises:
         TypeError, ValueError: nothing in the model is converted, a weight is a DTensor already, or
-            fully_shard has cut it, though it may be gathered for now.
-            Later, in a forward: it is cut along another dimension than the first.
+            fully_shard has cut it, even if it is gathered at the moment. Later, in a forward: a
+            weight is cut along a dimension other than the first.
     """
     layers = converted_layers("quantized_all_gather", model)
     cut = of_fsdp(model)
@@ -83,7 +85,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     for name, layer in layers.items():
         if not isinstance(layer, WeightLayer):
             continue
-        weight = layer._parameters.get("weight")  # none where a parametrization computes it
+        weight = layer._parameters.get("weight")  # None where a parametrization computes it
         if weight is None or holders[id(weight)] > 1 or gathered_spec(layer.recipe) is None:
             continue
         named = f"{name}.weight".lstrip(".")
@@ -99,7 +101,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
 
 
 def _retype(layer: WeightLayer) -> None:
-    """Give the weight its type, at first and after a checkpoint was assigned."""
+    """Give the weight its type, initially and after a checkpoint has been assigned."""
     weight: Any = layer._parameters.get("weight")
     if weight is None:  # a parametrization computes it
         return
@@ -108,12 +110,12 @@ def _retype(layer: WeightLayer) -> None:
             weight._local_tensor = ShardedWeight(weight._local_tensor)
     elif not isinstance(weight, ShardedWeight):
         made = torch.nn.Parameter(ShardedWeight(weight.detach()), weight.requires_grad)
-        made.__dict__.update(weight.__dict__)  # such as what an optimizer is to do with it
+        made.__dict__.update(weight.__dict__)  # such as options for an optimizer
         layer.weight = made
 
 
 def gathered_spec(recipe: Recipe) -> Spec | None:
-    """Of W, where one quantization of its pieces serves both products."""
+    """The spec of W, if one quantization of its pieces serves both products; else None."""
     s = recipe.fprop_w
     if s is None or s != recipe.dgrad_w or s.block[0] != s.block[1]:
         return None
@@ -121,17 +123,17 @@ def gathered_spec(recipe: Recipe) -> Spec | None:
 
 
 def gathers_codes(layer: Layer) -> bool:
-    """Whether FSDP2 has the layer's weight, and asks its type how it is gathered."""
+    """Whether FSDP2 manages the layer's weight, and asks its type how to gather it."""
     if not isinstance(layer, WeightLayer) or layer._retype is None:
         return False
-    # Once fully_shard has it, it is a DTensor or what has been gathered, never the piece itself.
+    # After fully_shard it is a DTensor or the gathered weight, never the piece itself.
     weight = layer._parameters.get("weight")
     return weight is not None and not isinstance(weight, ShardedWeight)
 
 
 def check_gathered(name: str, layer: Layer, recipe: Recipe) -> None:
-    """Refuse a recipe with another spec of W, or the first with one, where FSDP2's buffers are of
-    the size that was gathered first."""
+    """Refuse a recipe that changes the spec of W, or introduces one, if FSDP2 has sized its
+    buffers."""
     used = gathered_spec(layer.recipe)
     if gathers_codes(layer) and gathered_spec(recipe) != used:
         whose = "values" if used is None else "codes"
@@ -142,7 +144,7 @@ def check_gathered(name: str, layer: Layer, recipe: Recipe) -> None:
 
 
 _aten = torch.ops.aten
-# Results of these are weights too.
+# The results of these operators are weights too.
 _STAYS: Final = frozenset((
     _aten._pin_memory.default, _aten._to_copy.default, _aten.as_strided.default,
     _aten.clone.default, _aten.detach.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -150,16 +152,16 @@ _STAYS: Final = frozenset((
 ))  # fmt: skip
 
 
-# Those of the whole of what is gathered; PyTorch views a tensor to find its gradient's node.
+# Views of a whole gathered weight; PyTorch views a tensor to find its gradient's node.
 _VIEWS: Final = frozenset(
     (_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default)
 )
-# Where `linear` takes what was made of w ahead.
+# The position of `linear`'s argument for w's operands made in advance.
 _OF_W: Final = [a.name for a in _ops.linear.default._schema.arguments].index("quantized_w")
 
 
 class ShardedWeight(KeptWeight):
-    """The piece of a weight that a rank keeps: a tensor like any other, but for how it is gathered.
+    """A rank's piece of a weight: a tensor like any other, except for how it is gathered.
 
     Attributes:
         local: the tensor.
@@ -193,12 +195,13 @@ class ShardedWeight(KeptWeight):
         made = func(*plain[0], **plain[1])
         if func in _STAYS and not (func is _aten.view.default and made.dim() == 1):
             return pytree.tree_map_only(torch.Tensor, cls, made)
-        # In place it is what it was. What is computed from it is no weight, and neither is a flat
-        # view, by which FSDP2 tells whether the memory is another.
+        # An in-place operator returns the weight itself. Anything computed from it is not a weight,
+        # nor is a flat view, by which FSDP2 detects whether the memory was replaced.
         return args[0] if args and made is plain[0][0] else made
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        # By which FSDP2 tells whether the memory is another; a compiler gives its stand-in one.
+        # FSDP2 uses it to detect whether the memory was replaced; a compiler gives its stand-in
+        # one.
         if torch._guards.TracingContext.try_get() is not None:
             return super().untyped_storage()
         return self.local.untyped_storage()
@@ -234,8 +237,8 @@ class ShardedWeight(KeptWeight):
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What a rank sends, and what it keeps to itself: FSDP2's extension point, which it calls
-        with the weight's module."""
+        """What a rank sends, and the metadata that it keeps: FSDP2's extension point, called with
+        the weight's module."""
         s = _spec_of(module, outer_size)
         piece, dtype = self.local, mp_policy.param_dtype or self.dtype
         n, ranks = outer_size[0], mesh.size()
@@ -244,7 +247,7 @@ class ShardedWeight(KeptWeight):
             need = "whole rows, or of experts whole matrices"
             remedy = "leave out shard_placement_fn, or parallelize_module"
             fail("quantized_all_gather", "weight", got, need, remedy)
-        if piece.shape[0] == n:  # a rank alone, of which FSDP2 takes one tensor
+        if piece.shape[0] == n:  # a single rank, from which FSDP2 takes one tensor
             return (piece.to(dtype),), None
         experts = piece.dim() == 3  # whole matrices, each with an outer scale of its own
         if s is None or not _is_whole(s, outer_size, ranks):
@@ -253,7 +256,7 @@ class ShardedWeight(KeptWeight):
             return (torch.cat([values, missing]),), None
         largest = s.outer and not experts
         amax = _largest_of_weight(module, (piece, dtype, s), mesh) if largest else None
-        # Bytes, as FSDP2 moves them; the values of the piece in `dtype` are written nowhere.
+        # Bytes, as FSDP2 moves them; the piece is never materialized in `dtype`.
         codes, scales, outer = _quantize_piece(piece, dtype, s.text, amax, int(experts))
         sent = (codes, scales, outer) if s.outer and experts else (codes, scales)
         return sent, (module.recipe, s, outer_size, outer)
@@ -267,24 +270,24 @@ class ShardedWeight(KeptWeight):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The parameter that a layer sees. Its codes and scales are FSDP2's memory, which the next
-        gather fills once more, as it does for a graph that has saved them; and so is its outer
-        scale filled here. None of it may be of inference mode, in which a layer that stays gathered
-        may have been first."""
+        gather refills, also for a graph that has saved them; the outer scale is refilled here
+        likewise. None of these may be inference tensors, though a layer that stays gathered may
+        first have run in inference mode."""
         if metadata is None:
             return None if out is not None else (all_gather_outputs[0], ())
         assert out is None or isinstance(out, GatheredWeight)
         recipe, s, shape, outer = metadata
         codes, scales, *outers = all_gather_outputs
         with torch.inference_mode(False), torch.no_grad():
-            if outers:  # of experts
+            if outers:  # the outer scales of experts
                 kept = outers[0]
             elif out is not None and not s.outer:
-                kept = out.outer  # without elements
+                kept = out.outer  # has no elements
             else:
                 kept = torch.empty_like(outer) if out is None else out.outer
                 with _unsafe_preserve_version_counter(kept):
                     kept.copy_(outer)
-                if outer.is_cuda:  # made on the stream that sends, read on the layer's
+                if outer.is_cuda:  # made on the gather's stream, read on the layer's
                     outer.record_stream(torch.cuda.current_stream(outer.device))
             operand = [codes, scales, kept]
             weight = QuantizedWeight(recipe, shape, True, operand)
@@ -295,15 +298,15 @@ class ShardedWeight(KeptWeight):
 
 
 def _spec_of(module: torch.nn.Module, shape: torch.Size) -> Spec | None:
-    """What a weight of this shape, of which FSDP2 gathers the pieces, is quantized by. None, too,
-    where tensor parallelism has cut it: then it is not the layer's whole weight."""
+    """The spec for a weight of this shape whose pieces FSDP2 gathers. Also None where tensor
+    parallelism has cut it: then it is not the layer's whole weight."""
     if not isinstance(module, WeightLayer) or shape != module.weight_shape:
         return None
     return gathered_spec(module.recipe)
 
 
 def _is_whole(s: Spec, shape: torch.Size, ranks: int) -> bool:
-    """Whether each of `ranks` pieces of a weight is whole blocks, or of experts whole matrices."""
+    """Whether each of `ranks` pieces of a weight is whole blocks, or for experts whole matrices."""
     rows = 1 if len(shape) == 3 else s.block[0]
     return shape.numel() > 0 and shape[0] % (ranks * rows) == 0
 
@@ -311,13 +314,13 @@ def _is_whole(s: Spec, shape: torch.Size, ranks: int) -> bool:
 def _largest_of_weight(
     module: torch.nn.Module, piece: tuple[torch.Tensor, torch.dtype, Spec], mesh: Any
 ) -> torch.Tensor:
-    """The amax of a layer's weight, of which this rank has a piece: its values, the dtype that they
+    """The amax of a layer's whole weight. `piece` is this rank's: its values, the dtype that they
     are rounded to, and their spec.
 
-    Ranks exchange those of all weights that FSDP2 gathers together when it asks the first of them,
-    and leave the others' for when they are asked: each exchange is waited for, and a block of a
-    model may have seven weights. Nothing stays beyond the gather, since whether a weight has
-    changed by the next one nobody can tell.
+    When FSDP2 asks the first of the weights that it gathers together, ranks exchange the amax of
+    all of them and store those of the others until they are asked: each exchange is waited for, and
+    a block of a model may have seven weights. Nothing is kept beyond the gather, since there is no
+    way to tell whether a weight has changed by the next one.
     """
     own, ranks = vars(module), mesh.size()
     if "_amax" not in own:
@@ -329,7 +332,7 @@ def _largest_of_weight(
             if s is not None and s.outer and len(shape) == 2 and _is_whole(s, shape, ranks):
                 dtype = parameter.mp_policy.param_dtype or local.dtype
                 pieces[layer] = (local.local, dtype, s)
-        # What is offloaded FSDP2 copies to the device before it asks, each by itself.
+        # FSDP2 copies offloaded pieces to the device one by one, each before it asks.
         if next(iter(pieces), None) is not module or pieces[module][0].device != piece[0].device:
             pieces = {}
         pieces[module] = piece
@@ -341,17 +344,17 @@ def _largest_of_weight(
     return found
 
 
-# FSDP2 asks for it in every gather of every weight, and would have it made anew each time.
+# FSDP2 inspects the signature in every gather of every weight; cached, it is not rebuilt each time.
 _pre_all_gather: Any = ShardedWeight.fsdp_pre_all_gather
 _pre_all_gather.__signature__ = inspect.signature(_pre_all_gather)
 
 
 class GatheredWeight(WeightOfFsdp):
-    """A weight without values: what the GEMMs of its layer read.
+    """A weight without values: holds what the GEMMs of its layer read.
 
     Attributes:
-        quantized: codes, scales and outer scale of the operand along its rows: bytes in FSDP2's
-            memory, and the last.
+        quantized: the operand along its rows: codes and scales, bytes in FSDP2's memory, and the
+            outer scale.
     """
 
     quantized: QuantizedWeight
@@ -387,11 +390,11 @@ class GatheredWeight(WeightOfFsdp):
         if func in _VIEWS and (len(args) == 1 or torch.Size(args[1]) == args[0].shape):
             return cls(args[0].quantized, args[0].dtype)
         if func is _ops.linear.default and len(args) > _OF_W and args[_OF_W]:
-            # With operands made ahead w's values are not read: any memory of its shape and dtype
-            # will do.
+            # With operands made in advance, w's values are not read: any tensor of its shape and
+            # dtype will do.
             x, w, *rest = args
             return func(x, w.codes.new_empty((), dtype=w.dtype).expand(w.shape), *rest)
-        if func is _aten.zeros_like.default:  # FSDP2's gradient of a layer that was not used
+        if func is _aten.zeros_like.default:  # FSDP2's gradient for an unused layer
             return args[0].codes.new_zeros(args[0].shape, dtype=args[0].dtype)
         need = "nothing but its layer: FSDP2 has gathered codes, no values"
         remedy = "call reshard() of the FSDP2 module first: cut, it has values"

@@ -1,9 +1,9 @@
-"""An input that several layers read, as those of queries, keys and values do, is quantized once.
+"""An input that several layers read, such as those of queries, keys and values, is quantized once.
 
-Each layer would quantize it for itself, and keep an operand of it for its backward: in FP8 a byte
-an element and layer, where PyTorch's layers keep one tensor between them. So the first one hands on
-what it has made, and all save the same operand. The bits are the same either way. So it is in a
-backward that quantizes x once more (`Recipe.keep_x`).
+Otherwise each layer would quantize it separately and keep its own operand for the backward: in FP8
+a byte per element and layer, where PyTorch's layers share one tensor. So the first layer passes on
+what it has made, and all save the same operand. The bits are the same either way. The same holds in
+a backward that quantizes x again (`Recipe.keep_x`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 _quantize_input = torch.ops.blockscale.quantize_input.default
 
-# Elements from which on quantizing takes longer than one more operator takes to call; x and W of a
-# smaller layer share a launch.
+# The number of elements from which quantizing takes longer than calling another operator; x and W
+# of a smaller layer share a launch.
 LARGE: Final = 1 << 23
 
 
 @dataclasses.dataclass(eq=False)
 class _Made:
-    """The operands of a tensor while that lives, and what they depend on besides."""
+    """The operands of a tensor while it is alive, and what else they depend on."""
 
     state: tuple[Any, ...]
     offsets: torch.Tensor | None
@@ -35,8 +35,8 @@ class _Made:
 
 
 class _Last(threading.local):
-    """What this thread has made last. Backwards, and what they recompute, have threads of their
-    own on a GPU."""
+    """What this thread made last. On a GPU, backwards and what they recompute run in threads of
+    their own."""
 
     x: weakref.ref[torch.Tensor] | None = None
     made: _Made | None = None
@@ -48,16 +48,16 @@ _last = _Last()
 def quantized_input(
     x: torch.Tensor, recipe: str, offsets: torch.Tensor | None
 ) -> list[torch.Tensor] | None:
-    """x's operands for a forward that W's gradient will be asked of: [fprop, wgrad], of those that
-    the recipe's text quantizes. None where the layer is to quantize x itself.
+    """x's operands for a forward that needs W's gradient: of [fprop, wgrad], those that the
+    recipe's text quantizes. None if the layer is to quantize x itself.
 
-    Which of the two it is follows from x's size alone, and not from what has been made before: a
-    checkpoint's forward has to save the same tensors when it runs again.
+    Which of the two is decided by x's size alone, not by what has been made before: a checkpointed
+    forward must save the same tensors when it is recomputed.
 
-    Operands are handed on from one call of a thread to the next, of one tensor object, as long as
-    PyTorch counts no change of it. A kernel that writes to what autograd has made, between two
-    layers that read it, and tells PyTorch nothing, would go unseen (the gradients of such a program
-    do not know of the change either).
+    Operands are passed on from one call in a thread to the next, for the same tensor object, as
+    long as PyTorch counts no change of it. If a kernel writes to a tensor that autograd has made,
+    between two layers that read it, without telling PyTorch, that goes unnoticed (the gradients of
+    such a program miss the change too).
     """
     if torch.compiler.is_compiling():
         return _for_compiler(x, recipe, offsets)
@@ -77,10 +77,10 @@ def quantized_input(
 def quantized_in_backward(
     x: torch.Tensor, recipe: str, offsets: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """x's operand of W's gradient, the only one that this text quantizes, where the forward has
-    kept x itself. None where the layer is to quantize x itself.
+    """x's operand for W's gradient, the only one that this text quantizes, if the forward has kept
+    x itself. None if the layer is to quantize x itself.
 
-    Compiled code has it as an operator in any case, so that the compiler can choose what to keep.
+    In compiled code it is always an operator, so that the compiler can choose what to keep.
     """
     if torch.compiler.is_compiling():
         made: list[torch.Tensor] | None = _quantize_input(x, recipe, True, offsets)
@@ -92,8 +92,8 @@ def quantized_in_backward(
 def _for_compiler(
     x: torch.Tensor, recipe: str, offsets: torch.Tensor | None
 ) -> list[torch.Tensor] | None:
-    """The compiler keeps one of several calls that are alike. An extent that it does not know is
-    not to be bound by a guard: such an x counts as large."""
+    """The compiler merges identical calls. An extent that it does not know must not get a guard:
+    such an x counts as large."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if statically_known_true(x.numel() < LARGE):
@@ -111,10 +111,10 @@ def _state(x: torch.Tensor, recipe: str, offsets: torch.Tensor | None) -> tuple[
 
 
 def _may_be_handed_on(x: torch.Tensor) -> bool:
-    """Not of a type that may have its memory elsewhere; not where its changes may go uncounted, as
-    those of a buffer that every step fills; not out of a graph that is captured, or into one; and
-    not where a mode, such as selective checkpointing, expects the same operators when it runs
-    again."""
+    """Whether x's operands may be passed on. Not if its type may have its memory elsewhere; if its
+    changes may go uncounted, as those of a buffer that every step fills; out of or into a captured
+    graph; or where a mode, such as selective checkpointing, expects the same operators when it
+    reruns."""
     plain = type(x) is torch.Tensor
     if not plain or x.grad_fn is None or torch._C._len_torch_dispatch_stack() > 0:
         return False

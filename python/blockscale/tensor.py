@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: the stored form of one operand, and the shapes it must have."""
+"""`QuantizedTensor`: the stored form of one operand, and the shapes that its tensors must have."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from blockscale._errors import (
 )
 from blockscale.recipe import Spec, spec
 
-# What can be quantized, and what a result can be asked for in.
+# The dtypes that can be quantized, and that a result can have.
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS_TEXT: Final = "float32, bfloat16 or float16"
 
 
 def check_dense(operation: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse what is not one tensor in strided memory."""
+    """Refuse anything but a single tensor in strided memory."""
     if tensor.is_nested:
         remedy = (
             "torch.nested.to_padded_tensor makes one; a TransformerEncoder makes none if it is "
             "converted as a whole, or made with enable_nested_tensor=False"
         )
-        if tensor.layout is torch.jagged and operation == "linear":  # row by row, so exactly
+        if tensor.layout is torch.jagged and operation == "linear":  # exact, row by row
             remedy = "write torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())"
         fail(operation, name, "a nested tensor", "a tensor of one shape", remedy)
     if tensor.layout is not torch.strided:
@@ -52,13 +52,14 @@ def _is_wrapper(tensor: object) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """No wrapper of other tensors, such as a DTensor or another library's quantized tensor."""
+    """Whether it wraps no other tensors, as a DTensor or another library's quantized tensor
+    does."""
     return type(tensor) in _USUAL or not _is_wrapper(tensor) or _is_underway(tensor)
 
 
 def _is_underway(tensor: torch.Tensor) -> bool:
-    """Whether it is an AsyncCollectiveTensor, as DTensor.to_local() may give: a plain tensor that a
-    collective may still be writing. PyTorch waits for it when an operator takes it."""
+    """Whether it is an AsyncCollectiveTensor, as DTensor.to_local() may return: a plain tensor that
+    a collective may still be writing. PyTorch waits for it when an operator takes it."""
     if not (_is_wrapper(tensor) and torch.distributed.is_available()):
         return False
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -67,20 +68,20 @@ def _is_underway(tensor: torch.Tensor) -> bool:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is cut over ranks. (Importing DTensor takes half a second, and has been done by
-    whoever made one.)"""
+    """Whether it is a DTensor. (Importing DTensor takes half a second; code that made one has
+    already imported it.)"""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 class WeightOfFsdp(torch.Tensor):
-    """A layer's weight under FSDP2, as it is kept or as it has been gathered (sharded.py)."""
+    """A layer's weight under FSDP2, sharded or gathered (sharded.py)."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class KeptWeight(WeightOfFsdp):
-    """As it is kept: `local` are its values, a plain tensor."""
+    """A weight as FSDP2 keeps it: `local` holds its values, a plain tensor."""
 
     local: torch.Tensor
 
@@ -91,13 +92,13 @@ def values_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_for_layer(tensor: torch.Tensor) -> bool:
-    """Whether a layer takes it: plain, or cut over ranks in a way that it knows."""
+    """Whether a layer accepts it: plain, or sharded over ranks in a supported way."""
     return is_plain(tensor) or is_dtensor(tensor) or isinstance(tensor, WeightOfFsdp)
 
 
 def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Refuse what is not one tensor in strided memory, also wrappers of others. Returns it, waited
-    for where a collective may still be writing it."""
+    """Refuse anything but a single tensor in strided memory, wrappers of other tensors included.
+    Returns the tensor, after waiting for any collective that may still be writing it."""
     check_dense(operation, name, tensor)
     if type(tensor) in _USUAL:
         return tensor
@@ -109,13 +110,13 @@ def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor
 
 
 def check_layout(operation: str, name: str, s: Spec, layout: str) -> None:
-    """Refuse a layout that there is not, or that cannot hold operands of a spec."""
+    """Refuse a layout that does not exist, or that cannot hold operands of a spec."""
     if refusal := _core.layout_refusal(s.text, layout):
         raise ValueError(reword(refusal, operation, name))
 
 
 class StoredShapes(NamedTuple):
-    """Shapes of the three tensors of a quantized operand."""
+    """Shapes of a quantized operand's three tensors."""
 
     codes: tuple[int, ...]
     scales: tuple[int, ...]
@@ -127,7 +128,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _rounded_parts(total: int, count: int, multiple: int) -> int:
-    """The most that `count` parts of `total` come to, each rounded up to a multiple."""
+    """The largest possible sum of `count` parts of `total`, each rounded up to a multiple."""
     return (total + count * (multiple - 1)) // multiple * multiple
 
 
@@ -146,11 +147,11 @@ def stored_shapes(
 ) -> StoredShapes:
     """Shapes of the stored tensors; works on symbolic sizes too. `groups`: 0 for none.
 
-    The formulas are those of the specification, section 13, and of groups.h for groups; every
+    The formulas are those of the specification, section 13, and of groups.h for groups. Every
     number in them (block, codes per byte, multiples) comes from the core.
 
     Raises:
-        ValueError: no layout of operands of this spec.
+        ValueError: not a layout for operands of this spec.
     """
     if refusal := _core.layout_refusal(s.text, layout):
         raise ValueError(refusal)
@@ -160,7 +161,8 @@ def stored_shapes(
     batch = (groups,) if groups else tuple(shape[:batch_dims])
     lead = () if groups else batch
     facts = [_core.LAYOUTS[name] for name in layout.split("+")]
-    # One-byte layouts hold a row of scales for every line: square blocks are replicated in them.
+    # One-byte layouts hold a row of scales for every line: they replicate the scales of square
+    # blocks.
     per_line = any(fact["scale_bytes"] == 1 and fact["applies"] == "scales" for fact in facts)
     scale_lines = 1 if per_line else block_lines
 
@@ -193,24 +195,25 @@ def stored_shapes(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """One quantized operand. A plain container, not a tensor: nothing happens to it by accident.
+    """One quantized operand. A plain container, not a tensor: nothing operates on it by accident.
 
     Attributes:
-        codes: element codes, lines of the contraction axis (for axis -2: transposed); torch's
-            FP8 dtype, or uint8 with two FP4 codes (or one FP6 code) to a byte.
+        codes: element codes, in lines along the contraction axis (for axis -2: transposed); torch's
+            FP8 dtype, or uint8 with two FP4 codes (or one FP6 code) per byte.
         scales: block scales (what codes are multiplied by), `spec.scale_dtype`, in `layout`.
-        outer: FP32 scale of the whole tensor, a scalar or [E], or [G] with groups; None when the
-            spec has none.
+        outer: per-tensor FP32 scale, a scalar or [E], or [G] with groups; None if the spec has
+            none.
         spec: how it was quantized.
         axis: -1 (blocks along rows) or -2 (down columns): the contraction axis of its GEMM.
         shape: the logical shape that was quantized.
         layout: storage layout, e.g. "linear", "nv_128x4", "mfma_16x16+aiter_scale" (`quantize`).
         batch_dims: 1 when dimension 0 is a batch of separate matrices, else 0.
-        offsets: [G] int32 or int64, cumulative ends of the groups of rows that were quantized each
-            alone; None when there are none. Where each lies is said in docs/groups.md.
+        offsets: [G] int32 or int64, cumulative ends of the groups of rows, each quantized alone;
+            None without groups. docs/groups.md describes where each group is stored.
 
     Raises:
-        TypeError, ValueError: the tensors' shapes, dtypes or devices are not what the rest says.
+        TypeError, ValueError: the tensors' shapes, dtypes or devices do not match the other
+            attributes.
     """
 
     codes: torch.Tensor
@@ -230,25 +233,25 @@ class QuantizedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors lie."""
+        """The device of its tensors."""
         return self.codes.device
 
     @property
     def outer_or_empty(self) -> torch.Tensor:
-        """What the operators take for `outer`: an empty FP32 tensor stands for none."""
+        """`outer` as the operators take it: an empty FP32 tensor stands for None."""
         if self.outer is not None:
             return self.outer
         return torch.empty(0, dtype=torch.float32, device=self.device)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The values within `shape`, of a Hadamard spec the transformed ones; see
+        """The values within `shape`, for a Hadamard spec the transformed ones; see
         `blockscale.dequantize`."""
         from blockscale.ops import dequantize
 
         return dequantize(self, dtype)
 
     def to(self, device: str | torch.device) -> QuantizedTensor:
-        """A copy on another device (itself when it is there already)."""
+        """A copy on another device (itself if it is already there)."""
         to = any_device("QuantizedTensor.to", device)
         here = {name: getattr(self, name) for name in _LEAVES}
         there: dict[str, Any] = {name: None if t is None else t.to(to) for name, t in here.items()}
@@ -257,7 +260,7 @@ class QuantizedTensor:
         return dataclasses.replace(self, **there)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes, since pickle knows no 8-bit floats of torch's; and checked when it comes back.
+        # As bytes, since pickle does not support torch's 8-bit floats; checked when restored.
         spec = str(self.spec)
         rest = (self.outer, spec, self.axis, self.shape, self.layout, self.batch_dims, self.offsets)
         return _restored, (_as_bytes(self.codes), _as_bytes(self.scales), *rest)
@@ -288,12 +291,12 @@ torch.serialization.add_safe_globals([_restored])
 
 
 def _settle_ints(q: QuantizedTensor, operation: str) -> None:
-    """Refuse what is no int, and turn other types' integers into ints."""
+    """Refuse anything that is not an integer, and convert integers of other types to int."""
     if not isinstance(q.shape, tuple | list):
         fail_type(operation, "shape", q.shape, "a tuple of ints, the quantized tensor's shape")
     need = "ints, the quantized tensor's shape"
     shape = tuple([check_int(operation, "shape", extent, need) for extent in q.shape])
-    if any(type(extent) is int and extent < 0 for extent in shape):  # a symbol is not asked
+    if any(type(extent) is int and extent < 0 for extent in shape):  # symbols are not tested
         fail(operation, "shape", list(shape), "extents of 0 or more")
     object.__setattr__(q, "shape", shape)
     for name in ("axis", "batch_dims"):
@@ -301,7 +304,7 @@ def _settle_ints(q: QuantizedTensor, operation: str) -> None:
 
 
 def check_stored(q: QuantizedTensor, operation: str) -> None:
-    """Refuse a container whose tensors are not what its spec, axis, shape and layout say."""
+    """Refuse a container whose tensors do not match its spec, axis, shape and layout."""
     if not isinstance(q.spec, Spec):
         fail_type(operation, "spec", q.spec, "a Spec", "make one with bs.spec(name)")
     if q.axis not in (-1, -2):
@@ -362,7 +365,7 @@ _LEAVES: Final = ("codes", "scales", "outer", "offsets")
 
 
 def _flatten(q: QuantizedTensor) -> tuple[list[torch.Tensor | None], list[Any]]:
-    # Lists, since that is what comes back from the file of an exported program.
+    # Lists, since that is what loading an exported program returns.
     context = [q.spec.text, q.axis, list(q.shape), q.layout, q.batch_dims]
     return [getattr(q, name) for name in _LEAVES], context
 
@@ -373,7 +376,7 @@ def _flatten_with_keys(q: QuantizedTensor) -> tuple[list[tuple[Any, Any]], list[
 
 
 def _unflatten(leaves: Any, context: list[Any]) -> QuantizedTensor:
-    # Leaves may be anything here (tree_map), so this builds the container without its checks.
+    # Leaves may be anything here (tree_map), so the container is built without its checks.
     text, axis, shape, layout, batch_dims = context
     q = object.__new__(QuantizedTensor)
     fields = dict(zip(_LEAVES, leaves, strict=True), spec=spec(text), axis=axis, layout=layout)

@@ -1,4 +1,4 @@
-"""`quantize_weight`: the operands of a weight, made once for many calls of `linear`."""
+"""`quantize_weight`: makes the operands of a weight once for many calls of `linear`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class QuantizedWeight:
     """A weight as the GEMMs of `linear` and `grouped_linear` read it. Made by `quantize_weight`.
 
     Attributes:
-        recipe: whose operands these are.
-        shape: of the weight, [N, K] or [E, N, K].
-        backward: whether the operand of x's gradient is there.
-        operands: the memory of fprop's and of dgrad's, uint8 each, of those that the recipe
-            quantizes; or, where FSDP2 has gathered codes, those of fprop's with its scales and
-            outer scale.
+        recipe: the recipe that the operands were made for.
+        shape: the weight's, [N, K] or [E, N, K].
+        backward: whether the operand for x's gradient is included.
+        operands: the memory of fprop's operand and of dgrad's, each uint8, if the recipe quantizes
+            it; or, where FSDP2 has gathered codes, the codes, scales and outer scale of fprop's.
     """
 
     recipe: Recipe
@@ -33,22 +32,22 @@ class QuantizedWeight:
 
     @property
     def device(self) -> torch.device | None:
-        """Where its operands lie; None where the recipe quantizes none."""
+        """The device of its operands; None if the recipe quantizes none."""
         return self.operands[0].device if self.operands else None
 
     def to(self, device: str | torch.device) -> QuantizedWeight:
-        """A copy on another device. One in MXFP4 serves its own kind of device alone: `linear`
-        refuses it where its GEMM reads a weight in another form."""
+        """A copy on another device. One in MXFP4 works only on its original kind of device:
+        `linear` refuses it where its GEMM reads weights in another form."""
         to = any_device("QuantizedWeight.to", device)
         return dataclasses.replace(self, operands=[t.to(to) for t in self.operands])
 
     def operands_of(
         self, w: torch.Tensor, recipe: Recipe, dx: bool, operation: str
     ) -> list[torch.Tensor]:
-        """The operands, for a call with this w and recipe that may ask for x's gradient.
+        """The operands for a call with this w and recipe, which needs x's gradient if `dx`.
 
         Raises:
-            ValueError: made by another recipe, of another shape, or without backward.
+            ValueError: made with another recipe, from another shape, or without backward.
         """
         name = "quantized_weight"
         if self.recipe is not recipe and self.recipe.text != recipe.text:
@@ -64,12 +63,12 @@ class QuantizedWeight:
 
 
 def is_gathered(operands: list[torch.Tensor]) -> bool:
-    """Whether they are codes, scales and outer scale of one operand, each as `quantize` returns it,
-    instead of the memory of two."""
+    """Whether they are the codes, scales and outer scale of one operand, as `quantize` returns
+    them, instead of the memory of two operands."""
     return operands[0].dim() > 1
 
 
-# What torch.load may make: a quantized weight is data.
+# What torch.load may construct: a quantized weight is data.
 torch.serialization.add_safe_globals([QuantizedWeight])
 
 
@@ -80,24 +79,24 @@ def quantize_weight(
     rng: Rng | None = None,
     backward: bool = True,
 ) -> QuantizedWeight:
-    """Quantize a weight ahead of the calls of `linear` or `grouped_linear` that it serves.
+    """Quantize a weight in advance for several calls of `linear` or `grouped_linear`.
 
-    A weight changes once a step of the optimizer, and each of these calls would quantize it again:
-    every micro-batch, every recomputation, every batch of an inference. Passed as
-    `quantized_weight=`, this gives the same bits, and gradients flow to w as before. It is a copy:
-    make a new one when w has changed.
+    A weight changes once per optimizer step, but each of these calls would quantize it again: in
+    every micro-batch, recomputation and inference batch. Passed as `quantized_weight=`, the result
+    gives the same bits, and gradients flow to w as before. It is a copy: make a new one when w has
+    changed.
 
     Args:
         w: [N, K], or [E, N, K] for `grouped_linear`, float32, bfloat16 or float16.
-        recipe: a Recipe or the name of one; of its operands fprop_w and dgrad_w count.
-        rng: the layer's key; needed where the recipe rounds w stochastically, as none of the named
-            ones does.
-        backward: also make what x's gradient reads.
+        recipe: a Recipe or the name of one; only its operands fprop_w and dgrad_w are used.
+        rng: the layer's key; needed if the recipe rounds w stochastically, which no named recipe
+            does.
+        backward: also make the operand that x's gradient needs.
 
     Returns:
-        A QuantizedWeight on w's device: a byte an element in FP8, half of one in FP4, and scales;
-        twice that with backward. In MXFP4 on H100 and H200 a byte too: codes of FP8, in which the
-        GEMM reads it.
+        A QuantizedWeight on w's device: a byte per element in FP8, half a byte in FP4, plus scales;
+        twice that with backward. In MXFP4 on H100 and H200 it is also a byte: FP8 codes, as the
+        GEMM reads them.
 
     Raises:
         TypeError, ValueError: with the argument, what it got and what it needs.

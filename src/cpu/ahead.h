@@ -1,4 +1,4 @@
-// Fetching what comes next while something is worked on.
+// Prefetches the next data while other data is processed.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace blockscale::cpu {
 
-// Fetches a rectangle, a few cache lines at a time. Its rows are too far apart for the hardware to
-// foresee.
+// Prefetches a rectangle, a few cache lines at a time. Its rows are too far apart for the hardware
+// prefetcher.
 class Ahead {
  public:
   Ahead() = default;
-  // Distances and the width are in bytes. `passes`: how often fetch() is told of as many bytes as
-  // there are.
+  // The stride and the width are in bytes. `passes`: how many times over fetch() is called for the
+  // full number of bytes.
   Ahead(const void* data, int64_t stride, int64_t width, int64_t rows, int passes = 1)
       : row_(static_cast<const uint8_t*>(data)),
         stride_(stride),
@@ -22,7 +22,7 @@ class Ahead {
         line_(64 * passes) {}
   void fetch(int64_t bytes) {
     for (; bytes > 0 && rows_ > 0; bytes -= line_) {
-      hwy::Prefetch(row_ + at_ + 63);  // unaligned, the line before has just been read
+      hwy::Prefetch(row_ + at_ + 63);  // if unaligned, the line before was just read
       at_ += 64;
       if (at_ < width_) continue;
       at_ = 0;

@@ -1,6 +1,6 @@
-// Elements of a byte to nearest, from BF16 bits: an E8M0 scale moves exponents alone, so that a
-// code is the moved bits rounded to fewer. (Those of 6 bits, mostly subnormal, go faster through
-// FP32.)
+// Encodes one-byte elements to nearest, from BF16 bits: an E8M0 scale shifts only exponents, so a
+// code is the shifted bits rounded to fewer bits. (6-bit elements, mostly subnormal, are faster
+// through FP32.)
 
 #if defined(BLOCKSCALE_BYTE_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_BYTE_INL
@@ -25,9 +25,9 @@ class ByteEncoder {
         less_(static_cast<uint16_t>((t_.bias + kSpare) << 7)),
         most_(static_cast<uint16_t>((t_.max_code() << kDrop) + (kSpare << 7))) {}
 
-  // What encodes elements of blocks with these scales, a lane an element.
+  // Encodes elements of blocks with these scales, one element per lane.
   struct Scaled {
-    // 16 rows of kPair columns, four to a word: even[w] and odd[w] are rows 4 * w to 4 * w + 3.
+    // 16 rows of kPair columns, four per word: even[w] and odd[w] are rows 4 * w to 4 * w + 3.
     HWY_INLINE void encode_16(const uint16_t* x, int64_t stride, VU* even, VU* odd,
                               Ahead& ahead) const {
 #pragma GCC unroll 4
@@ -45,7 +45,7 @@ class ByteEncoder {
   };
   // `scales` are BF16 values.
   HWY_INLINE Scaled operator()(VH scales) const { return {*this, down(scales)}; }
-  // What a scale takes from the bits of its elements.
+  // The amount to subtract from the bits of a scale's elements.
   HWY_INLINE VH down(VH scales) const { return hn::Sub(scales, hn::Set(DH(), less_)); }
 
   // Codes of four vectors of elements, `stride` apart.
@@ -70,23 +70,23 @@ class ByteEncoder {
   }
 
  private:
-  // Exponents are kSpare more than the code's, so that those of subnormals are not negative; what
-  // is 0 then is less than half of the least one.
+  // Exponents are kSpare above the code's, so that those of subnormals are not negative. Values
+  // that still become 0 are less than half the smallest subnormal.
   static constexpr int kSpare = 8, kDrop = 7 - kM;
 
   static HWY_INLINE VH rounded(VH moved) {
     const DH dh;
     const VH odd = hn::And(hn::ShiftRight<kDrop>(moved), hn::Set(dh, 1));
-    // The spare exponents go with the addition.
+    // The addition also removes the spare exponents.
     const VH bump = hn::Set(dh, static_cast<uint16_t>((1 << (kDrop - 1)) - 1 - (kSpare << 7)));
     return hn::ShiftRight<kDrop>(hn::Add(moved, hn::Add(odd, bump)));
   }
-  // rounded() of four vectors with elements that are zero, or subnormal: their significands lose a
-  // bit more for each exponent that they lack.
+  // rounded() for four vectors with elements that are zero or subnormal: a significand loses one
+  // more bit for each step its exponent is below the normal range.
   static HWY_NOINLINE void round_all(VH* moved) {
     const DH dh;
     const VH one = hn::Set(dh, 1), spare = hn::Set(dh, kSpare + 1);
-    VH least = hn::Sub(moved[0], one);  // zero does not count
+    VH least = hn::Sub(moved[0], one);  // zero wraps around and is ignored
 #pragma GCC unroll 4
     for (int i = 1; i < 4; ++i) least = hn::Min(least, hn::Sub(moved[i], one));
     if (hn::AllFalse(dh, hn::Lt(least, hn::Set(dh, ((kSpare + 1) << 7) - 1)))) {
@@ -119,7 +119,7 @@ class ByteEncoder {
   uint16_t less_, most_;
 };
 
-// Rows of a tile with these scales of its blocks, BF16 values.
+// Encodes rows of a tile, given the scales of its blocks as BF16 values.
 template <int kM>
 class ByteRows {
  public:

@@ -1,4 +1,4 @@
-// Vector forms of formats.h, rounding.h and philox.h: lanes hold one element each. Included once
+// Vector forms of formats.h, rounding.h and philox.h: each lane holds one element. Included once
 // per instruction set; the constants come from the traits table, so no format fact is repeated.
 
 #if defined(BLOCKSCALE_CODEC_INL) == defined(HWY_TARGET_TOGGLE)
@@ -28,7 +28,7 @@ using VU = hn::Vec<DU>;
 using VB = hn::Vec<DB>;
 using VH = hn::Vec<DH>;
 HWY_INLINE constexpr size_t lanes() { return hn::MaxLanes(DF()); }
-inline constexpr int64_t kPair = 2 * static_cast<int64_t>(lanes());  // BF16 values of a vector
+inline constexpr int64_t kPair = 2 * static_cast<int64_t>(lanes());  // BF16 values per vector
 HWY_INLINE constexpr int log_block(int64_t block) { return block == 16 ? 4 : block == 32 ? 5 : 7; }
 
 // ---- high-precision elements ----
@@ -55,15 +55,15 @@ HWY_INLINE VF load_fp16(const uint16_t* fp16) {
 }
 
 // FP32 to BF16 in the high half of each lane (the low half is undefined), round to nearest even.
-// Done in integers: the hardware conversion flushes subnormals. A NaN has to be short, that is,
-// have a zero low half, as those that come from BF16 or from arithmetic on numbers do.
+// Done in integers: the hardware conversion flushes subnormals. A NaN must be short, that is, have
+// a zero low half, as NaNs from BF16 or from arithmetic on numbers do.
 HWY_INLINE VU bf16_high(VF x) {
   const DU du;
   const VU bits = hn::BitCast(du, x);
   const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
   return hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), odd);
 }
-// Makes any NaN one that bf16_high() takes.
+// Turns any NaN into one that bf16_high() accepts.
 HWY_INLINE VF shorten_nan(VF x) {
   const DU du;
   const VU bits = hn::BitCast(du, x);
@@ -79,7 +79,7 @@ HWY_INLINE void store_short(VF x, uint16_t* bf16) {
   hn::StoreU(hn::TruncateTo(DU16(), hn::ShiftRight<16>(bf16_high(x))), DU16(), bf16);
 }
 HWY_INLINE void store_values(VF x, uint16_t* bf16) { store_short(shorten_nan(x), bf16); }
-// 2 * lanes() consecutive values; NaNs are short.
+// Stores 2 * lanes() consecutive values; NaNs must be short.
 HWY_INLINE void store_pair(VF a, VF b, float* p) {
   store_values(a, p);
   store_values(b, p + lanes());
@@ -90,14 +90,15 @@ HWY_INLINE void store_pair(VF a, VF b, uint16_t* bf16) {
              bf16);
 }
 
-// Whether the processor may round FP32 to BF16 by itself, which Highway 1.0.3 does not offer.
+// Whether the processor may have an instruction that rounds FP32 to BF16, which Highway 1.0.3 does
+// not offer.
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 inline constexpr bool kMayRound = true;
 #else
 inline constexpr bool kMayRound = false;
 #endif
-// store_pair() that way: the instruction takes subnormals for zeros and gives none, and no value
-// may be a NaN.
+// store_pair() with that instruction, which treats subnormals as zero and never returns one. No
+// value may be a NaN.
 HWY_INLINE void store_rounded_pair([[maybe_unused]] VF a, [[maybe_unused]] VF b,
                                    [[maybe_unused]] uint16_t* bf16) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
@@ -110,7 +111,7 @@ HWY_INLINE void store_rounded_pair([[maybe_unused]] VF a, [[maybe_unused]] VF b,
 // ---- element codes ----
 
 // Magnitude codes of one element format; constants are broadcast once per loop. kM: its mantissa
-// bits. What the members return is undefined above the sign bit, which is 0: packing masks it.
+// bits. The members return 0 in the sign bit; the bits above are undefined, and packing masks them.
 template <int kM>
 struct Encoder {
   explicit Encoder(Format element) {
@@ -123,14 +124,14 @@ struct Encoder {
     const uint32_t exponent_field = (min_normal >> 23) + 23 - kM;
     const uint32_t minus_min = (0u - (exponent_field << kM)) & (2 * t.magnitude_mask() + 1);
     magic = hn::Set(DF(), bit_cast<float>(((127u + 23 - kM) << 23) + minus_min));
-    // Stochastic: half a 1/256, less the exponent below Emin, at which code 0 starts.
+    // Stochastic: half of 1/256, less the exponent below Emin, where code 0 starts.
     up = hn::Set(DU(), (1u << (14 - kM)) - (min_normal - (1u << 23)));
     half_normal = hn::Set(DF(), 0.5f * exp2i(t.min_exponent()));
   }
 
-  // Round to nearest even a magnitude that is no number beyond the largest, but for rounding. See
-  // encode_magnitude() for the formula: binade * magic is 2^(E + 23 - m), so that the addition
-  // rounds a to a multiple of 2^(E-m). The product is exact.
+  // Rounds to nearest even; the magnitude must not be a number beyond the largest, except by
+  // rounding. See encode_magnitude() for the formula: binade * magic is 2^(E + 23 - m), so that the
+  // addition rounds a to a multiple of 2^(E-m). The product is exact.
   HWY_INLINE VU nearest_within(VF a) const {
     const DU du;
     const DF df;
@@ -138,11 +139,11 @@ struct Encoder {
     const VU t = hn::BitCast(du, hn::MulAdd(hn::BitCast(df, binade), magic, a));
     return hn::Add(t, hn::ShiftRight<23 - kM>(t));
   }
-  // Saturating; `x` is not NaN.
+  // Saturates; `x` is not NaN.
   HWY_INLINE VU nearest(VF x) const { return nearest_within(hn::Min(hn::Abs(x), largest)); }
 
   // `random`: the element's byte in the low 8 bits of each lane. A subnormal y becomes (y + n) / 2,
-  // section 6's w one binade lower, so that codes count on from there without a special case.
+  // section 6's w one binade lower, so that codes continue from there without a special case.
   HWY_INLINE VU stochastic(VF x, VU random) const {
     const DU du;
     const DF df;
@@ -156,7 +157,7 @@ struct Encoder {
   VU smallest_normal, up;
 };
 
-// Value of a code in the low bits of each lane (no other bits set).
+// The value of the code in the low bits of each lane (no other bits may be set).
 template <int kM>
 struct Decoder {
   explicit Decoder(Format format) {
@@ -202,9 +203,9 @@ struct Decoder {
   Special special;
 };
 
-// Values of scales (E8M0, or with three mantissa bits) from their codes, as bits of BF16. Those of
-// codes from least() to most() are right, and their eight fractions all there are: what a block
-// derives from its scale is that of a fraction, but for a power of two.
+// Values of scales (E8M0, or with three mantissa bits) from their codes, as BF16 bits. They are
+// correct for codes from least() to most(), and have only eight fractions: everything that a block
+// derives from its scale follows from the fraction, up to a power of two.
 struct ScaleValues {
   explicit ScaleValues(Format scale) : t(traits(scale)) {
     HWY_ALIGN uint16_t bits[8] = {0x3F80};
@@ -221,7 +222,7 @@ struct ScaleValues {
     return hn::IfThenElse(hn::Lt(code, hn::Set(dh, 8)), hn::TableLookupBytes(subnormal, at),
                           normal);
   }
-  // E8M0: so far from the ends that nothing derived is subnormal or infinite.
+  // E8M0: far enough from the ends that no derived value is subnormal or infinite.
   static constexpr int kLeastE8m0 = 27, kMostE8m0 = 227;
   uint16_t least() const { return static_cast<uint16_t>(t.mantissa_bits == 0 ? kLeastE8m0 : 1); }
   uint16_t most() const {
@@ -232,7 +233,7 @@ struct ScaleValues {
   VH subnormal, rebias;
 };
 
-// For TableLookupBytes() in a table of the eight fractions, where a scale's is.
+// Indices of scales' fractions for TableLookupBytes() in a table of the eight fractions.
 HWY_INLINE VH scale_fractions(VH value) {
   const DH dh;
   const VH low = hn::And(hn::ShiftRight<3>(value), hn::Set(dh, 0x000E));

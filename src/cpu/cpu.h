@@ -1,17 +1,17 @@
-// The CPU backend: SIMD, one source for every instruction set, chosen at run time (Highway).
-// Bit-identical to reference:: for everything but the order of a GEMM's sums. Arguments have been
-// checked.
+// The CPU backend: SIMD from one source for all instruction sets, chosen at run time (Highway).
+// Bit-identical to reference:: except for the order of a GEMM's sums. Its arguments have already
+// been checked.
 #pragma once
 
 #include "blockscale/ops.h"
 
 namespace blockscale::cpu {
 
-// Outputs of this size are stored past the caches: whoever reads them next would not find them
-// there.
+// Outputs of at least this size bypass the caches when stored: they would be evicted before the
+// next read.
 inline constexpr int64_t kStreamBytes = 16 << 20;
 
-// Quantizes along rows, columns or both in one pass over x. A null output is not wanted.
+// Quantizes along rows, columns or both in one pass over x. A null output is skipped.
 void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOptions& row_options,
               const Quantized* column_out, const QuantizeOptions& column_options,
               const Executor& executor);

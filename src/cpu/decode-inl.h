@@ -1,4 +1,4 @@
-// Reading stored codes back as values: along a line, or down a vector or two of lines.
+// Reads stored codes back as values: along a line, or down one or two vectors of lines.
 
 #if defined(BLOCKSCALE_DECODE_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_DECODE_INL
@@ -16,7 +16,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// Codes of one batch element and the scales that go with them, whatever their layout.
+// The codes of one batch element and their scales, in any layout.
 struct Reader {
   Reader(const ConstQuantized& operand, const StoredShape& shape, int64_t b)
       : q(operand),
@@ -37,8 +37,8 @@ struct Reader {
     std::memcpy(&bits, scales + 4 * at, 4);
     return bits;
   }
-  // Scales of consecutive blocks of one line; of one block of consecutive lines. Past the end the
-  // last one is repeated.
+  // block_scales(): scales of consecutive blocks of one line; line_scales(): of one block of
+  // consecutive lines. Past the end, both repeat the last one.
   HWY_INLINE VF block_scales(int64_t line, int64_t block) const {
     if (q.layout.scales == Layout::linear && block + static_cast<int64_t>(lanes()) <= s.blocks) {
       const int64_t at = scale_at(line, block);
@@ -83,7 +83,7 @@ struct Reader {
         return Decoder<3>(q.spec.scale)(raw);
     }
   }
-  // The 16 bytes of codes of a line that start at byte `at`, a multiple of 16; zeros past the end.
+  // The 16 bytes of a line's codes that start at byte `at`, a multiple of 16; zeros past the end.
   HWY_INLINE void bytes16(int64_t line, int64_t at, uint8_t* out) const {
     const uint8_t* p =
         codes + (HWY_LIKELY(q.layout.codes == Layout::linear)
@@ -97,7 +97,7 @@ struct Reader {
       std::memcpy(out, p, count);
     }
   }
-  // Whether `count` bytes of codes of a line from byte `at` on are codes of +0.
+  // Whether the `count` bytes of a line's codes from byte `at` on are all codes of +0.
   bool is_zero(int64_t line, int64_t at, int64_t count) const {
     uint8_t bytes[16], any = 0;
     for (int64_t i = 0; i < count; i += 16) {
@@ -114,9 +114,9 @@ struct Reader {
   float outer;
 };
 
-// Values of codes by way of binary16: a code moved to the sign, low exponent and high mantissa bits
-// of a half is the half of its value, subnormals included, but for a power of two, which scales may
-// have taken in. Codes are at the top of each 16-bit lane: the byte of one, or for FP4 the nibble;
+// Decodes by way of binary16: a code moved to the sign, low exponent and high mantissa bits of a
+// half gives a half of the same value, subnormals included, up to a power of two, which can be
+// folded into the scales. Codes are at the top of each 16-bit lane: a byte, or a nibble for FP4;
 // the bits below may be anything.
 template <int kM>
 class HalfDecoder {
@@ -129,7 +129,7 @@ class HalfDecoder {
         mask_(hn::Set(DH(), static_cast<uint16_t>(0x8000 | t_.magnitude_mask() << (10 - kM)))),
         factor(exp2i(15 - t_.bias)) {}
 
-  // Whether some codes may be special values, which only exact() decodes. Reads whole vectors.
+  // Whether any code may be a special value, which only exact() decodes. Reads whole vectors.
   HWY_INLINE bool has_special(const uint8_t* codes, int64_t count) const {
     if (t_.special == Special::none) return false;
     if (t_.special == Special::negative_zero) return true;
@@ -141,7 +141,7 @@ class HalfDecoder {
     const VB finite = hn::Set(db, static_cast<uint8_t>(t_.max_code()));
     return !hn::AllTrue(db, hn::Eq(most, hn::Min(most, finite)));
   }
-  // Values but for `factor`.
+  // Values without `factor`.
   HWY_INLINE void fast(VH top, VF& a, VF& b) const {
     const hn::Repartition<int16_t, DU> di16;
     const hn::Rebind<hwy::float16_t, DF> df16;
@@ -169,10 +169,10 @@ class HalfDecoder {
   const float factor;
 };
 
-// E2M1 to BF16 without widening, where there are tables of 32 lanes of 16 bits (AVX-512). In a
-// block every value is the scale s or 1.5 s, each rounded to BF16 once, times a power of two, which
-// goes to the exponent: code 5, 3 s, is the bits of 1.5 s plus 128. That holds while nothing is
-// subnormal or overflows.
+// E2M1 to BF16 without widening, where the processor has look-ups in tables of 32 16-bit lanes
+// (AVX-512). Every value in a block is the scale s or 1.5 s, each rounded to BF16 once, times a
+// power of two, which is added to the exponent: code 5, 3 s, is the bits of 1.5 s plus 128. This
+// holds as long as nothing is subnormal or overflows.
 class NarrowDecoder {
  public:
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
@@ -180,7 +180,7 @@ class NarrowDecoder {
 #else
   static constexpr bool kFits = false;
 #endif
-  // Of 2 * lanes() elements: bits of s, and what those of 1.5 s are more.
+  // For 2 * lanes() elements: the bits of s, and how much larger those of 1.5 s are.
   struct Scales {
     VH one, more;
   };
@@ -188,7 +188,7 @@ class NarrowDecoder {
   NarrowDecoder(const QuantSpec& spec, float outer)
       : value_(spec.scale), holds_(outer >= exp2i(-90) && outer <= exp2i(90)) {
     HWY_ALIGN uint16_t add[32], pick[32];
-    for (int i = 0; i < 32; ++i) {  // twice: a lane's fifth bit may be anything
+    for (int i = 0; i < 32; ++i) {  // repeated: a lane's fifth bit may be anything
       const int magnitude = i & 7;
       const int up = magnitude == 0 ? 0 : 128 * (magnitude / 2 - 1);
       add[i] = static_cast<uint16_t>(up + (i & 8 ? 0x8000 : 0));
@@ -205,7 +205,7 @@ class NarrowDecoder {
     one_ = hn::LoadDup128(DH(), one);
     more_ = hn::LoadDup128(DH(), more);
   }
-  // Whether scales of these codes will do.
+  // Whether this decoder can handle scales with these codes.
   HWY_INLINE bool takes(VH codes) const {
     const DH dh;
     const VH least = hn::Set(dh, value_.least());
@@ -218,7 +218,7 @@ class NarrowDecoder {
     return {hn::Add(hn::TableLookupBytes(one_, at), hn::And(value, hn::Set(dh, 0x7F80))),
             hn::TableLookupBytes(more_, at)};
   }
-  // Codes are the low four bits of each lane; those above may be anything.
+  // Codes are the low four bits of each lane; the bits above may be anything.
   HWY_INLINE VH operator()(VH codes, const Scales& s) const {
     const DH dh;
     const VH up = look_up(add_, codes);
@@ -228,7 +228,7 @@ class NarrowDecoder {
   }
 
  private:
-  // Highway's own has lanes of 32 bits.
+  // Highway's own look-up has 32-bit lanes.
   static HWY_INLINE VH look_up(VH table, [[maybe_unused]] VH at) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
     return VH{_mm512_permutexvar_epi16(at.raw, table.raw)};
@@ -242,8 +242,8 @@ class NarrowDecoder {
   VH add_, pick_, one_, more_;
 };
 
-// Codes of the scales, a byte each, of up to 8 blocks of each of 2 * lanes() lines: out[i] are
-// those of block i, a lane a line. Past the end the last ones are repeated.
+// Codes of the scales, one byte each, of up to 8 blocks of 2 * lanes() lines: out[i] holds those of
+// block i, one line per lane. Past the end, the last ones are repeated.
 HWY_INLINE void scale_codes_of_lines(const Reader& reader, int64_t line, int64_t block,
                                      int64_t blocks, VH* out) {
   const DU du;
@@ -280,7 +280,7 @@ HWY_INLINE void scale_codes_of_lines(const Reader& reader, int64_t line, int64_t
   halves(hn::ConcatOdd(du, b, a), hn::ConcatOdd(du, d, c), out + 4);
 }
 
-// 2 * lanes() consecutive codes, as HalfDecoder wants them.
+// 2 * lanes() consecutive codes, in the form that HalfDecoder takes.
 template <int kM>
 HWY_INLINE VH load_tops(const uint8_t* codes) {
   const DH dh;
@@ -294,8 +294,8 @@ HWY_INLINE VH load_tops(const uint8_t* codes) {
   }
 }
 
-// The codes in 16 bytes from position `pos` on of `lanes()` lines from `line` on, one line to a
-// lane: calls body(position offset, codes). Lines past the end repeat the last one.
+// Calls body(position offset, codes) for the codes in 16 bytes from position `pos` on, of `lanes()`
+// lines from `line` on, one line per lane. Lines past the end repeat the last one.
 template <int kM, class Body>
 HWY_INLINE void for_line_codes(const Reader& reader, int64_t line, int64_t pos, const Body& body) {
   constexpr int kBits = kM == 1 ? 4 : 8;
@@ -312,12 +312,12 @@ HWY_INLINE void for_line_codes(const Reader& reader, int64_t line, int64_t pos, 
     body(i, hn::And(hn::ShiftRightSame(words[i * kBits / 32], i * kBits % 32), mask));
 }
 
-// 64 bytes of codes, one cache line, of each of kPair lines.
+// 64 bytes of codes, one cache line, from each of kPair lines.
 struct LineBytes {
   static constexpr int64_t kBytes = 64;
 
-  // From byte `at`, a multiple of kBytes, of line `line` on. Past the end there are zeros, and the
-  // last line once more.
+  // Loads from byte `at`, a multiple of kBytes, of line `line` on. Past the end of a line it fills
+  // in zeros; past the last line it repeats that line.
   HWY_INLINE void load(const Reader& reader, int64_t line, int64_t at) {
     const bool whole = reader.q.layout.codes == Layout::linear && line + kPair <= reader.s.lines &&
                        at + kBytes <= reader.s.line_bytes;
@@ -335,7 +335,7 @@ struct LineBytes {
     }
   }
 
-  // 16 bytes of every line as words: word w of even lines, and of odd ones.
+  // 16 bytes of every line as words: word w of the even lines and of the odd ones.
   HWY_INLINE void words(int part, VU* even, VU* odd) const {
     const DU du;
     const auto* from = reinterpret_cast<const uint32_t*>(bytes) + 4 * part * kPair;
@@ -347,14 +347,14 @@ struct LineBytes {
   HWY_ALIGN uint8_t bytes[kPair * kBytes];
 };
 
-// What fetches `width` bytes of each of `lines` lines.
+// Prefetches `width` bytes from each of `lines` lines.
 inline Ahead ahead_of(const Reader& reader, int64_t line, int64_t lines, int64_t at,
                       int64_t width) {
   if (reader.q.layout.codes != Layout::linear || at >= reader.s.line_bytes) return {};
   return {reader.codes + line * reader.s.code_columns + at, reader.s.code_columns, width, lines};
 }
 
-// What fetches the scales of `lines` lines, 64 bytes of each, from block `block` on.
+// Prefetches the scales of `lines` lines, 64 bytes from each, from block `block` on.
 inline Ahead scales_ahead_of(const Reader& reader, int64_t line, int64_t lines, int64_t block) {
   if (reader.q.layout.scales != Layout::linear || reader.s.scale_lines != 1 ||
       block >= reader.s.blocks)
@@ -364,7 +364,7 @@ inline Ahead scales_ahead_of(const Reader& reader, int64_t line, int64_t lines, 
           bytes * reader.s.scale_columns, 64, lines};
 }
 
-// Calls body(position, its codes of FP4 as NarrowDecoder wants them) for 16 of the bytes.
+// For 16 of the bytes, calls body(position, its FP4 codes in the form that NarrowDecoder takes).
 template <class Body>
 HWY_INLINE void for_line_nibbles(const LineBytes& lines, int part, const Body& body) {
   const DH dh;
@@ -384,7 +384,7 @@ HWY_INLINE void for_line_nibbles(const LineBytes& lines, int part, const Body& b
   }
 }
 
-// Calls body(position, its codes as HalfDecoder wants them) for 16 of the bytes.
+// For 16 of the bytes, calls body(position, its codes in the form that HalfDecoder takes).
 template <int kM, class Body>
 HWY_INLINE void for_line_tops(const LineBytes& lines, int part, const Body& body) {
   constexpr int kBits = kM == 1 ? 4 : 8;

@@ -1,6 +1,6 @@
-// From codes back to values. Lines that are rows are decoded run by run, columns in tiles of as
-// many rows as a cache line of codes holds; either way a processor that rounds to BF16 by itself
-// does.
+// From codes back to values. Lines that are rows are decoded run by run; columns, in tiles of as
+// many rows as a cache line holds codes. Both use the processor's own rounding to BF16 if it has
+// one.
 #include "cpu/cpu.h"
 #include "cpu/dot_bf16.h"
 
@@ -20,20 +20,20 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// Writes `count` values to x at (b, r, c...) going along the row.
+// Writes `count` values to x from (b, r, c) on, along the row.
 HWY_INLINE void store_row(const Matrix& x, int64_t b, int64_t r, int64_t c, int64_t count,
                           const float* values) {
   const int64_t at = b * x.batch_stride + r * x.row_stride + c * x.column_stride;
   for (int64_t i = 0; i < count; ++i) store_element(x, at + i * x.column_stride, values[i]);
 }
 
-// Whether rows of x are arrays of T.
+// Whether rows of x are contiguous arrays of T.
 template <class T>
 HWY_INLINE bool is_plain(const Matrix& x) {
   return x.column_stride == 1 && x.dtype == (sizeof(T) == 4 ? DType::f32 : DType::bf16);
 }
 
-// Stores `count` values of a row of x. T: what x holds, or float for anything.
+// Stores `count` values of a row of x. T is the type in x, or float for any dtype.
 template <class T>
 HWY_INLINE void copy_row(const Matrix& x, int64_t b, int64_t r, int64_t c, int64_t count,
                          bool stream, const T* values) {
@@ -47,8 +47,8 @@ inline constexpr int64_t kTileColumns = 256;
 inline constexpr int64_t kAhead = 256;  // bytes of a line fetched together
 inline constexpr int64_t kRun = 1024;   // positions of a line decoded at a time
 
-// Whether products of a scale with values and their HalfDecoder::factor are neither subnormal nor
-// infinite: it is 0, or within 2^±100.
+// Whether products of a scale with values and HalfDecoder::factor are neither subnormal nor
+// infinite: the scale is 0, or within 2^±100.
 HWY_INLINE bool is_moderate(VF scale) {
   const DF df;
   const VF a = hn::Abs(scale);
@@ -57,8 +57,8 @@ HWY_INLINE bool is_moderate(VF scale) {
   return hn::AllTrue(df, hn::Or(within, hn::Eq(a, hn::Zero(df))));
 }
 
-// Values of 2 * lanes() codes times their scales: as they are where `exact`, else moderate ones
-// times the decoder's factor. kRounds: the processor rounds to BF16.
+// Values of 2 * lanes() codes times their scales. The scales are as they are if `exact`, else
+// moderate and multiplied by the decoder's factor. kRounds: the processor rounds to BF16 itself.
 template <int kM, bool kRounds, class T>
 HWY_INLINE void decode_pair(const HalfDecoder<kM>& decoder, VH top, bool exact, VF scale_a,
                             VF scale_b, T* out) {
@@ -115,8 +115,8 @@ HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b
   }
 }
 
-// Lines that are columns of x: some codes of 2 * lanes() lines at a time become rows of a
-// tile. Lines may lie a power of two apart and share few cache sets, so each is read once.
+// Lines that are columns of x: codes of 2 * lanes() lines at a time become rows of a tile. Lines
+// may lie a power of two apart and share few cache sets, so each is read only once.
 template <int kM, bool kRounds, class T>
 HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_t b, int64_t line,
                                    int64_t lines, bool stream) {
@@ -129,7 +129,7 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
   HWY_ALIGN T tile[kRows * kTileColumns];
   LineBytes bytes;
   Ahead ahead, scales_ahead;
-  const int64_t fetched = 64 / scale_bytes(reader.q.spec.scale) * block;  // rows of their scales
+  const int64_t fetched = 64 / scale_bytes(reader.q.spec.scale) * block;  // rows per scale fetch
   const VF outer = hn::Set(DF(), reader.outer);
   for (int64_t pos = 0; pos < x.rows; pos += kRows) {
     const int64_t at = pos / kRows * LineBytes::kBytes;
@@ -199,7 +199,7 @@ HWY_INLINE void dequantize_lines(const ConstQuantized& q, const StoredShape& sha
 
 void dequantize_all(const ConstQuantized& q, const Matrix& x, const Executor& executor) {
   const bool along_rows = q.axis == -1;
-  const int64_t unit = along_rows ? 1 : kTileColumns;  // lines a task handles
+  const int64_t unit = along_rows ? 1 : kTileColumns;  // lines per task
   const auto per_matrix = [&](int64_t rows) {
     if (rows == 0 || x.columns == 0) return int64_t{0};
     return along_rows ? rows : ceil_div(x.columns, unit);

@@ -5,7 +5,7 @@
 namespace blockscale::cpu {
 namespace {
 
-// Rows of a matrix in `linear` that lie behind its last used one.
+// Clears the rows of a matrix in `linear` after the last one used.
 void clear_rows(uint8_t* data, int64_t used, int64_t rows, int64_t row_bytes) {
   std::memset(data + used * row_bytes, 0, static_cast<size_t>((rows - used) * row_bytes));
 }

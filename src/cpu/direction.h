@@ -1,5 +1,5 @@
-// One direction of quantization: everything a pass over tiles needs to know besides x, for one
-// matrix, a batch of them or a group.
+// One direction of quantization: everything that a pass over tiles needs besides x, for one matrix,
+// a batch of matrices or a group.
 #pragma once
 
 #include <vector>
@@ -10,10 +10,10 @@
 
 namespace blockscale::cpu {
 
-// `line` and `pos` are those of section 7 of the specification, for one matrix of the batch.
+// `line` and `pos` are as in section 7 of the specification, for one matrix of the batch.
 struct Direction {
-  // Writes the outer scales. `amaxes`: those of the part's matrices; `streams`: whether the whole
-  // output is stored past the caches.
+  // Writes the outer scales. `amaxes`: those of the part's matrices; `streams`: whether stores of
+  // the whole output bypass the caches.
   Direction(const Part<uint8_t, float>& part, const QuantizeOptions& options, const float* amaxes,
             bool streams);
 
@@ -29,7 +29,7 @@ struct Direction {
   OuterScale tensor_scale(int64_t batch) const {
     return outer.empty() ? OuterScale{1, 1} : outer[static_cast<size_t>(batch)];
   }
-  // Where E2M1 is rounded to nearest.
+  // Only where E2M1 is rounded to nearest.
   const ThresholdTable& tensor_thresholds(int64_t batch) const {
     return thresholds[outer.empty() ? 0 : static_cast<size_t>(batch)];
   }
@@ -39,15 +39,15 @@ struct Direction {
   int plane;
   int64_t origin_line, origin_pos;
   Rng rng;
-  bool stream;                             // codes are stored past the caches
+  bool stream;                             // stores of codes bypass the caches
   std::vector<OuterScale> outer;           // per matrix of the batch; empty when the spec has none
-  std::vector<ThresholdTable> thresholds;  // one for each, or one
+  std::vector<ThresholdTable> thresholds;  // one per outer scale, or one
 };
 
-// One for every part of q. Computes the amaxes that are not given, and fills what no pass writes.
+// One per part of q. Computes amaxes that are not given, and fills bytes that no pass writes.
 std::vector<Direction> directions(const ConstMatrix& x, const Quantized& q,
                                   const QuantizeOptions& options, const Executor& executor);
-// Sets to its padding what the layouts hold besides the matrices themselves (or more).
+// Fills everything that the layouts hold outside the matrices themselves (or more) with padding.
 void fill_padding(const Quantized& q);
 
 // A part of x with its one or two directions: `along`, whose lines are the rows of x, and `down`,

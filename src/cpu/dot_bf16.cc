@@ -33,7 +33,7 @@ __attribute__((target("avx512f,avx512bf16"))) void multiply_pairs(
     float* row = c + i * c_stride;
     const __m512 scale = _mm512_set1_ps(row_scales[i]);
     const __m512 zero = _mm512_setzero_ps();
-    // The product of the scales first: either alone may take the sum out of range.
+    // Multiply the scales first: either one alone may take the sum out of range.
     const __m512 before0 = accumulate ? _mm512_loadu_ps(row) : zero;
     const __m512 before1 = accumulate ? _mm512_loadu_ps(row + 16) : zero;
     const __m512 both0 = _mm512_mul_ps(scale, scale0), both1 = _mm512_mul_ps(scale, scale1);

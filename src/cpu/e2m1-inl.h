@@ -1,8 +1,8 @@
-// E2M1 to nearest, from BF16 bits: no product for each element, and as many elements in a vector as
-// it has 16-bit lanes (thresholds.h).
+// Encodes E2M1 to nearest, from BF16 bits: without a product per element, and with as many elements
+// per vector as it has 16-bit lanes (thresholds.h).
 //
-// A threshold doubles with its product, which adds 128 to its bits: steps of 128 beyond a threshold
-// count those of 1.25, 2.5 and 5 at once, and those of 1.75 and 3.5.
+// When a product doubles, so does its threshold, which adds 128 to its bits: steps of 128 beyond a
+// threshold count those of 1.25, 2.5 and 5 at once, and likewise those of 1.75 and 3.5.
 
 #if defined(BLOCKSCALE_E2M1_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_E2M1_INL
@@ -17,7 +17,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// Of one block a lane.
+// The thresholds of one block per lane.
 struct Thresholds {
   using DI = hn::RebindToSigned<DH>;
 
@@ -36,7 +36,7 @@ struct Thresholds {
     return hn::Min(n, hn::Set(dh, 7 * 128 + 127));
   }
 
-  // `word` with the code of x as its nibble kNibble.
+  // `word` with the code of x placed in nibble kNibble.
   template <int kNibble>
   HWY_INLINE VH add_nibble(VH word, VH x) const {
     const DH dh;
@@ -51,7 +51,7 @@ struct Thresholds {
                      hn::Set(dh, static_cast<uint16_t>(8 << (4 * kNibble))));
   }
 
-  // 16 rows of kPair columns, eight to a word: even[w] and odd[w] are rows 8 * w to 8 * w + 7.
+  // 16 rows of kPair columns, eight per word: even[w] and odd[w] are rows 8 * w to 8 * w + 7.
   HWY_INLINE void encode_16(const uint16_t* x, int64_t stride, VU* even, VU* odd,
                             Ahead& ahead) const {
     const DH dh;
@@ -71,11 +71,11 @@ struct Thresholds {
     }
   }
 
-  VH first, second;  // one less than those of .25 and .75
-  VH odd, even;      // one binade below those of 1.25 and 1.75
+  VH first, second;  // one less than the thresholds of .25 and .75
+  VH odd, even;      // one binade below the thresholds of 1.25 and 1.75
 };
 
-// Thresholds of scales.
+// Looks up the thresholds for scales.
 struct ThresholdLookup {
   static constexpr int kPerByte = 2;
 
@@ -125,7 +125,7 @@ class RowThresholds {
       for (int64_t j = 0; j < kNarrowRun; j += 4 * kPair) {
         const auto pair = [&](int64_t k)
                               HWY_ATTR { return pairs(of, x + i + j + k * kPair, j + k * kPair); };
-        // Even lanes, which hold a byte each.
+        // Takes the even lanes, which hold one byte each.
         const auto bytes = [&](VH a, VH b) HWY_ATTR {
           return hn::BitCast(DB(), hn::ShiftRight<7>(hn::ConcatEven(dh, b, a)));
         };

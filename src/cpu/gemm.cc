@@ -1,11 +1,11 @@
-// GEMM: both operands are decoded into panels, block by block, and a microkernel multiplies panels.
-// Outer scales, alpha and bias are applied once, at the end.
+// GEMM: decodes both operands into panels, block by block, which a microkernel multiplies. Outer
+// scales, alpha and bias are applied once, at the end.
 //
-// Where the processor has a BF16 dot product and the operands are exact in BF16, panels hold pairs
-// of BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and E8M0 scales, the codes
-// alone for FP32 scales, which multiply the sum of each block. Otherwise panels hold fl(scale *
-// code) in FP32. Either way every product is exact or rounded once, and the error bound of the
-// specification (section 10) holds with c = 1 + 4/K.
+// If the processor has a BF16 dot product and the operands are exact in BF16, panels hold pairs of
+// BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and E8M0 scales; the codes alone
+// for FP32 scales, which are multiplied into the sum of each block. Otherwise panels hold
+// fl(scale * code) in FP32. Either way every product is exact or rounded once, and the error bound
+// of the specification (section 10) holds with c = 1 + 4/K.
 #include "cpu/cpu.h"
 #include "cpu/dot_bf16.h"
 #include "parts.h"
@@ -23,25 +23,27 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// A microkernel's tile: kTileM rows by two vectors, which with the loads fills the registers.
+// A microkernel's tile: kTileM rows by two vectors, which together with the loads fill the
+// registers.
 inline constexpr int64_t kTileM = HWY_TARGET <= HWY_AVX3 ? 12 : HWY_TARGET <= HWY_AVX2 ? 6 : 4;
 HWY_INLINE constexpr int64_t tile_n() { return 2 * static_cast<int64_t>(lanes()); }
 
-// Blocks of the loops around it: a panel of B (kBlockK x tile_n) and a block of A (kBlockM x
+// Block sizes of the surrounding loops: a panel of B (kBlockK x tile_n) and a block of A (kBlockM x
 // kBlockK) stay in the L2 cache together.
 inline constexpr int64_t kBlockK = 512;
 inline constexpr int64_t kBlockM = 96;  // a multiple of every kTileM
 inline constexpr int64_t kBlockN = 1024;
 
-// A panel's word: an FP32 value, or two BF16 values of consecutive positions, the first one low.
+// A word of a panel: an FP32 value, or the BF16 values of two consecutive positions, the first in
+// the low half.
 template <bool kPairs>
 using Word = std::conditional_t<kPairs, uint32_t, float>;
 template <bool kPairs>
-inline constexpr int64_t kPositions = kPairs ? 2 : 1;  // in a word
+inline constexpr int64_t kPositions = kPairs ? 2 : 1;  // per word
 
 // Decodes positions [k0, k0 + depth) of the `width` lines from `line` on into panel[k][width].
-// Whole vectors are stored in order of k, so what runs over the width is overwritten next; the
-// panel needs room for one vector more. depth is a multiple of 16.
+// Whole vectors are stored in order of k, so that values past the width are overwritten next; the
+// panel needs room for one more vector. depth is a multiple of 16.
 template <int kM, bool kPairs>
 HWY_INLINE void pack_panel(const Reader& reader, const Decoder<kM>& decoder, int64_t line,
                            int64_t width, int64_t k0, int64_t depth, Word<kPairs>* panel) {
@@ -75,12 +77,12 @@ HWY_INLINE void pack_panel(const Reader& reader, const Decoder<kM>& decoder, int
   }
 }
 
-// Positions whose sum one scale of each line multiplies, in panels of pairs.
+// The number of positions whose sum is multiplied by one scale per line, in panels of pairs.
 HWY_INLINE int64_t scaled_depth(const QuantSpec& spec) {
   return spec.scale == Format::fp32 ? spec.block : kBlockK;
 }
 
-// The scales of a panel's lines, one row of `width` for each scaled_depth() positions.
+// Packs the scales of a panel's lines, one row of `width` for each scaled_depth() positions.
 HWY_INLINE void pack_scales(const Reader& reader, int64_t line, int64_t width, int64_t k0,
                             int64_t depth, float* out) {
   const bool separate = reader.q.spec.scale == Format::fp32;
@@ -92,8 +94,8 @@ HWY_INLINE void pack_scales(const Reader& reader, int64_t line, int64_t width, i
                  DF(), out + w);
 }
 
-// Whether the product of any two scales is a normal number, 0 or NaN: Inf times a sum of zeros
-// would be NaN, and a subnormal product has lost bits that the sum may make large again.
+// Whether the product of any two scales is sure to be a normal number, 0 or NaN: Inf times a sum of
+// zeros would be NaN, and a subnormal product has lost bits that the sum may make large again.
 HWY_INLINE bool fp32_scales_fit(const Reader& reader) {
   const uint32_t least = bit_cast<uint32_t>(exp2i(-60)), most = bit_cast<uint32_t>(exp2i(60));
   for (int64_t line = 0; line < reader.s.lines; line += reader.s.scale_lines)
@@ -105,9 +107,10 @@ HWY_INLINE bool fp32_scales_fit(const Reader& reader) {
 }
 
 // Whether scale * code (code alone for FP32 scales) is exact in BF16, and products are 0 or normal.
-// Only E8M0 and FP32 scales reach that far. Values that are multiples of 2^-63 have products that
-// are multiples of 2^-126, so an E8M0 scale may be as small as the element's own unit allows; up to
-// 2^60 it does not overflow. A block of zeros may have any E8M0 scale, and NaN is NaN.
+// Only E8M0 and FP32 scales have the range to fail. Values that are multiples of 2^-63 have
+// products that are multiples of 2^-126, so an E8M0 scale may be as small as the element's own unit
+// allows; up to 2^60 it does not overflow. A block of zeros may have any E8M0 scale, and NaN stays
+// NaN.
 HWY_INLINE bool fits_bf16(const Reader& reader) {
   if (reader.q.spec.scale == Format::fp32) return fp32_scales_fit(reader);
   if (reader.q.spec.scale != Format::e8m0) return true;
@@ -116,7 +119,7 @@ HWY_INLINE bool fits_bf16(const Reader& reader) {
   const auto least = static_cast<uint32_t>(traits(Format::e8m0).bias - 63 - unit);
   const uint32_t most = traits(Format::e8m0).bias + 60;
   const auto fits = [=](uint32_t byte) { return byte - least <= most - least || byte == 255; };
-  // A line of a group along the contraction axis is a part of a longer one.
+  // A line of a group along the contraction axis is part of a longer line.
   const StoredShape& s = reader.s;
   const bool part = reader.q.layout.scales == Layout::linear && s.scale_columns != s.blocks;
   const int64_t runs = part ? s.scale_rows : 1, length = part ? s.blocks : s.scale_count;
@@ -162,7 +165,7 @@ HWY_INLINE void multiply_panels(const float* HWY_RESTRICT a, const float* HWY_RE
   }
 }
 
-// What happens to a finished sum; in double, where no product of outer scales leaves the range.
+// Turns a finished sum into output; in double, where no product of outer scales is out of range.
 struct Epilogue {
   Epilogue(const Product& p, const GemmOptions& options)
       : d(p.d), bias_row(p.bias), accumulate(options.accumulate) {
@@ -171,7 +174,7 @@ struct Epilogue {
                          (p.b.q.spec.outer ? p.b.q.outer[0] : 1.0f);
     factor = p.empty() ? 0.0 : outer;
   }
-  // `count` sums of row m from column n on; at most kBlockN.
+  // Stores `count` sums of row m from column n on, at most kBlockN.
   void store(int64_t m, int64_t n, int64_t count, const float* sums) const {
     HWY_ALIGN float row[kBlockN];
     const int64_t step = static_cast<int64_t>(lanes());
@@ -201,7 +204,7 @@ struct Epilogue {
   double factor;
 };
 
-// Panels of consecutive lines over one block of k, and with pairs their scales.
+// Panels of consecutive lines over one block of k and, for pairs, their scales.
 template <bool kPairs>
 struct Panels {
   Panels(const Reader& r, int64_t panel_width, int64_t count, int64_t block_depth)
@@ -257,7 +260,7 @@ void gemm_panels(const Reader& ra, const Reader& rb, const Matrix& d, const Epil
   const int64_t n_panels = ceil_div(d.columns, tile_n());
   const int64_t depth_all = ra.s.padded, block_depth = std::min(kBlockK, depth_all);
   const int64_t c_stride = round_up(d.columns, tile_n());
-  // Sums of the blocks of k so far.
+  // Sums over the blocks of k so far.
   const auto c = std::make_unique_for_overwrite<float[]>(round_up(d.rows, kBlockM) * c_stride);
   Panels<kPairs> b(rb, tile_n(), n_panels, block_depth);
 
@@ -288,7 +291,7 @@ void gemm_panels(const Reader& ra, const Reader& rb, const Matrix& d, const Epil
 
 void gemm_blocks(const Product& p, const GemmOptions& options, const Executor& executor) {
   if (p.d.rows == 0 || p.d.columns == 0) return;
-  if (p.empty() && options.accumulate && !p.bias) return;  // not even -0 changes
+  if (p.empty() && options.accumulate && !p.bias) return;  // even -0 stays as it is
   const Reader ra(p.a.q, p.a.shape, 0), rb(p.b.q, p.b.shape, 0);
   const Epilogue epilogue(p, options);
   if constexpr (kTileM == kDotRows && tile_n() == kDotColumns) {

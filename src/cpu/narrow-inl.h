@@ -1,5 +1,5 @@
-// Encoding straight from BF16 bits, as many elements in a vector as it has 16-bit lanes: what E2M1
-// (e2m1-inl.h) and elements of a byte (byte-inl.h) have in common.
+// Encoding straight from BF16 bits, with as many elements per vector as it has 16-bit lanes: the
+// parts common to E2M1 (e2m1-inl.h) and one-byte elements (byte-inl.h).
 
 #if defined(BLOCKSCALE_NARROW_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_NARROW_INL
@@ -41,8 +41,8 @@ HWY_INLINE bool apply_narrow_rule(const Rule& rule, const ScaleValues& value, co
   return hn::AllFalse(dh, hn::Or(hn::Gt(most, finite), hn::Gt(furthest, span)));
 }
 
-// Codes and values of the scales of `count` blocks from the bits of their amaxes, BF16. Returns
-// whether all elements may be encoded from BF16 bits. Arrays may be overrun by a vector.
+// Codes and values of the scales of `count` blocks, from their amaxes as BF16 bits. Returns whether
+// all elements may be encoded from BF16 bits. Arrays may be overrun by one vector.
 HWY_INLINE bool narrow_scales(const QuantSpec& spec, OuterScale outer, uint16_t* amax,
                               int64_t count, uint8_t* codes, uint16_t* values) {
   std::memset(amax + count, 0, sizeof(VH));
@@ -53,17 +53,17 @@ HWY_INLINE bool narrow_scales(const QuantSpec& spec, OuterScale outer, uint16_t*
   return apply_narrow_rule(rule, value, amax, count, codes, values);
 }
 
-// Rows are encoded 128 elements at a time, of 8 blocks of 16 or fewer longer ones.
+// Rows are encoded 128 elements at a time: 8 blocks of 16, or fewer longer ones.
 inline constexpr int64_t kNarrowRun = 128;
 
-// How values of consecutive blocks of a row spread over the elements of a run.
+// Spreads the values of consecutive blocks of a row over the elements of a run.
 class BlockSpread {
  public:
   explicit BlockSpread(int block) : shift_(log_block(block)) {
     for (int i = 0; i < kNarrowRun; ++i)
       bytes_[i] = static_cast<uint16_t>((i >> shift_) * 0x0202 + 0x0100);
   }
-  // Those of the run that starts at element i of a row.
+  // The values for the run that starts at element i of a row.
   HWY_INLINE VH load(const uint16_t* values, int64_t i) const {
     return hn::LoadDup128(DH(), values + (i >> shift_));
   }
@@ -77,14 +77,14 @@ class BlockSpread {
   alignas(64) uint16_t bytes_[kNarrowRun];
 };
 
-// The codes of a tile down columns; `values` of the scales, one for each column and block. Calls
-// done(column) after each kPair columns, whose codes are then in scratch. Encoder: encoder(values)
-// is what encodes rows of their blocks.
+// Encodes a tile down columns; `values` are those of the scales, one for each column and block.
+// Calls done(column) after each kPair columns, whose codes are then in scratch. encoder(values)
+// returns an object that encodes rows of their blocks.
 template <class Encoder, class Done>
 HWY_INLINE void encode_narrow_columns(const Encoder& encoder, int block,
                                       const TileView<uint16_t>& x, const uint16_t* values,
                                       int64_t pitch, Scratch& scratch, const Done& done) {
-  constexpr int kRows = 16 * Encoder::kPerByte;  // four words: 16 bytes of codes a column
+  constexpr int kRows = 16 * Encoder::kPerByte;  // four words: 16 bytes of codes per column
   const int shift = log_block(block);
   const auto scaled = [&](int64_t r, int64_t c) HWY_ATTR {
     return encoder(hn::LoadU(DH(), values + (r >> shift) * x.columns + c));
@@ -107,7 +107,7 @@ HWY_INLINE void encode_narrow_columns(const Encoder& encoder, int block,
   }
 }
 
-// Words of four bytes of each of kPair columns, from their lower and upper halves.
+// Joins the lower and upper halves of words, four bytes for each of kPair columns.
 HWY_INLINE void join_halves(VH low, VH high, VU& even, VU& odd) {
   const DU du;
   const DH dh;

@@ -1,4 +1,4 @@
-// From one code a 32-bit lane to stored bytes, along a line or down columns.
+// Packs codes, one per 32-bit lane, into stored bytes, along a line or down columns.
 
 #if defined(BLOCKSCALE_PACK_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_PACK_INL
@@ -22,7 +22,7 @@ inline constexpr int64_t kPackRun = 64;
 inline constexpr int64_t kPackWords = kPackRun / static_cast<int64_t>(hn::MaxLanes(DU()));
 inline constexpr int64_t kPackBytes = kPackWords / 4;  // vectors of bytes
 
-// Byte `kHigh ? 3 : 0` of every lane, in order.
+// Byte 3 (kHigh) or byte 0 of every lane, in order.
 template <bool kHigh>
 HWY_INLINE VB gather_bytes(VU a, VU b, VU c, VU d) {
   const DB db;
@@ -57,7 +57,7 @@ struct Signs {
         magnitude(hn::Set(DB(), static_cast<uint8_t>(t.magnitude_mask()))),
         sign(hn::Set(DB(), static_cast<uint8_t>(t.sign_bit()))),
         shift(8 - t.bits()) {}
-  // Codes from raw magnitudes and the top bytes of what was encoded.
+  // Codes from raw magnitudes and the top bytes of the values encoded.
   HWY_INLINE VB operator()(VB raw, VB top) const {
     const DB db;
     const VB code = hn::And(raw, magnitude);
@@ -72,8 +72,8 @@ struct Signs {
   int shift;
 };
 
-// kPackRun raw codes of consecutive elements x, to bytes or (kM = 1) to pairs of nibbles, element
-// 2i in the low one.
+// Packs kPackRun raw codes of consecutive elements x into bytes or (kM = 1) into pairs of nibbles,
+// element 2i in the low one.
 template <int kM, class T>
 HWY_INLINE void pack_line(const Signs& signs, const VU* raw, const T* x, uint8_t* out) {
   const DB db;
@@ -91,7 +91,7 @@ HWY_INLINE void pack_line(const Signs& signs, const VU* raw, const T* x, uint8_t
         const auto both = hn::BitCast(DH(), v);
         return hn::BitCast(db, hn::Or(both, hn::ShiftRight<4>(both)));
       };
-      // With 64-byte vectors one vector is all there is; its upper half is not stored.
+      // With 64-byte vectors there is only one vector; its upper half is not stored.
       const VB next = bytes[HWY_MIN(i + 1, kPackBytes - 1)];
       const VB packed = hn::ConcatEven(db, pair(next), pair(bytes[i]));
       if constexpr (kPackBytes == 1)
@@ -104,7 +104,7 @@ HWY_INLINE void pack_line(const Signs& signs, const VU* raw, const T* x, uint8_t
 
 // ---- down columns ----
 
-// One vector each for the even and the odd of kPair columns (or elements of a row).
+// One vector for the even and one for the odd of kPair columns (or elements of a row).
 struct Columns {
   VF even, odd;
 };
@@ -139,7 +139,7 @@ struct ColumnEncoder {
         sign_shift(32 - traits(element).bits()),
         negative_zero_is_nan(traits(element).special == Special::negative_zero) {}
 
-  // `word` moved up, with the code of x * scale in its low bits. `random`: a byte in the low 8
+  // `word` shifted up, with the code of x * scale in its low bits. `random` has a byte in the low 8
   // bits.
   HWY_INLINE VU append(VU word, VF x, VF scale, VU random) const {
     const VF y = hn::Mul(x, scale);
@@ -150,7 +150,7 @@ struct ColumnEncoder {
       raw = encoder.nearest(y);
     return append_code(word, raw, hn::ShiftRightSame(hn::BitCast(DU(), y), sign_shift));
   }
-  // The same of kPair columns whose products the format can hold, but for rounding.
+  // The same for kPair columns whose products are within the format's range, except for rounding.
   HWY_INLINE void append_within(VU& even_word, VU& odd_word, const uint16_t* x,
                                 const Columns& scale) const {
     const VH v = hn::LoadU(DH(), x);
@@ -161,7 +161,7 @@ struct ColumnEncoder {
     odd_word = append_code(odd_word, encoder.nearest_within(hn::Mul(m.odd, scale.odd)),
                            hn::ShiftRightSame(both, sign_shift));
   }
-  // A full word as it is stored.
+  // A full word in the form that is stored.
   HWY_INLINE VU finish(VU word) const {
     if (!negative_zero_is_nan) return word;
     const DB db;
@@ -169,7 +169,7 @@ struct ColumnEncoder {
     return hn::BitCast(DU(), hn::IfThenZeroElse(hn::Eq(v, hn::Set(db, 0x80)), v));
   }
 
-  // `signs`: the sign where the code has it; other bits are undefined.
+  // `signs` holds the sign at the code's sign position; its other bits are undefined.
   HWY_INLINE VU append_code(VU word, VU raw, VU signs) const {
     return hn::OrAnd(hn::ShiftLeft<kBits>(word), hn::OrAnd(raw, signs, sign), mask);
   }
@@ -180,15 +180,15 @@ struct ColumnEncoder {
   bool negative_zero_is_nan;
 };
 
-// Four words of each of lanes() columns, to every other line of codes.
+// Stores four words for each of lanes() columns, to every other line of codes.
 HWY_INLINE void store_words(const VU* words, int64_t pitch, uint8_t* out) {
   HWY_ALIGN uint32_t bytes[4 * 16];
   hn::StoreInterleaved4(words[0], words[1], words[2], words[3], DU(), bytes);
   for (size_t i = 0; i < lanes(); ++i) std::memcpy(out + 2 * i * pitch, bytes + 4 * i, 16);
 }
 
-// Transposes stored codes, of a vector of bytes of 16 lines (FP4: 32 lines): 16 bytes each for as
-// many lines of `out` as the vector holds codes.
+// Transposes stored codes, one vector of bytes from each of 16 lines (FP4: 32 lines), into 16 bytes
+// for each of as many lines of `out` as the vector holds codes.
 template <int kM>
 HWY_INLINE void transpose_codes(const uint8_t* codes, int64_t pitch, int64_t out_pitch,
                                 uint8_t* out) {
@@ -202,7 +202,7 @@ HWY_INLINE void transpose_codes(const uint8_t* codes, int64_t pitch, int64_t out
       const VB a = hn::LoadU(db, codes + kPerByte * i * pitch);
       v[0][i] = a;
       if constexpr (kPerByte == 1) continue;
-      // The low or the high nibbles of two lines.
+      // Combines the low or the high nibbles of two lines.
       const VH first = hn::BitCast(DH(), a);
       const VH second = hn::BitCast(DH(), hn::LoadU(db, codes + (2 * i + 1) * pitch));
       const VH low = hn::Set(DH(), 0x0F0F), high = hn::Set(DH(), 0xF0F0);
@@ -210,8 +210,8 @@ HWY_INLINE void transpose_codes(const uint8_t* codes, int64_t pitch, int64_t out
           db, part == 0 ? hn::OrAnd(hn::And(first, low), hn::ShiftLeft<4>(second), high)
                         : hn::OrAnd(hn::And(second, high), hn::ShiftRight<4>(first), low));
     }
-    // Each step turns the 8 bits of an index, line and byte, around by one: after four they have
-    // changed places.
+    // Each step rotates the 8 bits of an index (line and byte) by one: after four steps, line and
+    // byte have changed places.
 #pragma GCC unroll 4
     for (int step = 0; step < 4; ++step) {
       const VB* from = v[step % 2];
@@ -232,8 +232,8 @@ HWY_INLINE void transpose_codes(const uint8_t* codes, int64_t pitch, int64_t out
 
 // ---- either way ----
 
-// Copies a run. `stream`: whole cache lines go past the caches, for outputs that are larger than
-// they are, which saves reading the lines first.
+// Copies a run. With `stream`, whole cache lines bypass the caches, for outputs larger than the
+// caches; this saves reading the lines first.
 template <class T>
 HWY_INLINE void copy_run(const T* from, int64_t count, bool stream, T* to) {
   const hn::Repartition<T, DU> d;

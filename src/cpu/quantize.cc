@@ -1,6 +1,6 @@
-// Quantize and amax. A matrix is cut into tiles; on each tile a pass for every wanted direction
+// Quantize and amax. A matrix is cut into tiles; on each tile, a pass for every requested direction
 // finds the block amaxes, turns them into scales, encodes the elements into line-major codes in
-// scratch, and stores codes and scales in the wanted layout.
+// scratch, and stores codes and scales in the requested layout.
 #include "cpu/cpu.h"
 #include "cpu/direction.h"
 
@@ -26,12 +26,12 @@ namespace blockscale::cpu::HWY_NAMESPACE {
 
 // ---- along rows ----
 
-// All codes of a tile, kept where its values would be after a transform.
+// All codes of a tile, kept in the space for its transformed values.
 HWY_INLINE uint8_t* kept_codes(Scratch& scratch) {
   return reinterpret_cast<uint8_t*>(scratch.transformed);
 }
 
-// Whether elements may be encoded from BF16 bits; then the scales of a tile's blocks decide.
+// Whether elements may be encoded from BF16 bits; if so, the scales of a tile's blocks decide.
 HWY_INLINE bool may_be_narrow(const Direction& d, int64_t batch) {
   const QuantSpec& spec = d.out.spec;
   if (spec.element == Format::e2m1)
@@ -39,7 +39,7 @@ HWY_INLINE bool may_be_narrow(const Direction& d, int64_t batch) {
   return spec.scale == Format::e8m0 && !spec.stochastic() && traits(spec.element).bits() == 8;
 }
 
-// row_pass() from BF16 bits, or false and nothing done.
+// row_pass() from BF16 bits; returns false, having stored nothing, if that is not possible.
 HWY_INLINE bool narrow_rows(const Direction& d, const TileView<uint16_t>& x, const TileArea& area,
                             bool keep, Encoded e, Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
@@ -72,7 +72,7 @@ HWY_INLINE bool narrow_rows(const Direction& d, const TileView<uint16_t>& x, con
   return true;
 }
 
-// `keep`: leaves all codes in kept_codes(). Returns whether there is a block that is not finite.
+// `keep`: leave all codes in kept_codes(). Returns whether any block is not finite.
 template <class T>
 HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileArea& area, bool keep,
                          Scratch& scratch) {
@@ -121,8 +121,8 @@ HWY_INLINE bool row_pass(const Direction& d, const TileView<T>& x, const TileAre
 
 // ---- down columns ----
 
-// The scales of a tile of blocks down columns, kTileSide / 16 bytes a column: gathered one by one
-// they would take as long as a third of the encoding. May read and write 64 columns at a time.
+// The scales of a tile of blocks down columns, kTileSide / 16 bytes per column: gathering them one
+// by one would take a third as long as the encoding. May read and write 64 columns at a time.
 HWY_INLINE const uint8_t* scales_by_column(const uint8_t* codes, int64_t columns, uint8_t* out) {
   constexpr int64_t kBytes = kTileSide / 16;
   static_assert(kBytes == 16, "what transpose_codes() makes of a column");
@@ -131,14 +131,14 @@ HWY_INLINE const uint8_t* scales_by_column(const uint8_t* codes, int64_t columns
   return out;
 }
 
-// Square blocks: the value of each for each of its columns.
+// Square blocks: repeats the value of each block for each of its columns.
 template <class V>
 HWY_INLINE const V* spread_groups(const V* values, int64_t count, int lines, V* out) {
   for (int64_t i = 0; i < count; ++i) std::fill_n(out + i * lines, lines, values[i]);
   return out;
 }
 
-// column_pass() from BF16 bits, or false and nothing done.
+// column_pass() from BF16 bits; returns false, having stored nothing, if that is not possible.
 HWY_INLINE bool narrow_columns(const Direction& d, const TileView<uint16_t>& x,
                                const TileArea& area, Encoded e, Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
@@ -233,7 +233,7 @@ bool are_transposes(const Direction& a, const Direction& b) {
                     [](auto s, auto t) { return s.enc == t.enc && s.dec == t.dec; });
 }
 
-// The columns of a tile of rows x columns whose row pass has left its codes and scales.
+// Stores the columns of a tile of rows x columns, from the codes and scales that its row pass left.
 HWY_INLINE void transposed_pass(const Direction& d, const TileArea& area, int64_t rows,
                                 int64_t columns, bool has_bad, Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
@@ -264,20 +264,20 @@ std::vector<ConstMatrix> inputs_of(const std::vector<Job>& jobs) {
   return parts;
 }
 
-// All jobs are of the same specs and directions.
+// All jobs have the same specs and directions.
 void quantize_tiles(const std::vector<Job>& jobs, const Executor& executor) {
   const Direction *first_along = jobs[0].along, *first_down = jobs[0].down;
   const std::vector<ConstMatrix> parts = inputs_of(jobs);
   int64_t rows, columns;
   tile_extents(parts, first_down == nullptr, first_along ? first_along->out.spec.block_lines() : 1,
                rows, columns);
-  // Of both directions either goes over the tile, unless one is the other's transpose.
+  // With two directions, each goes over the tile, unless one is the other's transpose.
   const bool both = first_along && first_down && !are_transposes(*first_along, *first_down);
   for_tiles(
       parts, rows, columns, both ? 2 : 1, executor,
       [&](size_t part, const TileArea& area, Scratch& scratch) HWY_ATTR {
         const Direction *along = jobs[part].along, *down = jobs[part].down;
-        // Without a transform, the first pass begins with maxima.
+        // Without a transform, the first pass begins with maxima, which copy the tile.
         const bool copies = down && (along ? along : down)->out.spec.hadamard.dim == 0;
         with_tile(parts[part], area, down == nullptr, copies, scratch, [&](auto tile) HWY_ATTR {
           if (along && down && are_transposes(*along, *down)) {
@@ -288,7 +288,7 @@ void quantize_tiles(const std::vector<Job>& jobs, const Executor& executor) {
             with_transform(along->out.spec.hadamard, true, tile, scratch,
                            [&](const auto& t)
                                HWY_ATTR { row_pass(*along, t, area, false, scratch); });
-            tile.source = nullptr;  // it is here now
+            tile.source = nullptr;  // copied by now
           }
           if (down)
             with_transform(down->out.spec.hadamard, false, tile, scratch,
@@ -300,14 +300,14 @@ void quantize_tiles(const std::vector<Job>& jobs, const Executor& executor) {
 // Bits of the largest magnitude of a tile.
 template <class T>
 HWY_INLINE uint32_t tile_amax(const TileView<T>& tile, Scratch& scratch) {
-  // One "block" a vector of columns over all rows.
+  // Each "block" is a vector of columns over all rows.
   constexpr int kColumns = 32;
   row_amaxes(tile, kColumns, static_cast<int>(tile.rows),
              reinterpret_cast<BitsOf<T>*>(scratch.work), scratch.amax);
   return *std::max_element(scratch.amax, scratch.amax + tile.columns / kColumns);
 }
 
-// Bits of the largest magnitude of each matrix after the transform: of a batch, or of groups.
+// Bits of the largest magnitude after the transform, for each matrix of a batch or each group.
 void amax_tiles(const std::vector<ConstMatrix>& parts, const QuantSpec& spec, bool along_rows,
                 std::atomic<uint32_t>* most, const Executor& executor) {
   int64_t rows, columns;
@@ -340,7 +340,7 @@ ConstMatrix transposed(ConstMatrix x) {
   std::swap(x.row_stride, x.column_stride);
   return x;
 }
-// A column-major matrix is read as its row-major transpose, with the directions exchanged.
+// A column-major matrix is read as its row-major transpose, with the directions swapped.
 bool is_column_major(const ConstMatrix& x) { return x.column_stride != 1 && x.row_stride == 1; }
 
 }  // namespace
@@ -361,7 +361,7 @@ void quantize(const ConstMatrix& x, const Quantized* row_out, const QuantizeOpti
               const Quantized* column_out, const QuantizeOptions& column_options,
               const Executor& executor) {
   QuantizeOptions row_with = row_options, column_with = column_options;
-  // Without a transform one amax serves both.
+  // Without a transform, one amax serves both directions.
   std::vector<float> amaxes;
   const auto lacks_plain_amax = [](const Quantized* q, const QuantizeOptions& o) {
     return q && q->spec.outer && !o.amax && q->spec.hadamard.dim == 0;

@@ -7,7 +7,7 @@
 namespace blockscale::cpu {
 namespace {
 
-// Bytes of a line that every layout of codes keeps together.
+// Bytes of a line that every codes layout keeps together.
 constexpr int64_t kRun = 16;
 
 using Source = Part<const uint8_t, const float>;
@@ -25,7 +25,7 @@ void move_codes(const Source& from, const Target& to, int64_t batch, int64_t lin
 
 void move_scales(const Source& from, const Target& to, int64_t batch, int64_t line) {
   const StoredShape &f = from.shape, &t = to.shape;
-  if (line % t.scale_lines != 0) return;  // once a grid row
+  if (line % t.scale_lines != 0) return;  // once per grid row
   const int bytes = scale_bytes(to.q.spec.scale);
   for (int64_t s = 0; s < t.blocks; ++s) {
     const int64_t source =

@@ -1,4 +1,4 @@
-// Vector forms of the scale rules (specification, section 4), one block to a lane.
+// Vector forms of the scale rules (specification, section 4), one block per lane.
 
 #if defined(BLOCKSCALE_SCALES_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_SCALES_INL
@@ -13,7 +13,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// The scale of each block as a code or as FP32 bits, and what its elements are multiplied with.
+// The scale of each block, as a code or as FP32 bits, and the multiplier for its elements.
 struct BlockScales {
   VU stored;
   VF inv;
@@ -28,8 +28,7 @@ HWY_INLINE BlockScales float_scales(const QuantSpec& spec, VF amax) {
     const VF inv = hn::Div(hn::Set(df, fmax), a);
     return {hn::BitCast(du, hn::Div(hn::Set(df, 1.0f), inv)), inv};
   }
-  // pow2_scale() in exponent fields: e = field(a) - field(FMAX) + 127, one more when FMAX * 2^e <
-  // a.
+  // pow2_scale() in exponent fields: e = field(a) - field(FMAX) + 127, plus one if FMAX * 2^e < a.
   const uint32_t fmax_field = bit_cast<uint32_t>(fmax) >> 23;
   const VU e = hn::Add(hn::ShiftRight<23>(hn::BitCast(du, a)), hn::Set(du, 127 - fmax_field));
   const VF product = hn::Mul(hn::Set(df, fmax), hn::BitCast(df, hn::ShiftLeft<23>(e)));
@@ -63,7 +62,8 @@ HWY_INLINE BlockScales e8m0_scales(const QuantSpec& spec, VF amax) {
       byte = hn::Add(byte, one_if(hn::Gt(hn::And(bits, fraction_mask), hn::Zero(du))));
     byte = hn::Sub(byte, hn::Set(du, static_cast<uint32_t>(p)));
   }
-  // At most 255 - p, and p is 2 or more: 2^(127 - byte), exponent field 254 - byte, is normal.
+  // The byte is at most 255 - p, and p >= 2, so 2^(127 - byte), of exponent field 254 - byte, is
+  // normal.
   byte = hn::BitCast(du, hn::Max(hn::BitCast(di, byte), hn::Zero(di)));
   return {byte, hn::BitCast(df, hn::ShiftLeft<23>(hn::Sub(hn::Set(du, 254), byte)))};
 }
@@ -119,8 +119,8 @@ HWY_INLINE bool apply_rule(const Rule& rule, uint32_t nan_scale, bool tensor_fin
 }
 
 // Scales of `count` blocks from the bits of their amaxes. A non-finite block stores the NaN scale;
-// its inv is 0, and its codes have to be cleared by the caller. Returns whether there is one. The
-// arrays are readable and writable up to a multiple of 16.
+// its inv is 0, and the caller must clear its codes. Returns whether any block is non-finite. The
+// arrays must be readable and writable up to a multiple of 16.
 HWY_INLINE bool block_scales(const QuantSpec& spec, OuterScale outer, bool tensor_finite,
                              const uint32_t* amax, size_t count, uint32_t* stored, float* inv) {
   const uint32_t nan = spec.scale == Format::fp32 ? kNanBits : traits(spec.scale).nan_code();

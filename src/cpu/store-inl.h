@@ -1,4 +1,4 @@
-// Codes and scales of a tile, from scratch to their places in the wanted layout.
+// Moves the codes and scales of a tile from scratch to their places in the requested layout.
 
 #if defined(BLOCKSCALE_STORE_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_STORE_INL
@@ -17,7 +17,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// Codes of one line, `count` bytes from byte `at` on; both multiples of 8, `at` of 16.
+// Stores `count` bytes of one line's codes, from byte `at` on: multiples of 8 and 16 respectively.
 HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int64_t at,
                             int64_t count, const uint8_t* codes) {
   const StoredShape& s = d.shape;
@@ -32,7 +32,8 @@ HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int
                 codes + i, std::min<int64_t>(16, count - i));
 }
 
-// `count` scales of one row of the scale matrix from `block` on; readable up to a multiple of 16.
+// Stores `count` scales of one row of the scale matrix from `block` on; `stored` is readable up to
+// a multiple of 16.
 HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
                              int64_t count, const uint32_t* stored) {
   const StoredShape& s = d.shape;
@@ -60,7 +61,7 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
   }
 }
 
-// The same of bytes that lie there as they are stored.
+// The same for scales that are already bytes, as stored.
 HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
                              int64_t count, const uint8_t* stored) {
   const StoredShape& s = d.shape;
@@ -74,9 +75,9 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
         stored[b];
 }
 
-// What a pass leaves: codes of a few lines, `pitch` bytes each, and in scratch the scale of
-// (line group, block) at stored[group * group_step + block * block_step], or as bytes, those of a
-// group together.
+// The output of a pass: codes of a few lines, `pitch` bytes each, and in scratch the scale of
+// (line group, block) at stored[group * group_step + block * block_step], or as bytes, with those
+// of a group contiguous.
 struct Encoded {
   int64_t batch, line, lines, pos, positions;  // the area in lines and positions
   int64_t pitch;                               // bytes of codes per line
@@ -85,7 +86,7 @@ struct Encoded {
   int64_t scale_pitch = 0;  // from one group to the next
 };
 
-// Stores lines [first, last) of the area; at once, so that their codes are still in the L1 cache.
+// Stores lines [first, last) of the area, right away, while their codes are still in the L1 cache.
 HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64_t last,
                       bool has_bad, uint8_t* line_codes, const Scratch& scratch) {
   const QuantSpec& spec = d.out.spec;
@@ -120,8 +121,8 @@ HWY_INLINE void store(const Direction& d, const Encoded& e, int64_t first, int64
   }
 }
 
-// store() with what all lines have in common found once, for those that lie in scratch as they are
-// stored.
+// store() with the values common to all lines computed once, for lines that scratch already holds
+// in stored form.
 struct LineStore {
   LineStore(const Direction& direction, const Encoded& encoded, bool bad)
       : d(direction), e(encoded), has_bad(bad), stream(d.stream) {
@@ -145,7 +146,7 @@ struct LineStore {
       const uint8_t* from = e.scale_bytes + line * e.scale_pitch;
       uint8_t* to = scales + line * scale_step;
       int64_t b = 0;
-      for (; b + 8 <= blocks; b += 8) std::memcpy(to + b, from + b, 8);  // mostly one or two
+      for (; b + 8 <= blocks; b += 8) std::memcpy(to + b, from + b, 8);  // usually one or two times
       if (HWY_UNLIKELY(b < blocks)) std::memcpy(to + b, from + b, blocks - b);
     }
   }

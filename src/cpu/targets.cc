@@ -13,7 +13,7 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-// Lower bits are better targets; dispatch takes the best.
+// Lower bits are better targets; dispatch picks the best.
 std::string instruction_set() { return instruction_sets().front(); }
 
 }  // namespace blockscale

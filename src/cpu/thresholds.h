@@ -1,5 +1,5 @@
-// E2M1 to nearest without a product for each element: as the product of a magnitude and its block's
-// inverse scale grows with the magnitude, its code is the number of thresholds that it has passed.
+// E2M1 to nearest without a product per element: the product of a magnitude and its block's inverse
+// scale grows with the magnitude, so its code is the number of thresholds that it has passed.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace blockscale::cpu {
 
-// The least BF16 values whose products are above .25 and 1.25 or at least .75 and 1.75 (ties go to
-// even codes), for the scales 1, 1.125 .. 1.875 times `dec`: as bits, less those of 1. A scale
-// times a power of two moves them by as many binades, and no scale format has further fractions.
+// The least BF16 values whose products are above .25 and 1.25, or at least .75 and 1.75 (ties go to
+// even codes), for the scales 1, 1.125 .. 1.875 times `dec`, stored as bits less the bits of 1. A
+// power of two in the scale moves them by as many binades, and no scale format has other fractions.
 struct ThresholdTable {
   static constexpr int kScales = 8;
-  // `dec` with which every threshold is a normal number and none infinite, whatever the scale.
+  // The range of `dec` in which every threshold is normal and none infinite, whatever the scale.
   static constexpr float kLeastDec = 0x1p-60f, kMostDec = 0x1p60f;
 
   explicit ThresholdTable(float dec) : holds(dec >= kLeastDec && dec <= kMostDec) {
@@ -36,7 +36,7 @@ struct ThresholdTable {
  private:
   static uint16_t least(float scale, float t, bool equal) {
     const float inv = 1.0f / scale;
-    uint32_t bits = (bit_cast<uint32_t>(t * scale) >> 16) - 1;  // too small by more than rounding
+    uint32_t bits = (bit_cast<uint32_t>(t * scale) >> 16) - 1;  // too small, whatever the rounding
     const auto passes = [&] {
       const float y = bit_cast<float>(bits << 16) * inv;
       return equal ? y >= t : y > t;

@@ -1,5 +1,5 @@
-// Tiles: a rectangle of x as the passes read it, in place or as a zero-padded copy, FP32 or BF16;
-// its Hadamard transform; and the largest magnitudes of its blocks.
+// Tiles: a rectangle of x as the passes read it, in place or as a zero-padded copy, in FP32 or
+// BF16; its Hadamard transform; and the largest magnitudes of its blocks.
 
 #if defined(BLOCKSCALE_TILE_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_TILE_INL
@@ -17,15 +17,15 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// A multiple of every block and Hadamard size: tiles start on whole blocks in both directions.
+// A multiple of every block and Hadamard size, so that tiles start on whole blocks both ways.
 inline constexpr int64_t kTile = 128;
-// Tiles of both directions are square: the wider, the longer the runs of bytes that are read of a
-// row and written of a line, which lie in pages of their own. In the second-level cache.
+// Tiles for both directions are square: wider ones give longer runs of bytes to read from a row and
+// write to a line, each of which lies in its own page. A tile fits in the second-level cache.
 inline constexpr int64_t kTileSide = 2 * kTile;
 inline constexpr int64_t kTileElements = kTileSide * kTileSide;
 
-// rows x columns values; T is float, or uint16_t for BF16. `source`: where the values still lie, in
-// lines of `source_stride`, until row_maxima() or column_maxima() copies them here; else null.
+// rows x columns values; T is float, or uint16_t for BF16. If `source` is not null, the values are
+// still there, in lines of `source_stride`, until row_maxima() or column_maxima() copies them here.
 template <class T>
 struct TileView {
   const T* data;
@@ -46,7 +46,7 @@ HWY_INLINE int64_t origin(const ConstMatrix& x, const TileArea& area) {
   return area.batch * x.batch_stride + area.row * x.row_stride + area.column * x.column_stride;
 }
 
-// What fetches an area of x, if its rows are arrays, during so many passes over another.
+// Prefetches an area of x, if its rows are contiguous, during `passes` passes over another area.
 inline Ahead ahead_of(const ConstMatrix& x, const TileArea& area, int passes) {
   if (x.column_stride != 1) return {};
   const int64_t bytes = dtype_bytes(x.dtype);
@@ -82,8 +82,8 @@ HWY_INLINE void load_line(const ConstMatrix& x, int64_t start, int64_t count, ui
     for (int64_t c = 0; c < count; ++c) out[c] = p[c * x.column_stride];
 }
 
-// Copies the area to `out`, zero-padded to rows x columns. Besides padding, the copy is what makes
-// walks down columns fast: rows of x that lie a power of two apart share few cache sets.
+// Copies the area to `out`, zero-padded to rows x columns. The copy also makes walks down columns
+// fast: rows of x that lie a power of two apart share few cache sets.
 template <class T>
 HWY_INLINE TileView<T> load_tile(const ConstMatrix& x, const TileArea& area, int64_t rows,
                                  int64_t columns, T* out) {
@@ -99,12 +99,12 @@ HWY_INLINE TileView<T> load_tile(const ConstMatrix& x, const TileArea& area, int
 
 // ---- Hadamard transform (specification, section 8) ----
 
-// Values whose NaNs are short, and so are those of the transform: what bf16_high() wants.
+// Loads values with short NaNs; the transform's NaNs are then short too, as bf16_high() requires.
 HWY_INLINE VF load_short(const float* p) { return shorten_nan(load_values(p)); }
 HWY_INLINE VF load_short(const uint16_t* p) { return load_values(p); }
 HWY_INLINE VF hadamard_finish(VF x, VF norm) { return hn::Add(hn::Mul(x, norm), hn::Zero(DF())); }
 
-// One stage within a vector: lane i becomes a + b or, where bit `step` of i is set, a - b.
+// One stage within a vector: lane i becomes a + b, or a - b where bit `step` of i is set.
 struct LaneStage {
   explicit LaneStage(int step) {
     const DU du;
@@ -122,7 +122,7 @@ struct LaneStage {
   VF factor;
 };
 
-// Along rows: every block of h.dim values of the tile, into `out`.
+// Along rows: transforms every block of h.dim values of the tile, into `out`.
 template <class T>
 HWY_INLINE void hadamard_rows(const Hadamard& h, const TileView<T>& in, uint16_t* out) {
   const DF df;
@@ -165,7 +165,7 @@ HWY_INLINE void hadamard_rows(const Hadamard& h, const TileView<T>& in, uint16_t
   }
 }
 
-// Down columns, into `out`. kDim: h.dim, or 0 for any; known, a block stays in registers.
+// Down columns, into `out`. kDim: h.dim, or 0 for any; if it is known, a block stays in registers.
 template <int kDim, class T>
 HWY_INLINE void hadamard_columns(const Hadamard& h, const TileView<T>& in, uint16_t* out) {
   const DF df;
@@ -206,8 +206,8 @@ HWY_INLINE constexpr uint16_t abs_mask(uint16_t) { return 0x7FFF; }
 template <class T>
 using BitsOf = std::conditional_t<std::is_same_v<T, float>, uint32_t, uint16_t>;
 
-// out[i] = max of the masked kShare values in[kShare * i ..], n times; `out` may be `in`. They are
-// copied to `copy`, if any.
+// out[i] = max of the kShare masked values in[kShare * i ..], for i < n; `out` may be `in`. Copies
+// the unmasked values to `copy`, if given.
 template <int kShare, class D, class U = hn::TFromD<D>>
 HWY_INLINE void shrink(D d, const U* in, int64_t n, U mask, U* out, U* copy = nullptr) {
   const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
@@ -233,14 +233,14 @@ HWY_INLINE void shrink(D d, const U* in, int64_t n, U mask, U* out, U* copy = nu
 HWY_INLINE uint32_t widen_bits(uint32_t bits) { return bits; }
 HWY_INLINE uint32_t widen_bits(uint16_t bf16) { return static_cast<uint32_t>(bf16) << 16; }
 
-// The maxima over rows [first, last) and over the vectors of each block: one vector a block, or one
-// for several blocks that are shorter.
+// The maxima over rows [first, last) and over the vectors of each block: one vector per block, or
+// one for several shorter blocks.
 template <class D, class T, class U = hn::TFromD<D>>
 HWY_INLINE void shrink_blocks(D d, const TileView<T>& x, int64_t block, int64_t first, int64_t last,
                               U mask, U* out) {
   const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
   const auto bits = hn::Set(d, mask);
-  // Row by row, as memory likes to be read; the maxima so far stay in the L1 cache.
+  // Row by row, the best order for memory; the running maxima stay in the L1 cache.
   for (int64_t r = first; r < last; ++r) {
     const U* p = reinterpret_cast<const U*>(x.source ? x.source + r * x.source_stride
                                                      : x.data + r * x.stride);
@@ -260,8 +260,8 @@ HWY_INLINE void shrink_blocks(D d, const TileView<T>& x, int64_t block, int64_t 
 
 // most[g * (columns / block) + b]: bits of the largest magnitude of block b in the `lines` rows of
 // group g. Magnitudes compare as integers, and NaN > Inf > every number. A block first shrinks to
-// one vector (or stays whole, if shorter), then all vectors shrink together until one value a block
-// is left. `most` holds 32 values a block; buffers may be overrun by one vector.
+// one vector (or stays whole, if shorter), then all vectors shrink together until one value per
+// block is left. `most` holds 32 values per block; buffers may be overrun by one vector.
 template <class T>
 HWY_INLINE void row_maxima(const TileView<T>& x, int block, int lines, BitsOf<T>* most) {
   using U = BitsOf<T>;
@@ -291,7 +291,7 @@ HWY_INLINE void row_maxima(const TileView<T>& x, int block, int lines, BitsOf<T>
   if (width == 2) shrink<2>(d, most, count, kMask, most);
 }
 
-// The same, widened to those of FP32.
+// The same, with the bits widened to FP32.
 template <class T>
 HWY_INLINE void row_amaxes(const TileView<T>& x, int block, int lines, BitsOf<T>* work,
                            uint32_t* amax) {
@@ -307,7 +307,7 @@ HWY_INLINE void column_maxima(const TileView<T>& x, int64_t block, BitsOf<T>* mo
   const hn::CappedTag<U, 32> d;
   const int64_t step = static_cast<int64_t>(hn::MaxLanes(d));
   const auto bits = hn::Set(d, abs_mask(T()));
-  constexpr int kVectors = 4;  // at a time: runs that memory likes, maxima in registers
+  constexpr int kVectors = 4;  // at a time: long runs for memory, maxima in registers
   const auto block_maxima = [&](const U* p, int64_t stride, U* copy, U* to) HWY_ATTR {
     auto m0 = hn::Zero(d), m1 = m0, m2 = m0, m3 = m0;
     for (int64_t r = 0; r < block; ++r, p += stride) {

@@ -1,4 +1,4 @@
-// The operand along the other axis, of one in square blocks.
+// From an operand in square blocks, makes the operand along the other axis.
 #include <algorithm>
 #include <cstring>
 
@@ -8,14 +8,14 @@
 namespace blockscale::cpu {
 namespace {
 
-// Lines of `to`, and codes of a line, that are worked on together: 64 x 64 bytes of either operand.
+// Lines of `to`, and codes of a line, processed together: 64 x 64 bytes of either operand.
 constexpr int64_t kTile = 64;
 
 uint8_t code_at(const uint8_t* line, int64_t i, int per_byte) {
   return per_byte == 1 ? line[i] : static_cast<uint8_t>(line[i / 2] >> (i % 2 * 4) & 15);
 }
 
-// Lines `first` to `last` of one matrix.
+// Moves the codes of lines [first, last) of one matrix.
 void move_codes(const uint8_t* from, uint8_t* to, const StoredShape& f, const StoredShape& t,
                 int per_byte, int64_t first, int64_t last) {
   for (int64_t base = 0; base < t.padded; base += kTile)

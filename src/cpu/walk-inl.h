@@ -1,4 +1,4 @@
-// The walk over tiles: what is cut into them, and how a pass gets to see each.
+// The walk over tiles: cuts matrices into tiles and presents each to a pass.
 
 #if defined(BLOCKSCALE_WALK_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_WALK_INL
@@ -18,7 +18,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {
 
-// The one buffer a thread needs. Arrays may be overrun by one vector.
+// The only buffer that a thread needs. Its arrays may be overrun by one vector.
 struct Scratch {
   static constexpr int64_t kSlack = 64;
   alignas(64) float tile[kTileElements + kSlack];            // the copy of x, FP32 or BF16
@@ -28,18 +28,18 @@ struct Scratch {
   alignas(64) uint32_t stored[kTileElements / 16 + kSlack];
   alignas(64) float inv[kTileElements / 16 + kSlack];
   alignas(64) float lane_inv[kTileElements / 16 + kSlack];
-  // Of blocks whose elements are encoded by thresholds.
+  // For blocks whose elements are encoded from BF16 bits.
   alignas(64) uint8_t scale_codes[kTileElements / 16 + kSlack];
   alignas(64) uint16_t scale_values[kTileElements / 16 + kSlack];  // BF16
   alignas(64) uint16_t thresholds[4][kTileElements / 16 + kSlack];
-  alignas(64) uint8_t random[kTileElements / 16 + kSlack];  // of one row
-  // Of one row, or of the columns that are stored at once.
+  alignas(64) uint8_t random[kTileElements / 16 + kSlack];  // for one row
+  // For one row, or for the columns that are stored at once.
   alignas(64) uint8_t codes[HWY_MAX(kTileElements / 16, 2 * kPair * kTileSide) + kSlack];
   Ahead ahead;
 };
 
-// Calls body with a view of the tile: x itself where whole rows of it will do, else a copy that is
-// zero-padded to whole blocks. `copies`: whether body begins with maxima that bring it.
+// Calls body with a view of the tile: x itself where its rows can be used as they are, else a copy
+// zero-padded to whole blocks. `copies`: whether body begins with maxima, which make the copy.
 template <class Body>
 HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_only, bool copies,
                           Scratch& scratch, const Body& body) {
@@ -62,7 +62,7 @@ HWY_INLINE void with_tile(const ConstMatrix& x, const TileArea& area, bool rows_
   }
 }
 
-// Calls body with the tile as the spec wants it, transformed along or across its rows.
+// Calls body with the tile transformed as the spec requires, along or across its rows.
 template <class T, class Body>
 HWY_INLINE void with_transform(const Hadamard& h, bool along_rows, const TileView<T>& tile,
                                Scratch& scratch, const Body& body) {
@@ -77,7 +77,7 @@ HWY_INLINE void with_transform(const Hadamard& h, bool along_rows, const TileVie
 }
 
 // Cuts every matrix of every part into tiles and calls body(part, area, scratch) on each, in
-// parallel. `passes`: how often each goes over its tile.
+// parallel. `passes`: how often body reads its tile.
 template <class Body>
 HWY_INLINE void for_tiles(const std::vector<ConstMatrix>& parts, int64_t tile_rows,
                           int64_t tile_columns, int passes, const Executor& executor,
@@ -113,16 +113,16 @@ HWY_INLINE void for_tiles(const std::vector<ConstMatrix>& parts, int64_t tile_ro
   });
 }
 
-// Rows alone are read in one long stretch, which the hardware prefetches best; whatever goes down
-// columns takes square tiles.
+// If only rows are needed, they are read in one long stretch, which the hardware prefetches best;
+// passes down columns use square tiles.
 HWY_INLINE void tile_extents(const std::vector<ConstMatrix>& parts, bool rows_only, int lines,
                              int64_t& rows, int64_t& columns) {
   rows = columns = kTileSide;
   if (!rows_only) return;
   int64_t widest = 1;
   for (const ConstMatrix& x : parts) widest = std::max(widest, x.columns);
-  // Square blocks are read `lines` rows at a time: a wide tile, for long runs of each row. Single
-  // rows stay in the L1 cache between finding the amaxes and encoding.
+  // Square blocks are read `lines` rows at a time, in a wide tile for long runs of each row. Single
+  // rows stay in the L1 cache from finding the amaxes until encoding.
   const int64_t width = lines > 1 ? kTileElements / lines : kTileElements / 16;
   columns = std::min(width, round_up(widest, kTile));
   rows = lines > 1 ? lines : kTileElements / 16 / columns;

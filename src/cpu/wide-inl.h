@@ -1,5 +1,5 @@
-// Encoding by way of FP32: every element is multiplied by its block's inverse scale. What
-// narrow-inl.h does not serve, and all that is rounded stochastically.
+// Encoding by way of FP32: every element is multiplied by its block's inverse scale. For the cases
+// that narrow-inl.h does not cover, and for all stochastic rounding.
 
 #if defined(BLOCKSCALE_WIDE_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKSCALE_WIDE_INL
@@ -37,14 +37,14 @@ HWY_INLINE void random_line(const Direction& d, uint32_t line, int64_t pos, int6
   }
 }
 
-// Whether these are BF16 and no product exceeds the largest value but by rounding, so that none has
-// to be cut: FP32 scales are exactly those of their blocks.
+// Whether the values are BF16 and no product exceeds the largest value, except by rounding, so that
+// none needs clamping: FP32 scales are exactly those of their blocks.
 template <class T>
 HWY_INLINE bool is_within(const QuantSpec& spec) {
   return std::is_same_v<T, uint16_t> && spec.scale == Format::fp32 && spec.block == kTile &&
          !spec.stochastic() && traits(spec.element).bits() == 8;
 }
-// encode_row() of such a spec.
+// encode_row() for such a spec.
 template <int kM>
 HWY_INLINE void encode_row_within(const Encoder<kM>& encoder, const Signs& signs, const uint16_t* x,
                                   int64_t count, int block, const float* inv, uint8_t* codes,
@@ -93,7 +93,7 @@ HWY_INLINE void encode_row(const Encoder<kM>& encoder, const Signs& signs, const
 
 // ---- down columns ----
 
-// 16 rows of kPair columns: four codes of a byte, or eight of a nibble, fill a word.
+// 16 rows of kPair columns: four one-byte codes, or eight nibbles, fill a word.
 template <bool kWithin, int kM, bool kStochastic, class T>
 HWY_INLINE void encode_16_rows(const ColumnEncoder<kM, kStochastic>& encoder, const T* x,
                                int64_t stride, const Columns& scale, const RandomWords& even_random,
@@ -128,7 +128,7 @@ template <int kM, bool kStochastic, bool kWithin, class T, class Done>
 HWY_INLINE void encode_columns(const Direction& d, const TileView<T>& x, const TileArea& area,
                                const float* inv, int64_t pitch, Scratch& scratch,
                                const Done& done) {
-  constexpr int kRowsPerStore = kM == 1 ? 32 : 16;  // four words: 16 bytes of codes a column
+  constexpr int kRowsPerStore = kM == 1 ? 32 : 16;  // four words: 16 bytes of codes per column
   const DU du;
   const int shift = log_block(d.out.spec.block);
   const ColumnEncoder<kM, kStochastic> encoder(d.out.spec.element);

@@ -1,4 +1,4 @@
-// What stands for NVIDIA's GEMMs in a build without nvcc.
+// Stubs for NVIDIA's GEMMs in a build without nvcc.
 #include "blockscale/status.h"
 #include "gpu/gpu.h"
 

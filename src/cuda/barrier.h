@@ -1,5 +1,5 @@
-// Barriers in shared memory (mbarrier), each named by the address of its 8 bytes, and the boxes of
-// a matrix that the copy engine (TMA) brings on its own. For compute capability 9.0 and newer.
+// Barriers in shared memory (mbarrier), each identified by the address of its 8 bytes, and boxes of
+// a matrix that the copy engine (TMA) loads asynchronously. For compute capability 9.0 and newer.
 #pragma once
 
 #include <cuda.h>
@@ -8,11 +8,11 @@
 
 namespace blockscale::cuda {
 
-// A phase is over after `arrivals` of them, and the bytes that were announced.
+// A phase completes after `arrivals` arrivals and all announced bytes.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Behind the last barrier_init, for the copy engine and the rest of a cluster.
+// After the last barrier_init: makes them visible to the copy engine and the rest of a cluster.
 __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -33,8 +33,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// The box at (x, y, z) of `map` to `to` in this CTA, or at the same place in both CTAs of the
-// cluster; the barrier at `barrier` of each gets its bytes.
+// Copies the box at (x, y, z) of `map` to `to` in this CTA, or to the same place in both CTAs of
+// the cluster; its bytes count toward the barrier at `barrier` in each of them.
 template <bool kBoth>
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier,
                                          int x, int y, int z) {

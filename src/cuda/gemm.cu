@@ -1,4 +1,5 @@
-// The GPU backend's GEMMs: operands of the core as arguments of the kernels that multiply them.
+// The GPU backend's GEMMs: turns the core's operands into arguments of the kernels that multiply
+// them.
 #include "cuda/attribute.h"
 #include "cuda/sm90/gemm.h"
 #include "gpu/launch.h"
@@ -6,9 +7,9 @@
 namespace blockscale::gpu {
 namespace {
 
-// Scales as the kernel copies them: mn_major, whatever the layout, each repeated for `repeat`
-// lines. Through shared memory, read along K and written along lines; a matrix of the batch a
-// blockIdx.z.
+// Lays scales out as the kernel copies them: mn_major, whatever their layout, each repeated for
+// `repeat` lines. Goes through shared memory, reading along K and writing along lines; blockIdx.z
+// is the matrix of the batch.
 __global__ void __launch_bounds__(256)
     spread_scales_kernel(const float* from, float* to, Layout layout, int lines, int blocks,
                          int64_t scale_rows, int repeat) {
@@ -43,7 +44,8 @@ __global__ void __launch_bounds__(256)
 
 const float* scales_at(const ConstQuantized& q) { return reinterpret_cast<const float*>(q.scales); }
 
-// `by_line`: one a line also for 128x128 blocks. Where groups of rows begin stays as it is.
+// `by_line`: one scale per line, even for 128x128 blocks. Where groups of rows begin does not
+// change.
 const float* mn_major_scales(const ConstQuantized& q, bool by_line, const Stream& stream) {
   const float* scales = scales_at(q);
   const bool aligned = reinterpret_cast<uintptr_t>(scales) % 16 == 0;
@@ -72,7 +74,7 @@ void check_groups(const ConstQuantized& a) {
          "quantize it as fp8_1x128 or mxfp4");
 }
 
-// The same operand in the linear layout, in the workspace if it is not there yet.
+// The same operand in the linear layout, in the workspace if it is not linear yet.
 ConstQuantized in_linear(const ConstQuantized& q, const Stream& stream) {
   if (q.layout == StorageLayout{}) return q;
   Quantized to{.spec = q.spec, .axis = q.axis, .rows = q.rows, .columns = q.columns};
@@ -86,12 +88,12 @@ ConstQuantized in_linear(const ConstQuantized& q, const Stream& stream) {
 
 void check_launched(Error_t e) {
   if (e == kSuccess) return;
-  (void)last_error();  // it is told here, and is none of the next launch
+  (void)last_error();  // reported here, so no error of the next launch
   fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
        "see `blockscale doctor`");
 }
 
-// Operands of FP8; `b_factors` of the lines of b, or null.
+// FP8 operands; `b_factors` belong to the lines of b, or are null.
 void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_factors,
               const Matrix& d, const GemmOptions& options, const Stream& stream) {
   const StoredShape sa = a.shape(), sb = b.shape();
@@ -114,7 +116,7 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   g.b_e5m2 = b.spec.element == Format::e5m2;
   g.a_scales = mn_major_scales(a, true, stream);
   g.b_scales = mn_major_scales(b, false, stream);
-  // What lays scales out has waited for all before it.
+  // The kernel that lays scales out has waited for all kernels before it.
   const bool spread = g.a_scales != scales_at(a) || g.b_scales != scales_at(b);
   g.previous = spread ? Previous::operands : options.previous;
   g.b_square = b.spec.square;
@@ -130,7 +132,7 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   check_launched(sm90::fp8_gemm(g, native(stream)));
 }
 
-// Codes that were widened are operands that the kernel before has written, if there are any.
+// Widened codes are operands that the preceding kernel has written, if there are any.
 GemmOptions behind_widen(GemmOptions options, const ConstQuantized& a) {
   options.previous = a.shape().extent > 0 ? Previous::operands : Previous::any;
   return options;
@@ -157,8 +159,8 @@ bool widens(const QuantSpec& a, const QuantSpec& b, int64_t groups) {
 
 bool widens(const ConstQuantized& a, const ConstQuantized& b) {
   if (b.groups.count == 0) return widens(a.spec, b.spec, a.groups.count);
-  // Groups along the contraction axis lie in other places in other layouts, and start at multiples
-  // of 128 once they are widened.
+  // Where groups along the contraction axis lie depends on the layout, and they start at multiples
+  // of 128 once widened.
   return a.shape().extent + a.groups.count * 128 < kGpuLimit && a.layout == StorageLayout{} &&
          b.layout == StorageLayout{} && a.groups.count <= sm90::kMaxGroups &&
          widens(a.spec, b.spec, 0);
@@ -182,7 +184,7 @@ void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOpt
 }
 
 bool multiplies_bf16(const ProductSize& s, bool needs_pass) {
-  // The copy engine counts bytes of a line in 31 bits.
+  // The copy engine counts the bytes of a line in 31 bits.
   if (s.groups > sm90::kMaxGroups || s.k >= int64_t{1} << 30 || !has_gemm_device()) return false;
   sm90::Bf16Gemm g;
   g.m = s.m, g.n = s.n, g.k = s.k, g.d_f32 = s.f32;

@@ -1,5 +1,5 @@
-// Tensor maps, which tell the copy engine of sm_90 where an array lies. The driver encodes them; it
-// is asked for by name, so that nothing links it.
+// Tensor maps, which tell the copy engine of sm_90 where an array lies. The driver encodes them;
+// its functions are looked up by name, so that nothing links against it.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +9,7 @@
 
 namespace blockscale::cuda {
 
-// A function of the driver, or null where it has none. `since`: the version whose form is wanted.
+// A driver function, or null where it has none. `since`: the version whose signature is wanted.
 inline void* driver_function(const char* name, unsigned since) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -37,14 +37,14 @@ inline bool has_context() {
   return has;
 }
 
-// The sizes of an array of three dimensions, the innermost first; strides in bytes.
+// The sizes of a three-dimensional array, innermost first; strides in bytes.
 struct Extents {
   int64_t size[3];
   int64_t stride[2];
 };
 
-// A map of an array that moves in boxes of `across` x `down`, and what lies outside of it as 0;
-// false where there is no driver, or the copy engine cannot take the array.
+// Makes the map of an array that is copied in boxes of `across` x `down`, with 0 for what lies
+// outside it. False where there is no driver, or the copy engine cannot take the array.
 inline bool make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const void* data,
                             const Extents& extents, int across, int down,
                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {

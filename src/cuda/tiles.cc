@@ -10,21 +10,22 @@
 namespace blockscale::cuda {
 namespace {
 
-constexpr double kSharedBytes = 128;  // a multiprocessor's shared memory moves in a cycle
-constexpr double kL2Bytes = 37;       // a multiprocessor gets from L2 in a cycle when all ask
-constexpr double kL2Shared = 33;      // the same of clusters that share an operand
+constexpr double kSharedBytes = 128;  // moved by a multiprocessor's shared memory per cycle
+constexpr double kL2Bytes = 37;       // a multiprocessor gets from L2 per cycle when all ask
+constexpr double kL2Shared = 33;      // the same for clusters that share an operand
 constexpr double kL2Most = 48;        // and when few ask
 constexpr double kLatency = 200;      // of a wgmma chain: barrier, issue, drain
-constexpr double kTileStart = 1500;   // the first stage of a tile that found the ring empty
-constexpr double kGather = 1500;      // CTAs of a cluster wait for each other, first and last
-constexpr double kMeeting = 1.05;     // of two warpgroups
-constexpr double kJoin = 2000;        // the parts of a cluster meet and are added
-constexpr double kPromotion = 0.047;  // of an element whose column has a scale: registers are busy
-constexpr double kInTurn = 0.042;     // where two waves share the columns' scales
-constexpr double kF32Bytes = 20;      // of FP32 output that a multiprocessor writes in a cycle
-constexpr double kRound = 300;        // until what was staged of it has left
+constexpr double kTileStart = 1500;   // the first stage of a tile that finds the ring empty
+constexpr double kGather = 1500;      // CTAs of a cluster wait for each other at start and end
+constexpr double kMeeting = 1.05;     // factor for two warpgroups, see step_cost()
+constexpr double kJoin = 2000;        // a cluster's parts meet and are added
+constexpr double kPromotion = 0.047;  // per element with a scale per column: registers are busy
+constexpr double kInTurn = 0.042;     // the same where two waves share the column scales
+constexpr double kF32Bytes = 20;      // of FP32 output that a multiprocessor writes per cycle
+constexpr double kRound = 300;        // until a staged round of it has left
 
-// Of these multiprocessors; of clusters of four fewer fit than the count says (30 on an H200).
+// Clusters that fit on these multiprocessors; of clusters of four, fewer than the count says (30 on
+// an H200).
 int64_t clusters_of(const TileShape& t, int multiprocessors) {
   return std::max(1, (t.cluster == 4 ? multiprocessors * 10 / 11 : multiprocessors) / t.cluster);
 }
@@ -33,7 +34,7 @@ int64_t unit_count(const TileShape& t, const GemmSize& s) {
   return s.groups * ceil_div(s.rows, t.unit_rows()) * ceil_div(s.columns, t.unit_columns());
 }
 
-// Cycles of one block of 128 along K in one CTA: the slowest of what it keeps busy.
+// Cycles for one block of 128 along K in one CTA: the slowest of the resources that it keeps busy.
 double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const bool square = s.square;
   const double tensor = t.rows() * t.columns() / 32.0;
@@ -41,7 +42,7 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const double arriving = (t.rows() + t.columns()) * 128.0;
   const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes;
   // One warpgroup by itself: its wgmmas and promotions follow each other. Without scales the next
-  // block's wgmmas are there before this one's have ended.
+  // block's wgmmas are queued before this one's have ended.
   const double promotion = s.scaled ? t.n / 2 * (square ? 1.0 : 2.5) + kLatency : 0;
   const double chain = t.waves * (t.n * 2 + promotion);
   const int rows = static_cast<int>(std::min<int64_t>(t.rows(), s.rows));
@@ -49,7 +50,7 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
       t.pairs_columns() ? t.columns() + rows / t.sharing() : rows + t.columns() / t.sharing();
   const double promoting =
       square || !s.scaled ? 0 : t.rows() * t.columns() * (t.waves == 2 ? kInTurn : kPromotion);
-  // Two warpgroups meet at the tensor cores now and then, three always have one that is ready.
+  // Two warpgroups contend for the tensor cores now and then; of three, one is always ready.
   const double meeting = t.groups == 2 ? kMeeting : 1;
   return std::max({tensor, shared, chain, promoting, own * 128.0 / l2_bytes}) * meeting;
 }
@@ -63,7 +64,7 @@ double store_cost(const TileShape& t, const GemmSize& s) {
   return elements * 4 / kF32Bytes + static_cast<double>(rounds - 1) * kRound;
 }
 
-// Of a BF16 product by the tile that is chosen for it.
+// The cost of a BF16 product with the tile that is chosen for it.
 double least_cost(const GemmSize& s) { return tile_cost(kBf16Tiles[choose_tile(s)], s); }
 
 }  // namespace
@@ -72,10 +73,10 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
   if (t.cluster > s.multiprocessors) return std::numeric_limits<double>::infinity();
   const int64_t units = unit_count(t, s);
   const int64_t clusters = clusters_of(t, s.multiprocessors);
-  // What splits K does not stay for a second tile.
+  // CTAs that split K do not stay for a second tile.
   if (t.split && (units > clusters || s.grouped)) return std::numeric_limits<double>::infinity();
   const double asking = static_cast<double>(std::min(units, clusters) * t.cluster);
-  // BF16 takes so much power that the clock falls, but not that of L2.
+  // BF16 takes so much power that the clock drops, but not that of L2.
   const double l2_all = !s.scaled ? kL2Most : t.sharing() > 1 ? kL2Shared : kL2Bytes;
   const double l2_bytes = std::min(kL2Most, l2_all * s.multiprocessors / asking);
   return static_cast<double>(ceil_div(units, clusters)) *
@@ -98,10 +99,10 @@ int choose_tile(const GemmSize& s) {
 }
 
 bool pays(const GemmSize& s) {
-  constexpr double kMemoryBytes = 13;             // that a multiprocessor gets in a cycle
-  constexpr double kTensor = 1.3, kMemory = 1.1;  // of the least cycles, what comes
-  constexpr double kPasses = 14600;               // kernels that add the parts, and finish the sums
-  constexpr double kPassBytes = 10;               // that those move for an element
+  constexpr double kMemoryBytes = 13;             // that a multiprocessor gets per cycle
+  constexpr double kTensor = 1.3, kMemory = 1.1;  // actual cycles relative to the least possible
+  constexpr double kPasses = 14600;               // kernels that add the parts and finish the sums
+  constexpr double kPassBytes = 10;               // that those kernels move per element
   if (s.grouped) return true;
   const auto rows = static_cast<double>(s.rows), columns = static_cast<double>(s.columns);
   const double tensor = rows * columns / 32, memory = (rows + columns) * 128 / kMemoryBytes;
@@ -118,7 +119,7 @@ bool is_brief(const GemmSize& s) {
 
 int choose_band(const TileShape& t, const GemmSize& s) {
   const auto clusters = static_cast<double>(clusters_of(t, s.multiprocessors));
-  // A square of what runs at once, in elements.
+  // The side of a square of all that runs at once, in elements.
   const double side = std::sqrt(clusters * t.unit_rows() * t.unit_columns());
   return std::max(1, static_cast<int>(std::lround(side / t.unit_rows())));
 }

@@ -1,41 +1,41 @@
-// Tiles of the Hopper GEMM: which there are, and which one a product gets. Plain C++: the choice is
-// tested without a GPU.
+// The tiles of the Hopper GEMM, and which one a product gets. Plain C++: the choice is tested
+// without a GPU.
 #pragma once
 
 #include <cstdint>
 
 namespace blockscale::cuda {
 
-// Shared memory that a block of threads may ask for, in bytes.
+// Shared memory that a thread block may ask for, in bytes.
 inline constexpr int kMostSharedBytes = 227 * 1024;
 
 struct TileShape {
   int groups;         // math warpgroups
   bool side_by_side;  // along N; else one below the other
-  int waves;          // wgmmas of a warpgroup, 64 rows each
-  int n;              // columns of a wgmma
-  int stages;         // of the ring
+  int waves;          // wgmmas per warpgroup, 64 rows each
+  int n;              // columns per wgmma
+  int stages;         // in the ring
   int line_stages;    // the same where every column has a scale
   int cluster;        // CTAs that work together
-  bool split;         // on one tile, a part of K each; else they share an operand
-  bool e5m2;          // also compiled for any operands of E5M2
+  bool split;         // they split K of one tile; else they share an operand
+  bool e5m2;          // also compiled for any E5M2 operands
 
-  // With two operands of E5M2 and 128x128 scales, which is what MXFP4 becomes, every tile is.
+  // With two E5M2 operands and 128x128 scales, which is what MXFP4 becomes, every tile is compiled.
   constexpr bool compiled(bool square, bool a_e5m2, bool b_e5m2) const {
     return e5m2 || !(a_e5m2 || b_e5m2) || (square && a_e5m2 && b_e5m2);
   }
   constexpr int rows() const { return 64 * waves * (side_by_side ? 1 : groups); }
   constexpr int columns() const { return n * (side_by_side ? groups : 1); }
-  // Those that share take neighbours along N, with one A, or along M, with one B.
+  // CTAs that share an operand take neighbouring tiles along N, sharing A, or along M, sharing B.
   constexpr bool pairs_columns() const { return rows() >= columns(); }
   constexpr int sharing() const { return split ? 1 : cluster; }
   constexpr int parts() const { return split ? cluster : 1; }
   constexpr int unit_rows() const { return rows() * (pairs_columns() ? 1 : sharing()); }
   constexpr int unit_columns() const { return columns() * (pairs_columns() ? sharing() : 1); }
 
-  // Chunks of the output, 64 rows of 128 bytes, that a warpgroup stages in shared memory at once:
-  // as many as fit beside the stages, which have codes and an FP32 scale for each of their lines
-  // and barriers, and the table of 1024 groups.
+  // Chunks of output, 64 rows x 128 bytes, that a warpgroup stages in shared memory at once: as
+  // many as fit beside the table of 1024 groups and the stages, each of which has barriers and, for
+  // each of its lines, codes and an FP32 scale.
   constexpr int chunks(bool square) const {
     constexpr int kLineBytes = 128 + 4, kBarrierSpace = 256, kGroupBytes = 10 * 1024;
     if (split || n % 64 != 0) return 0;
@@ -57,8 +57,7 @@ inline constexpr TileShape kTiles[] = {
     {2, true, 1, 32, 12, 12, 2, true, false},   // 64 x 64, K in 2
 };
 inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
-// Of operands in BF16, which have no scales. Pairs of large tiles that share an operand were
-// slower.
+// For BF16 operands, which have no scales. Pairs of large tiles that share an operand were slower.
 inline constexpr TileShape kBf16Tiles[] = {
     {2, false, 2, 128, 4, 4, 1, false, false},  // 256 x 128
     {2, false, 1, 128, 6, 6, 1, false, false},  // 128 x 128
@@ -69,7 +68,7 @@ inline constexpr TileShape kBf16Tiles[] = {
 };
 inline constexpr int kBf16TileCount = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
 
-// What the choice looks at. Groups count as equal parts.
+// The input of the choice. Groups count as equal parts.
 struct GemmSize {
   int64_t rows = 0, columns = 0, blocks = 0;  // of one group; blocks of 128 bytes along K
   int64_t groups = 1;
@@ -77,25 +76,26 @@ struct GemmSize {
   bool square = true;  // scales of B: 128x128, else 1x128
   bool a_e5m2 = false, b_e5m2 = false;
   bool f32 = false;      // the output
-  bool grouped = false;  // sizes of groups are known on the device only
+  bool grouped = false;  // group sizes are known only on the device
   int multiprocessors = 132;
 };
 
 // Estimated cycles of the whole product.
 double tile_cost(const TileShape& tile, const GemmSize& size);
-// Index into kTiles, or kBf16Tiles, of the cheapest tile that there is for these formats.
+// Index into kTiles or kBf16Tiles of the cheapest tile compiled for these formats.
 int choose_tile(const GemmSize& size);
-// Whether a BF16 product by these tiles is likely to take no longer than another library's and a
-// pass over its sums. Of few tiles with a long K that library divides K.
+// Whether a BF16 product with these tiles is likely to take no longer than another library's plus a
+// pass over its sums. For few tiles with a long K that library splits K.
 bool pays(const GemmSize& size);
-// Whether it takes the device less time than the host takes to find and launch a kernel of a
-// library.
+// Whether the product takes the device less time than the host needs to find and launch a library's
+// kernel.
 bool is_brief(const GemmSize& size);
-// How many units along M are walked together, so that what runs at once shares both operands in L2.
+// How many units along M are walked together, so that units that run at the same time share both
+// operands in L2.
 int choose_band(const TileShape& tile, const GemmSize& size);
-// Whether clusters draw their tiles one by one. With a share from the start they take up to a third
-// longer in BF16, likely as they drift apart and what runs at once no longer shares operands in L2,
-// and up to twice as long beside another kernel that has some of the multiprocessors.
+// Whether clusters draw their tiles one by one. With fixed shares a BF16 product takes up to a
+// third longer, likely because clusters drift apart and no longer share operands in L2, and up to
+// twice as long beside another kernel that occupies some of the multiprocessors.
 bool is_dynamic(const TileShape& tile, const GemmSize& size);
 
 }  // namespace blockscale::cuda

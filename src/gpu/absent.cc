@@ -1,4 +1,4 @@
-// What stands for the GPU backend in a build without a GPU compiler.
+// Stubs for the GPU backend in a build without a GPU compiler.
 #include "blockscale/status.h"
 #include "gpu/gpu.h"
 

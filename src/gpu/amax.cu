@@ -1,4 +1,4 @@
-// max |x| after a spec's transform, one FP32 a matrix.
+// max |x| after a spec's transform, one FP32 value per matrix.
 #include "gpu/launch.h"
 #include "gpu/quantize/direct_tiles.h"
 #include "gpu/quantize/loaders.h"
@@ -13,7 +13,7 @@ struct AmaxShared {
   typename Loader::Shared loader;
 };
 
-// Of a run, and of two columns, after the transform or as they are.
+// max |x| of a run, and of two columns, after the transform or as they are.
 template <bool kTransform, class Run>
 BLOCKSCALE_DEVICE uint32_t amax_of_run(const Run& run, const Side& side) {
   if constexpr (kTransform)
@@ -33,16 +33,16 @@ BLOCKSCALE_DEVICE uint32_t amax_of_columns(const Columns& columns, const Side& s
   return max(two[0], two[1]);
 }
 
-// What a warp has found, in all.
+// Updates the result with the maximum that a whole warp has found.
 BLOCKSCALE_DEVICE void add_to(float* result, uint32_t found) {
   found = warp_max(found > kInfBits ? kNanBits : found);
-  // Most warps find that a larger one has been there.
+  // Most warps find a larger value already there.
   auto* to = reinterpret_cast<volatile unsigned int*>(result);
   if (threadIdx.x % 32 == 0 && found > *to) atomicMax(const_cast<unsigned int*>(to), found);
 }
 
-// `out` holds 0 before, and so does `before`, which takes the maximum before the transform with
-// kBoth. The order of bits is that of magnitudes, NaN above all.
+// `out` holds 0 beforehand, as does `before`, which with kBoth receives the maximum before the
+// transform. Bits are ordered like magnitudes, NaN above all.
 template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
       ahead.advance(p);
     }
     if constexpr (kGrouped) cut(tile[turn.stage], now.rows_left());
-    // A tile is given back as soon as it is in registers.
+    // A tile's stage is released as soon as the tile is in registers.
     if constexpr (kAxis == -1) {
       typename Loader::Tile::Run runs[kRowRuns];
 #pragma unroll
@@ -114,7 +114,7 @@ void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   start(kKernel, blocks, kThreads, kBytes, stream, p, out, before);
 }
 
-// Down the columns of one tile, which a block of threads loads straight from global memory.
+// Down the columns of one tile, which a thread block loads straight from global memory.
 struct Found {
   uint32_t largest = 0, before = 0;
 };
@@ -156,13 +156,13 @@ void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream st
     run(amax_floats_kernel<true, false>);
 }
 
-// Small inputs, a tile for each block of threads; the second without a transform.
+// Small inputs, one tile per thread block; the second input has no transform.
 struct AmaxTiles {
   Source x;
   Side side;
   float *out, *before;
-  int parts;               // whether each tile has words of its own
-  Divisor matrix, across;  // tiles of a matrix, and beside each other
+  int parts;               // whether each tile has its own words
+  Divisor matrix, across;  // tiles per matrix, and side by side
   uint32_t tiles;
 
   BLOCKSCALE_DEVICE TileAt at(uint32_t n) const {
@@ -174,7 +174,7 @@ struct AmaxPair {
   AmaxTiles first, second;
 };
 
-// What a block of threads has found, in all.
+// The maximum that a whole thread block has found.
 BLOCKSCALE_DEVICE uint32_t block_max(uint32_t found, uint32_t* of_warps) {
   found = warp_max(found > kInfBits ? kNanBits : found);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = found;
@@ -236,16 +236,17 @@ AmaxTiles tiles_of(const Amax& amax) {
   t.tiles = static_cast<uint32_t>(tiles_in(amax.x));
   return t;
 }
-// Whether the kernel above can read it: the first one, or one without a transform.
+// Whether the kernel above can read this input as its first; as its second only without a
+// transform.
 bool by_tiles(const Amax& m) {
   const bool down = m.spec.hadamard.dim == 0 || (m.spec.hadamard.dim == kRun && m.axis == -2);
-  // Bytes of the rows of a tile are counted in 32 bits.
+  // Byte offsets of a tile's rows are counted in 32 bits.
   const bool near = m.x.row_stride >= 0 && m.x.row_stride < 1 << 22;
   return down && near && !m.groups && m.x.column_stride == 1 && tiles_in(m.x) != 0 &&
          (m.x.dtype != DType::bf16 || is_aligned(m.x));
 }
-// Tiles of a multiprocessor up to which it is the faster one, and up to which one launch reads two
-// inputs: where the device has so little to do that the host is waited for.
+// Tiles per multiprocessor up to which that kernel is the faster one, and up to which one launch
+// reads two inputs: there the device has so little to do that it waits for the host.
 constexpr int64_t kTilesAlone = 4, kTilesOfTwo = 8;
 bool small_alone(const Amax& a) {
   return by_tiles(a) && tiles_in(a.x) <= kTilesAlone * multiprocessors(current_device());
@@ -285,7 +286,7 @@ void launch_on_axis(QuantizeParams& p, int axis, float* out, float* before, Nati
 void add_one(const Amax& amax, const Stream& stream) {
   const auto& [x, spec, axis, groups, out, before, parts] = amax;
   const bool wide = spec.hadamard.dim > kRun;
-  ConstQuantized operand;  // only its shape is of interest
+  ConstQuantized operand;  // only its shape matters
   operand.spec = spec, operand.axis = axis, operand.groups = groups;
   operand.rows = x.rows, operand.columns = x.columns;
   Plan plan;
@@ -328,7 +329,7 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
   check_launch("amax");
 }
 
-// Every block of threads that quantizes a tile reads all words, so that there may not be many.
+// Every thread block that quantizes a tile reads all the words, so there must not be many.
 bool come_in_parts(std::span<const Amax> amaxes) {
   for (const Amax& a : amaxes)
     if (a.x.batch != 1) return false;

@@ -4,7 +4,7 @@
 namespace blockscale::gpu {
 namespace {
 
-// Stands for every kernel of the build: where it loads, all do.
+// Stands for every kernel of the build: where it loads, all of them do.
 __global__ void probe_kernel() {}  // never launched
 
 __global__ void copy_kernel(WordCopy word) {

@@ -1,12 +1,12 @@
-// What follows the sums of a GEMM: D = alpha * a_outer * b_outer * S + bias [+ D], in one pass,
-// with the outer scales and the bias of its group for each row.
+// What follows a GEMM's sums: D = alpha * a_outer * b_outer * S + bias [+ D], in one pass, with the
+// outer scales and the bias of each row's group.
 #include "gpu/launch.h"
 
 namespace blockscale::gpu {
 namespace {
 
-// A thread takes kVectors vectors of kWidth neighbours, a whole block of threads apart: every load
-// and store of a warp is one piece of memory, and kVectors loads are under way at once.
+// A thread takes kVectors vectors of kWidth neighbours, a whole thread block apart: every load and
+// store of a warp covers one contiguous piece of memory, and kVectors loads are in flight at once.
 constexpr int kWidth = 4, kVectors = 4;
 constexpr int kBlockValues = kThreads * kWidth * kVectors;
 
@@ -18,12 +18,13 @@ struct FinishParams {
   DType dtype;
   int64_t count;
   int64_t columns;
-  int64_t group_rows;  // of D, where a group is a matrix of its own
+  int64_t group_rows;  // of D, where each group is a matrix
   bool vectors;        // kWidth elements of D may be stored at once
   Epilogue e;
 };
 
-// Rows and columns of D by number: 32 bits where they suffice, which divide much faster.
+// The row of D that holds an element: in 32 bits where they suffice, since those divide much
+// faster.
 BLOCKSCALE_DEVICE int64_t row_of(const FinishParams& p, int64_t at) {
   return p.count >> 32 ? at / p.columns
                        : static_cast<uint32_t>(at) / static_cast<uint32_t>(p.columns);
@@ -54,9 +55,9 @@ BLOCKSCALE_DEVICE void load(const FinishParams& p, int64_t at, int count, float*
   }
 }
 
-// What the elements of the rows of a group have in common.
+// What all elements of a group's rows have in common.
 struct GroupRows {
-  int64_t until = 0;  // the first row behind them
+  int64_t until = 0;  // the first row after them
   int64_t group = 0;
   bool outside = false;  // of all groups
   bool empty = false;    // of a group without a sum
@@ -96,11 +97,11 @@ BLOCKSCALE_DEVICE float bias_at(const Epilogue& e, int64_t at) {
   return e.bias_dtype == DType::bf16 ? from_bf16(bits) : from_fp16(bits);
 }
 
-// The element at `at` of D, in that column of one of these rows.
+// The finished element at `at` of D, in column `column` of one of these rows.
 BLOCKSCALE_DEVICE float finished(const FinishParams& p, const GroupRows& row, int64_t at,
                                  int64_t column, float sum) {
   const float before = p.e.accumulate ? static_cast<const float*>(p.d)[at] : 0.0f;
-  if (row.outside) return before;
+  if (row.outside || (row.empty && p.e.accumulate && !p.e.bias)) return before;
   double value = row.empty ? 0.0 : row.factor * static_cast<double>(sum);
   if (p.e.bias) value += static_cast<double>(bias_at(p.e, row.group * p.columns + column));
   if (p.e.accumulate) value += static_cast<double>(before);
@@ -139,7 +140,7 @@ BLOCKSCALE_DEVICE void store(const FinishParams& p, int64_t at, int count, const
 }
 
 // In double, like the CPU backend: no product of outer scales leaves the range, and equal sums give
-// equal bits. Two conversions an element are less than its share of the memory's time.
+// equal bits. Two conversions per element take less than its share of the memory time.
 template <bool kGrouped>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishParams p) {
   after_previous(p);

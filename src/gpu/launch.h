@@ -1,4 +1,4 @@
-// Host side of the GPU backend: streams, launches, and what the operators share.
+// Host side of the GPU backend: streams, launches, and what operators share.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@ inline NativeStream native(const Stream& stream) {
   return static_cast<NativeStream>(stream.handle());
 }
 
-// Starts a kernel for these parameters, of which it may fill in what only it knows.
+// Starts a kernel with these parameters, and may first fill in those that only it knows.
 template <class Params>
 using Launcher = void (*)(Params&, NativeStream);
 
-// What every operator ends with: none of its launches has failed.
+// Every operator ends with this: it checks that none of its launches has failed.
 inline void check_launch(const char* op) {
   const Error_t e = last_error();
   if (e != kSuccess)
@@ -28,11 +28,12 @@ inline void check_launch(const char* op) {
          "see `blockscale doctor`");
 }
 
-// Shared memory of a multiprocessor that kernels plan with, less what each block takes for itself.
+// Shared memory per multiprocessor that kernels plan with, less what each thread block takes for
+// itself.
 inline constexpr int kSharedBytes = 225 * 1024;
 
 // Allows a kernel its shared memory; returns the number of multiprocessors of the current device.
-// Both once a device: the answers do not change.
+// Both once per device: the answers do not change.
 template <auto kKernel>
 int prepare(int shared_bytes) {
   static PerDevice known;
@@ -43,11 +44,11 @@ int prepare(int shared_bytes) {
   });
 }
 
-// By a kernel: the copy engine takes longer, most of all in graphs.
+// Copies with a kernel: the copy engine takes longer, most of all in graphs.
 void copy(const WordCopy& word, const Stream& stream);
 
-// Lines that a thread takes, `most` or a power of two below it, of a kernel with `runs` runs to
-// work on: few where they would leave multiprocessors without work.
+// Lines per thread, `most` or a power of two below it, for a kernel with `runs` runs to process:
+// few where more would leave multiprocessors without work.
 int lines_of_a_thread(int64_t runs, int most);
 
 inline Source source_of(const ConstMatrix& x) {
@@ -61,7 +62,8 @@ inline Source source_of(const ConstMatrix& x) {
           x.dtype};
 }
 
-// BF16 with contiguous columns, and moreover with rows that start at multiples of 16 bytes.
+// Whether x is BF16 with contiguous columns; and whether its rows also start at multiples of 16
+// bytes.
 inline bool is_bf16_rows(const ConstMatrix& x) {
   return x.dtype == DType::bf16 && x.column_stride == 1;
 }
@@ -70,13 +72,13 @@ inline bool is_aligned(const ConstMatrix& x) {
          x.batch_stride % 8 == 0;
 }
 
-// Blocks of threads for `count` small pieces of work: a thread takes more than one where there
-// are very many.
+// Thread blocks for `count` small pieces of work: a thread takes more than one where there are very
+// many.
 inline unsigned grid_for(int64_t count) {
   return static_cast<unsigned>(std::min<int64_t>(ceil_div(count, 256), 1 << 16));
 }
 
-// The input of a kernel that walks over tiles.
+// Sets the input of a kernel that walks over tiles.
 inline void set_input(QuantizeParams& p, const ConstMatrix& x, const Plan* plan = nullptr) {
   p.x = source_of(x);
   p.copies =
@@ -90,7 +92,7 @@ inline void set_input(QuantizeParams& p, const ConstMatrix& x, const Plan* plan 
   p.tiles =
       static_cast<int>(x.batch * (plan ? plan->most_tile_rows : p.tiles_down) * p.tiles_across);
 }
-// Its grid of at most `most` blocks of threads, and how far apart a block's tiles lie.
+// Sets its grid of at most `most` thread blocks, and how far apart a block's tiles lie.
 inline unsigned set_grid(QuantizeParams& p, bool down, int most) {
   const int64_t blocks = std::max(std::min(p.tiles, most), 1);
   if (p.plan.head) return static_cast<unsigned>(blocks);  // the rest is known on the device
@@ -103,12 +105,12 @@ inline unsigned set_grid(QuantizeParams& p, bool down, int most) {
 }
 
 // A plan for the groups of x [rows, columns] and the operands `a` and `b` (or null) that hold them.
-// `positions`: what is read is x after a transform along axis -2.
+// `positions`: the kernel reads x after a transform along axis -2.
 Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQuantized* a,
                const ConstQuantized* b, bool positions, const Stream& stream);
 
 // y = the Hadamard transform of x along `axis`, BF16, extended to y's extents. `plan`: of groups
-// along that axis, or null; they start at their positions in y.
+// along that axis, which start at their positions in y, or null.
 void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatrix& y,
               const Plan* plan, const Stream& stream);
 // x after a Hadamard transform wider than a run, as BF16 in the workspace; `extent` elements along
@@ -125,9 +127,9 @@ inline ConstMatrix transformed(const ConstMatrix& x, const Hadamard& h, int axis
   hadamard(x, h, axis, y, plan, stream);
   return y;
 }
-// An amax to be found, into `out`, which holds zeros; and max |x| before a transform of 16 into
-// `before`, if given and there are no groups. In parts: a word for each tile of a matrix, whatever
-// they hold, so that nothing is cleared before.
+// An amax to find, into `out`, which holds zeros; and max |x| before a transform of 16 into
+// `before`, if given and there are no groups. With `parts`, into one word per tile of a matrix,
+// whatever the words hold, so that nothing has to be cleared before.
 struct Amax {
   ConstMatrix x;
   QuantSpec spec;
@@ -136,17 +138,17 @@ struct Amax {
   float *out, *before;
   bool parts;
 };
-// Of one input or two; small ones in one launch.
+// For one input or two; small ones in one launch.
 void add_amaxes(std::span<const Amax> amaxes, const Stream& stream);
 // Whether they can be found in parts.
 bool come_in_parts(std::span<const Amax> amaxes);
 inline int64_t tiles_in(const ConstMatrix& x) {
   return ceil_div(x.columns, kTile) * ceil_div(x.rows, kTile) * x.batch;
 }
-// The scales of one matrix in the workspace: words of FP32, or of four blocks of a line. They lie
-// as FP32 scales do in `mn_major`.
+// The scales of one matrix in the workspace, in words: an FP32 scale, or the scales of four blocks
+// of a line. The words lie as FP32 scales do in `mn_major`.
 struct AsideWords {
-  int64_t pitch, across;  // lines, with padding, and words of a line
+  int64_t pitch, across;  // lines, with padding; words per line
 
   explicit AsideWords(const Quantized& q) {
     const StoredShape s = q.shape();
@@ -155,14 +157,14 @@ struct AsideWords {
   }
   int64_t count() const { return pitch * across; }
 };
-// Scales of two operands from there to where they belong, `linear`.
+// Moves the scales of two operands from there to where they belong, `linear`.
 void turn_scales(const Quantized from[2], const Quantized to[2], const Stream& stream);
-// Writes the padding of a storage layout and nothing else: not that of FP32 scales, which
+// Writes the padding of a storage layout and nothing else: neither that of FP32 scales, which
 // store_scale() writes, nor that of groups (fill.h).
 void fill_padding(const Quantized& out, const Stream& stream);
-// Writes what no tile of a group does: the padding of layouts, what lies behind the last group, and
-// all outer scales of a side that has amaxes. Where offsets are wrong that is everything, as NaN.
-// Sides that the plan has none of are left out.
+// Writes what no tile of a group writes: the padding of layouts, what lies behind the last group,
+// and all outer scales of a side that has amaxes. Where offsets are wrong that is everything, as
+// NaN. Sides that the plan lacks are left out.
 void fill_groups(const Side& row, const Side& column, const Plan& plan, const Stream& stream);
 
 }  // namespace blockscale::gpu

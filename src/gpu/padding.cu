@@ -1,11 +1,11 @@
-// The padding of storage layouts, of operands without groups.
+// The padding of storage layouts, for operands without groups.
 #include "gpu/groups/fill.h"
 #include "gpu/launch.h"
 
 namespace blockscale::gpu {
 namespace {
 
-// Of `batch` matrices that follow each other: blockIdx.y and those a grid further.
+// Fills the padding of `batch` contiguous matrices: blockIdx.y, and every gridDim.y-th after it.
 __global__ void __launch_bounds__(kFillThreads)
     padding_kernel(uint8_t* to, Layout layout, int64_t batch, int64_t rows, int64_t columns,
                    uint8_t value) {

@@ -1,12 +1,12 @@
-// The vendor's half of the GPU backend: CUDA (port/cuda.h) or HIP (port/hip.h), or the host
-// (port/host.h: kernels as plain C++, for tests). What is here is the same under all of them up to
-// a few instructions. The rest of this folder does not know which it is. The HIP side is compiled
-// (`make hip`), and has not been run.
+// The vendor-specific half of the GPU backend: CUDA (port/cuda.h), HIP (port/hip.h), or the host
+// (port/host.h: kernels as plain C++, for tests). What is in this file is the same under all of
+// them up to a few instructions. The rest of this folder does not know which one it runs on. The
+// HIP side is compiled (`make hip`) but has not been run.
 //
-// A warp is 32 lanes everywhere in this folder. A wavefront of 64 is two of them, which go through
-// the same code side by side: exchanges stay within 32 lanes, nothing asks for the whole wavefront.
-// What stands in the way of running: the tiles are for the shared memory of sm_90, and gfx90a and
-// gfx942 give a block of threads 64 KiB. A launch that asks for more is refused there.
+// A warp is 32 lanes everywhere in this folder. A wavefront of 64 is two of them, which run the
+// same code side by side: exchanges stay within 32 lanes, and nothing addresses the whole
+// wavefront. What stands in the way of running: the tiles are sized for the shared memory of sm_90,
+// while gfx90a and gfx942 give a thread block 64 KiB. A launch that asks for more is refused there.
 #pragma once
 
 #define BLOCKSCALE_DEVICE __device__ __forceinline__
@@ -30,16 +30,15 @@
 
 namespace blockscale::gpu {
 
-// What this thread has written to shared memory comes before what the copy engine writes there
-// next.
+// Orders this thread's writes to shared memory before the copy engine's next writes there.
 BLOCKSCALE_DEVICE void fence_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// 16 bytes to shared memory without a register in between; they are there for all threads after
-// wait_for_chunks() and a barrier.
+// Starts copying 16 bytes to shared memory without going through a register; all threads see them
+// after wait_for_chunks() and a barrier.
 BLOCKSCALE_DEVICE void begin_chunk(void* to, const void* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
@@ -48,7 +47,7 @@ BLOCKSCALE_DEVICE void begin_chunk(void* to, const void* from) {
   *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
 #endif
 }
-// The same where others will soon ask for what lies behind: 256 bytes of memory go to L2.
+// The same where others will soon read what follows: 256 bytes of memory go to L2.
 BLOCKSCALE_DEVICE void begin_chunk_and_more(void* to, const void* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)),
@@ -58,7 +57,7 @@ BLOCKSCALE_DEVICE void begin_chunk_and_more(void* to, const void* from) {
   begin_chunk(to, from);
 #endif
 }
-// 8 bytes in the same way.
+// The same for 8 bytes.
 BLOCKSCALE_DEVICE void begin_half_chunk(void* to, const void* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from)
@@ -73,18 +72,18 @@ BLOCKSCALE_DEVICE void wait_for_chunks() {
 #endif
 }
 
-// What every kernel begins with: the next one may be launched, and the ones before have ended and
-// their writes are seen. Threads that have not passed it must touch no memory but parameters,
-// unless more was promised (Previous).
+// Every kernel begins with this: afterwards the next kernel may be launched, and the preceding ones
+// have ended and their writes are visible. Threads that have not passed it must touch no memory but
+// parameters, unless more was promised (Previous).
 BLOCKSCALE_DEVICE void after_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// The same for a kernel of parameters p. While the blocks of threads wait that a device holds at
-// once, some hundreds, they bring them to the constant cache, of which every warp reads a word of
-// each line, as each scheduler has a cache of its own.
+// The same for a kernel with parameters p. While the thread blocks that a device holds at once
+// (some hundreds) wait, they bring the parameters into the constant cache: every warp reads a word
+// of each line, as each scheduler has a cache of its own.
 template <class P>
 BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -94,15 +93,15 @@ BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
 #pragma unroll
     for (uint32_t i = 0; i < sizeof(P) / kLine; ++i)
       words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
-    // Something has to depend on them, or nothing is read.
+    // Something has to depend on the words, or nothing is read.
     asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
   }
 #endif
   after_previous();
 }
 
-// The value of the lane whose number differs in the bits of `mask`. Masks stay below 32, so that
-// wavefronts of 64 behave like two warps.
+// The value of the lane whose index differs in the bits of `mask`. Masks stay below 32, so that a
+// wavefront of 64 behaves like two warps.
 BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
 #if defined(__HIPCC__)
   return static_cast<uint32_t>(__shfl_xor(static_cast<int>(value), mask, 32));
@@ -111,7 +110,7 @@ BLOCKSCALE_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
 #endif
 }
 
-// The value of the lane `by` before; of its own for the first ones of a warp.
+// The value of the lane `by` lanes before; for the first lanes of a warp their own.
 BLOCKSCALE_DEVICE uint32_t shuffle_up(uint32_t value, int by = 1) {
 #if defined(__HIPCC__)
   return static_cast<uint32_t>(__shfl_up(static_cast<int>(value), by, 32));
@@ -120,7 +119,7 @@ BLOCKSCALE_DEVICE uint32_t shuffle_up(uint32_t value, int by = 1) {
 #endif
 }
 
-// Waits for the kThreads threads of the calling one's row (threadIdx.y) of the block.
+// Waits for the kThreads threads of the caller's row (threadIdx.y) of the thread block.
 template <int kThreads>
 BLOCKSCALE_DEVICE void sync_row() {
 #if defined(__CUDACC__)
@@ -138,7 +137,7 @@ BLOCKSCALE_DEVICE void sync_warp() {
 #endif
 }
 
-// The largest value of the 32 lanes of a warp.
+// The largest value among the 32 lanes of a warp.
 BLOCKSCALE_DEVICE uint32_t warp_max(uint32_t value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(~0u, value);
@@ -161,7 +160,7 @@ BLOCKSCALE_DEVICE uint32_t warp_sum(uint32_t value) {
 #endif
 }
 
-// (high : low) >> n: the low word of the result; and << n: the high one. n < 32.
+// The low word of (high : low) >> n; and the high word of (high : low) << n. n < 32.
 BLOCKSCALE_DEVICE uint32_t shift_right_in(uint32_t high, uint32_t low, int n) {
 #if defined(__HIPCC__)
   return high << 1 << (31 - n) | low >> n;
@@ -177,19 +176,19 @@ BLOCKSCALE_DEVICE uint32_t shift_left_in(uint32_t high, uint32_t low, int n) {
 #endif
 }
 
-// Four bytes of (b : a), chosen by the nibbles of `which`, lowest first; a's are 0 to 3.
+// Four bytes of (b : a), selected by the nibbles of `which`, lowest first; a's bytes are 0 to 3.
 BLOCKSCALE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which) {
   return __byte_perm(a, b, which);
 }
 
-// Tells the compiler where p points, which it cannot see where pointers meet.
+// Tells the compiler that p points to global memory, which it cannot see where pointers merge.
 BLOCKSCALE_DEVICE void in_global_memory([[maybe_unused]] const void* p) {
 #if defined(__CUDA_ARCH__)
   __builtin_assume(__isGlobal(p));
 #endif
 }
 
-// Keeps a pointer into global memory in registers, where the compiler would rather find it again
+// Keeps a pointer into global memory in registers, where the compiler would rather recompute it
 // every time.
 template <class T>
 BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
@@ -199,26 +198,26 @@ BLOCKSCALE_DEVICE void keep([[maybe_unused]] T*& p) {
   in_global_memory(p);
 }
 
-// Keeps what is found from `value` from here on where it is: out of loops, the compiler would find
-// it for branches that are not taken.
+// Keeps what is computed from `value` after this point in place: the compiler would hoist it out of
+// loops, even for branches that are not taken.
 BLOCKSCALE_DEVICE void keep_here([[maybe_unused]] int& value) {
 #if defined(__CUDACC__)
   asm volatile("" : "+r"(value));
 #endif
 }
 
-// A value in a register that stays there: the compiler would rather find it again every time, a
-// second constant of an instruction (they take one besides registers) among others.
+// Keeps a value in a register: the compiler would rather rematerialize it every time, for example
+// as the second constant of an instruction (which takes one besides registers).
 BLOCKSCALE_DEVICE uint32_t in_register(uint32_t constant) {
 #if defined(__CUDACC__)
-  int lanes;  // from this one on: their top bit is set, but the compiler does not know
+  int lanes;  // mask from this lane on: its top bit is set, unknown to the compiler
   asm("mov.u32 %0, %%lanemask_ge;" : "=r"(lanes));
   return constant & static_cast<uint32_t>(lanes >> 31);
 #else
   return constant;
 #endif
 }
-// The same for where something lies in shared memory.
+// The same for the address of something in shared memory.
 template <class T>
 BLOCKSCALE_DEVICE T& in_place(T& shared) {
 #if defined(__CUDACC__)
@@ -228,7 +227,7 @@ BLOCKSCALE_DEVICE T& in_place(T& shared) {
 #endif
 }
 
-// 16 bytes at once, which the compiler would rather store word by word than bring together.
+// Stores 16 bytes at once, where the compiler would rather store word by word than gather them.
 BLOCKSCALE_DEVICE void store_vector(void* to, const uint4& v) {
 #if defined(__CUDACC__)
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -239,7 +238,7 @@ BLOCKSCALE_DEVICE void store_vector(void* to, const uint4& v) {
 #endif
 }
 
-// The same of what is not read again soon: it leaves the caches first.
+// The same for data that is not read again soon: it is evicted from the caches first.
 BLOCKSCALE_DEVICE void store_vector_once(void* to, const uint4& v) {
 #if defined(__CUDACC__)
   __stcs(static_cast<uint4*>(to), v);
@@ -247,14 +246,14 @@ BLOCKSCALE_DEVICE void store_vector_once(void* to, const uint4& v) {
   *static_cast<uint4*>(to) = v;
 #endif
 }
-// Asks for `bytes` from `from` on, both multiples of 16, to be brought to the L2 cache.
+// Prefetches `bytes` from `from` on, both multiples of 16, into the L2 cache.
 BLOCKSCALE_DEVICE void ask_for([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 
-// A word that stays in the L2 cache while others can go, to be read soon.
+// Stores a word that will be read soon: it stays in the L2 cache while others may go.
 BLOCKSCALE_DEVICE void store_to_stay(uint32_t* to, uint32_t word) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint64_t policy;
@@ -266,12 +265,12 @@ BLOCKSCALE_DEVICE void store_to_stay(uint32_t* to, uint32_t word) {
 #endif
 }
 
-// What is not written while the kernel runs.
+// Loads data that is not written while the kernel runs.
 template <class T>
 BLOCKSCALE_DEVICE T load_once(const T* p) {
   return __ldg(p);
 }
-// The same where others will soon ask for what lies around: 128 bytes of memory go to L2.
+// The same where others will soon read what surrounds it: 128 bytes of memory go to L2.
 BLOCKSCALE_DEVICE uint32_t load_once_and_more(const uint32_t* p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t v;
@@ -291,20 +290,20 @@ BLOCKSCALE_DEVICE uint2 load_once_and_more(const uint2* p) {
 #endif
 }
 
-// 1 / x, correctly rounded, for x and 1 / x normal and well inside of the range; NaN for 0. The
-// step is the one that __frcp_rn takes there, without its test of the range.
+// 1 / x, correctly rounded, for x and 1 / x normal and well inside the range; NaN for 0. The Newton
+// step is the one that __frcp_rn takes there, without its range check.
 BLOCKSCALE_DEVICE float reciprocal_of_normal(float x) {
 #if !defined(__CUDACC__)
   return x == 0.0f ? bit_cast<float>(kNanBits) : __frcp_rn(x);
 #else
-  float r;  // within one unit of the last place, so that one step of Newton's ends it
+  float r;  // within one ulp, so that one Newton step suffices
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
 #endif
 }
 
-// The bits of a where `mask` has them, those of b elsewhere: one instruction, which the compiler
-// would rather take apart where it knows some of the bits.
+// The bits of a where `mask` is set, those of b elsewhere: one instruction, which the compiler
+// would rather split up where it knows some of the bits.
 BLOCKSCALE_DEVICE uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   uint32_t d;
@@ -318,8 +317,8 @@ BLOCKSCALE_DEVICE uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
 // a * b + c >= 0, rounded up.
 BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
 #if !defined(__CUDACC__)
-  // Nearest, and one further where the exact value is above: the product is exact in double, and
-  // Knuth's sum gives the error of the other operation.
+  // Round to nearest, then one step up if the exact value is above: the product is exact in double,
+  // and Knuth's sum gives the error of the addition.
   const float nearest = __fmaf_rn(a, b, c);
   const double p = static_cast<double>(a) * b, sum = p + c, of_c = sum - p;
   const double error = (p - (sum - of_c)) + (c - of_c);
@@ -332,7 +331,8 @@ BLOCKSCALE_DEVICE float fma_up(float a, float b, float c) {
 // a + b, neither negative, rounded towards zero.
 BLOCKSCALE_DEVICE float add_to_zero(float a, float b) {
 #if !defined(__CUDACC__)
-  // Nearest, and one back where that is above; what it went up by is exact.
+  // Round to nearest, then one step back if that is above; the amount it was rounded up by is
+  // exact.
   const float low = min(a, b), high = max(a, b), sum = a + b;
   return sum - high > low ? bit_cast<float>(bit_cast<uint32_t>(sum) - 1) : sum;
 #else
@@ -351,7 +351,7 @@ BLOCKSCALE_DEVICE uint32_t max_magnitude(float a, float b) {
 #endif
 }
 
-// max(|a|, |b|) of two BF16 pairs at once, with signs that mean nothing; NaN wins.
+// max(|a|, |b|) of two BF16 pairs at once, with meaningless signs; NaN wins.
 BLOCKSCALE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   uint32_t d;
@@ -367,7 +367,8 @@ BLOCKSCALE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
-// min(|a|, |b|) of two BF16 pairs at once, with the signs of a; b is not negative, and neither NaN.
+// min(|a|, |b|) of two BF16 pairs at once, with the signs of a; b is not negative, and neither is
+// NaN.
 BLOCKSCALE_DEVICE uint32_t min_magnitude_bf16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   uint32_t d;
@@ -381,7 +382,7 @@ BLOCKSCALE_DEVICE uint32_t min_magnitude_bf16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Two FP32 to a BF16 pair, round to nearest even.
+// Two FP32 values to a BF16 pair, round to nearest even.
 BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t d;
@@ -396,7 +397,7 @@ BLOCKSCALE_DEVICE uint32_t to_bf16x2(float low, float high) {
 #endif
 }
 
-// Two FP32 from 0 to FP16's largest to FP16, rounded towards zero.
+// Two FP32 values between 0 and FP16's largest to FP16, rounded towards zero.
 BLOCKSCALE_DEVICE uint32_t to_fp16x2_to_zero(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t d;
@@ -412,7 +413,7 @@ BLOCKSCALE_DEVICE uint32_t to_fp16x2_to_zero(float low, float high) {
 #endif
 }
 
-// Four FP32 to four FP8 codes, round to nearest even, saturating.
+// Four FP32 values to four FP8 codes, round to nearest even, saturating.
 template <bool kE5m2>
 BLOCKSCALE_DEVICE uint32_t to_fp8x4(float a, float b, float c, float d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

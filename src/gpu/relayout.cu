@@ -7,18 +7,18 @@ namespace {
 
 constexpr int kBlock = 256;  // threads
 
-// What moves at a time is a word: one FP32 scale, or four of a byte along a line.
-constexpr int kWords = 16;  // of a line of a tile of kTile lines
+// Scales move by words: one FP32 scale, or four one-byte scales along a line.
+constexpr int kWords = 16;  // per line of a tile of kTile lines
 
-// Parts of the work: `down` x `across` of them for each matrix of the batch.
+// Parts of the work: `down` x `across` for each matrix of the batch.
 struct Parts {
   int down, across;
   int64_t count;
 };
 
-// Of a matrix of scales.
+// The extent of a matrix of scales.
 struct Extent {
-  int rows, bytes;  // bytes of a row
+  int rows, bytes;  // bytes per row
 };
 
 struct RelayoutParams {
@@ -28,14 +28,14 @@ struct RelayoutParams {
   int64_t outers;  // outer scales
   int scale_bytes;
   LayoutTraits code_traits, scale_traits;  // of `to`
-  Parts codes, scales;                     // found once: their divisions take a while
-  int copies_scales;                       // as they lie
-  Extent used, padded;                     // scales of `to`, without and with its padding
-  uint32_t spread;                         // every how many parts one is of scales
-  Plan plan;                               // of groups: side 0 is `from`
+  Parts codes, scales;                     // computed once: their divisions take a while
+  int copies_scales;                       // copied as they lie
+  Extent used, padded;                     // scales of `to`, without and with padding
+  uint32_t spread;                         // one in this many parts is of scales
+  Plan plan;                               // of groups; side 0 is `from`
 };
 
-// Goes on to group `blockIdx.y`, if there are groups: `p` becomes that group's.
+// Goes on to one group: `p` becomes that group's.
 BLOCKSCALE_DEVICE void enter_group(RelayoutParams& p, int group) {
   const GroupAt from = p.plan.side[0][group], to = p.plan.side[1][group];
   const auto extents = [](StoredShape& s, const GroupAt& at, int per_byte) {
@@ -56,7 +56,7 @@ BLOCKSCALE_DEVICE void enter_group(RelayoutParams& p, int group) {
 
 // ---- codes ----
 
-// 16 bytes, of which `count` are there: none, 8 or more.
+// 16 bytes, of which `count` exist: none, 8, or at least 16.
 BLOCKSCALE_DEVICE uint4 load_chunk(const uint8_t* from, int64_t count) {
   if (count >= 16 && reinterpret_cast<uintptr_t>(from) % 16 == 0)
     return *reinterpret_cast<const uint4*>(from);
@@ -74,12 +74,12 @@ BLOCKSCALE_DEVICE void store_chunk(uint8_t* to, int64_t count, const uint4& v) {
   if (count >= 16) reinterpret_cast<uint2*>(to)[1] = {v.z, v.w};
 }
 
-// A part of the codes, chunks of 16 bytes: kCopied for every thread as they lie, or a piece of
-// kPieceLines lines, in which a warp takes 8 lines of 64 bytes; both layouts keep 16 together, and
-// lie in pieces of 64 bytes or more then.
+// A part of the codes, in chunks of 16 bytes: kCopied chunks per thread where codes are copied as
+// they lie, else a piece of kPieceLines lines, of which a warp takes 8 lines of 64 bytes. Both
+// layouts keep 16 bytes together, and a warp's chunks then lie in runs of 64 bytes or more.
 constexpr int kCopied = 4, kPieceLines = 16, kPieceBytes = 1024;
 
-// Part `part` of `all` bytes.
+// Copies part `part` of `all` bytes.
 BLOCKSCALE_DEVICE void copy_part(uint8_t* target, const uint8_t* source, int64_t all,
                                  int64_t part) {
   const int64_t first = (part * kBlock * kCopied + threadIdx.x) * 16;
@@ -110,7 +110,7 @@ BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
   copy_part(p.to.codes, p.from.codes, p.to.batch * p.t.code_bytes, part);
 }
 
-// Where chunk (line, byte) of codes lies, and how far 64 bytes of a line are from the next 64.
+// Where chunk (line, byte) of codes lies, and the distance from 64 bytes of a line to the next 64.
 BLOCKSCALE_DEVICE int64_t chunk_at(Layout codes, const StoredShape& s, int line, int byte) {
   const auto columns = static_cast<int>(s.code_columns);
   if (codes == Layout::linear) return static_cast<int64_t>(line) * columns + byte;
@@ -140,7 +140,7 @@ BLOCKSCALE_DEVICE void move_codes(const RelayoutParams& p, int batch, int row, i
     return;
   }
   const int left = (r < lines ? bytes : 0) - c;
-  // Beyond the codes of a line is the padding of the layout, which is 0.
+  // Past the codes of a line comes the padding of the layout, which is 0.
   const auto padded = [](int n, int multiple) { return (n + multiple - 1) & -multiple; };
   const int kept =
       (r < padded(lines, p.code_traits.row_multiple) ? padded(bytes, p.code_traits.column_multiple)
@@ -154,7 +154,7 @@ BLOCKSCALE_DEVICE void move_codes(const RelayoutParams& p, int batch, int row, i
 
 // ---- scales ----
 
-// A word of a tile and where it lies; or how far another is from it.
+// A word of a tile and its offset; or the distance to another word.
 struct WordAt {
   int row, word;
   int64_t bytes;
@@ -164,8 +164,8 @@ struct Words {
   Layout layout;
   int gap;       // bytes from one byte of a word to the next
   bool aligned;  // words are words of memory
-  // Of a tile of kTile x kWords, in the order in which they lie: the first of this thread, the
-  // second from there, and the third, which repeats.
+  // For a tile of kTile x kWords, in memory order: this thread's first word, the step to the
+  // second, and the step to the third, which repeats.
   WordAt first, second, third;
 
   BLOCKSCALE_DEVICE Words(const uint8_t* scales, Layout l, const StoredShape& s, int scale_bytes,
@@ -208,7 +208,7 @@ struct Words {
             first.word + a * second.word + b * third.word,
             first.bytes + a * second.bytes + b * third.bytes};
   }
-  // The bytes of a word, of which `count` are there.
+  // The bytes of a word, of which `count` exist.
   BLOCKSCALE_DEVICE uint32_t load(const uint8_t* from, int count) const {
     if (aligned && count == 4) return *reinterpret_cast<const uint32_t*>(from);
     uint32_t v = 0;
@@ -228,15 +228,15 @@ struct Words {
   }
 };
 
-// Where a word of a tile lies in shared memory: words of a column, and every 32nd row, in banks of
-// their own.
+// Where a word of a tile lies in shared memory: the words of a column, and of every 32nd row, are
+// in different banks.
 BLOCKSCALE_DEVICE int slot(const WordAt& at) {
   return at.row * (kWords + 1) + at.row / 32 * 8 + at.word;
 }
 constexpr int kSlots = kTile * (kWords + 1) + 4 * 8;
 
-// The tile (row, column) of one matrix: read in the order of one layout, written in that of the
-// other, with the padding of the other.
+// Moves tile (row, column) of one matrix: reads in the order of one layout, writes in that of the
+// other, including the other's padding.
 BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_row,
                                    int tile_column) {
   __shared__ uint32_t tile[kSlots];
@@ -244,8 +244,7 @@ BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_
   const int bytes = p.scale_bytes, first_row = tile_row * kTile, first_word = tile_column * kWords;
   const uint8_t* source = p.from.scales + batch * p.f.scale_count * bytes;
   uint8_t* target = p.to.scales + batch * p.t.scale_count * bytes;
-  // Whether all of the tile lies within so many rows of so many bytes, and else how many bytes of a
-  // word do.
+  // Whether the whole tile lies within an extent and, if not, how many bytes of a word do.
   const auto holds = [&](const Extent& e) {
     return first_row + kTile <= e.rows && (first_word + kWords) * 4 <= e.bytes;
   };
@@ -270,7 +269,7 @@ BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_
         uint32_t v = padding;
         if (count > 0) {
           int64_t offset = at.bytes;
-          // The row of the source that covers the same lines: grids of square blocks have fewer.
+          // The source row that covers the same lines: grids of square blocks have fewer rows.
           if (!same_rows)
             offset = from.offset(p.f, bytes,
                                  (first_row + at.row) / static_cast<int>(p.f.scale_lines) *
@@ -317,7 +316,7 @@ BLOCKSCALE_HD Parts scale_parts(const RelayoutParams& p) {
   return parts_of(p.scale_traits, ceil_div(p.t.lines, p.t.scale_lines), p.t.blocks, p.to.batch,
                   kTile, 4 * kWords / p.scale_bytes);
 }
-// Codes that stay as they are go as one piece, groups and all.
+// Codes that stay as they are go as one piece, across all groups.
 BLOCKSCALE_HD bool copies_codes(const RelayoutParams& p) {
   return p.from.layout.codes == p.to.layout.codes;
 }
@@ -337,7 +336,7 @@ BLOCKSCALE_HD void find_parts(RelayoutParams& p, bool codes) {
   const auto all = static_cast<uint32_t>(p.scales.count + p.codes.count);
   p.spread = p.scales.count > 0 ? all / static_cast<uint32_t>(p.scales.count) : 1;
 }
-// All parts; those of scales, which take longer, spread among those of codes.
+// Moves all parts; those of scales, which take longer, are spread among those of codes.
 BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
   const auto of_scales = static_cast<uint32_t>(p.scales.count);
   const uint32_t all = of_scales + static_cast<uint32_t>(p.codes.count);
@@ -391,7 +390,7 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
   p.outers = to.spec.outer ? to.matrices() : 0;
   p.scale_bytes = scale_bytes(to.spec.scale);
   p.code_traits = traits(to.layout.codes), p.scale_traits = traits(to.layout.scales);
-  // Scales that keep their places, where they lie in halves of chunks.
+  // Scales are copied as they lie if they keep their places, in whole halves of chunks.
   const int64_t bytes = to.batch * p.t.scale_count * p.scale_bytes;
   const auto places = reinterpret_cast<uintptr_t>(from.scales) |
                       reinterpret_cast<uintptr_t>(to.scales) | static_cast<uintptr_t>(bytes);
@@ -415,7 +414,7 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
   Side side{};
   side.out = to;
   side.shape = p.t;
-  p.plan.side[0] = nullptr;  // what was read
+  p.plan.side[0] = nullptr;  // the source needs no filling
   fill_groups({}, side, p.plan, stream);
   check_launch("relayout");
 }

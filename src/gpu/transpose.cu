@@ -1,4 +1,4 @@
-// The operand along the other axis, of one in square blocks.
+// An operand in square blocks, transposed to the other axis.
 #include "gpu/launch.h"
 #include "transposed.h"
 
@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kBlock = 256;       // threads
 constexpr int kSide = 128;        // codes of a tile, along either axis
-constexpr int kChunk = 8;         // bytes of a line that are moved together: lines are multiples
-constexpr int kScalesOfOne = 16;  // of a thread
+constexpr int kChunk = 8;         // bytes of a line that move together; lines are multiples of it
+constexpr int kScalesOfOne = 16;  // per thread
 
 struct TransposeParams {
   ConstQuantized from;
@@ -16,17 +16,17 @@ struct TransposeParams {
   StoredShape f, t;
   int scale_bytes;
   int64_t padded_columns;  // of the scales of `to`, with the padding of its layout
-  int64_t across;          // tiles beside each other along the lines of `from`
-  int64_t code_parts;      // tiles of a matrix; those of scales follow
+  int64_t across;          // tiles side by side along the lines of `from`
+  int64_t code_parts;      // tiles of codes per matrix; those of scales follow
   int64_t parts;           // of both
 };
 
-// Of a line of bytes. The pitch is an odd number of words, so that neighbouring lines lie in
-// different banks.
+// A tile of codes as lines of bytes. The pitch is an odd number of words, so that neighbouring
+// lines lie in different banks.
 template <int kPerByte>
 struct Tile {
   static constexpr int kBytes = kSide / kPerByte, kPitch = kBytes + 4;
-  static constexpr int kChunks = kBytes / kChunk;  // of a line
+  static constexpr int kChunks = kBytes / kChunk;  // per line
   alignas(8) uint8_t bytes[kSide * kPitch];
 };
 
@@ -46,14 +46,14 @@ BLOCKSCALE_DEVICE void load(Tile<kPerByte>& tile, const TransposeParams& p, cons
   }
 }
 
-// The same tile as lines of `to`, from byte `byte` of its line `line` on. A warp writes 32 bytes of
-// eight lines, or of eight pairs of them whose codes share bytes.
+// Stores the same tile as lines of `to`, from byte `byte` of its line `line` on. A warp writes 32
+// bytes of eight lines, or of eight pairs of lines whose codes share bytes.
 template <int kPerByte>
 BLOCKSCALE_DEVICE void store(const Tile<kPerByte>& tile, const TransposeParams& p, uint8_t* codes,
                              int64_t line, int64_t byte) {
   using T = Tile<kPerByte>;
-  constexpr int kTogether = 4;               // chunks of a line
-  constexpr int kLines = kChunk * kPerByte;  // of `from`, that a chunk of `to` comes from
+  constexpr int kTogether = 4;               // chunks per line
+  constexpr int kLines = kChunk * kPerByte;  // lines of `from` that make up a chunk of `to`
 #pragma unroll
   for (int i = static_cast<int>(threadIdx.x); i < T::kBytes * kSide / kLines; i += kBlock) {
     const int chunk = i % kTogether + i / (kTogether * T::kBytes) * kTogether;
@@ -121,7 +121,7 @@ void transpose(const ConstQuantized& from, const Quantized& to, const Stream& st
   p.padded_columns = padded_columns(to.layout.scales, p.t.scale_columns);
   p.across = ceil_div(p.f.padded, kSide);
   p.code_parts = ceil_div(p.t.padded, kSide) * p.across;
-  // One at least, for the outer scale.
+  // At least one, for the outer scale.
   p.parts = std::max<int64_t>(
       p.code_parts + ceil_div(p.t.scale_count, int64_t{kBlock} * kScalesOfOne), 1);
   if (to.batch == 0) return;

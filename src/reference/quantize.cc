@@ -1,5 +1,5 @@
-// The definition of quantization, one element at a time. Slow on purpose; read it with the
-// specification beside it.
+// The definition of quantization, one element at a time. Deliberately slow; read it alongside the
+// specification.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -41,7 +41,7 @@ float amax_of(const float* values, int64_t count) {
   return bit_cast<float>(largest > kInfBits ? kNanBits : largest);
 }
 
-// What one block's elements are multiplied with, and its stored scale.
+// The multiplier for one block's elements, and its stored scale.
 struct Block {
   bool finite;
   float inv;
@@ -77,8 +77,8 @@ float amax_of(const Operand& x) {
   return amax_of(x.value.data(), static_cast<int64_t>(x.value.size()));
 }
 
-// Quantizes batch element b of x into that of `out`. `origin_line` and `origin_pos` are where its
-// random bits begin; `amax` is null where it has to be computed.
+// Quantizes batch element b of x into batch element b of `out`. `origin_line` and `origin_pos` are
+// where its random bits begin; `amax` is null if it must be computed.
 void quantize_matrix(const ConstMatrix& x, int64_t b, const Quantized& out, const StoredShape& s,
                      const QuantizeOptions& options, const float* amax, int64_t origin_line,
                      int64_t origin_pos) {
@@ -144,7 +144,7 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
   for (const auto& [part, shape, at] : parts_of(out)) {
     const ConstMatrix x_part = rows_of(x, at.row, part.rows);
     for (int64_t b = 0; b < part.batch; ++b) {
-      // Lines are counted through the batch; positions start at the shard's origin.
+      // Lines are numbered consecutively through the batch; positions start at the shard's origin.
       const int64_t line =
           (rows ? options.origin_row + at.row : options.origin_column) + b * shape.lines;
       const int64_t pos = rows ? options.origin_column : options.origin_row + at.position;

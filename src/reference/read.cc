@@ -52,9 +52,9 @@ void relayout(const ConstQuantized& from, const Quantized& to) {
 
 namespace {
 
-// Sums in double: the value every backend's FP32 sum is compared with.
+// Sums in double, giving the value that every backend's FP32 sum is compared with.
 void multiply(const Product& p, const GemmOptions& options) {
-  if (p.empty() && options.accumulate && !p.bias) return;  // not even -0 changes
+  if (p.empty() && options.accumulate && !p.bias) return;  // even -0 stays as it is
   const auto& [a, sa, a_at] = p.a;
   const auto& [b, sb, b_at] = p.b;
   const double outer = static_cast<double>(a.spec.outer ? a.outer[0] : 1.0f) *

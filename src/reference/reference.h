@@ -19,7 +19,7 @@ inline void store(const Matrix& x, int64_t b, int64_t r, int64_t c, float value)
   store_element(x, offset_of(b, r, c, x), value);
 }
 
-// One stored scale as the FP32 number it means; `s` is its offset in the scales buffer.
+// One stored scale as the FP32 number it represents; `s` is its offset in the scales buffer.
 inline float load_scale(const uint8_t* scales, Format format, int64_t s) {
   if (format != Format::fp32) return decode(format, scales[s]);
   float value;
@@ -37,7 +37,7 @@ inline uint32_t load_code(const ConstQuantized& q, const StoredShape& s, int64_t
   return per_byte == 1 ? byte : byte >> (4 * (pos % 2)) & 15;
 }
 
-// Makes padding of all of an operand, for codes and scales to be written over.
+// Fills all of an operand with padding, which codes and scales then overwrite.
 inline void fill_with_padding(const Quantized& q) {
   const StoredShape s = q.shape();
   std::memset(q.codes, 0, q.batch * s.code_bytes);

@@ -4,11 +4,13 @@ a GPU."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same_bits
 from torch._dynamo.testing import CompileCounter
 
 # Specs of a and of b.
@@ -277,3 +279,35 @@ def test_refusals_say_what_is_wrong() -> None:
     refuses(r"bias.shape = \[37\]; need \[3, 37\], a row for each group", a, b, offsets, normal(N))
     refuses("out_dtype = ", a, b, offsets, None, torch.float16)
     refuses("blocks of 16", a, bs.quantize(normal(3, N, K), "mxfp4", batch_dims=1), offsets)
+
+
+@pytest.mark.parametrize("family", ["nvfp4", "mxfp8"])
+def test_a_product_of_nothing_is_0(family: str, device: torch.device) -> None:
+    """Whatever its outer scales are."""
+    amax = torch.full((), math.nan, device=device) if family == "nvfp4" else None
+    a = bs.quantize(torch.empty(4, 0, device=device), family, amax=amax)
+    b = bs.quantize(torch.empty(8, 0, device=device), family, amax=amax)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same_bits(
+            bs.matmul(a, b, out_dtype=dtype), torch.zeros(4, 8, dtype=dtype).to(device)
+        )
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_blockwise"])
+def test_what_is_added_to_stays_where_nothing_is_added(recipe: str, device: torch.device) -> None:
+    """Not even -0 changes: dense without rows, and an empty group."""
+    minus = torch.full((2, 48, 64), -0.0, device=device)
+    x = torch.randn(0, 64, device=device, dtype=torch.bfloat16)
+    w = torch.randn(48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    into = minus[0].clone()
+    y = bs.linear(x, w, None, recipe, bs.Rng(1, 2), accumulate_into=into)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert_same_bits(into, minus[0])
+    x = torch.randn(32, 64, device=device, dtype=torch.bfloat16)
+    w = torch.randn(2, 48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([0, 32], device=device)
+    into = minus.clone()
+    y = bs.grouped_linear(x, w, ends, recipe, bs.Rng(1, 2), accumulate_into=into)
+    y.float().square().sum().backward()  # type: ignore[no-untyped-call]
+    assert_same_bits(into[0], minus[0])
+    assert bool((into[1] != 0).any())

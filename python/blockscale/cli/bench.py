@@ -35,7 +35,7 @@ from blockscale.cli.run_folder import (
     write_json,
 )
 
-LIMIT = 1 << 31  # elements of an input; three of them are held
+LIMIT = 1 << 31  # elements of an input; three inputs are held
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_with_source(args: argparse.Namespace) -> None:
-    """CliError for options of a measurement beside --from."""
+    """CliError for options of a measurement together with --from."""
     for name in ("device", "shape", "only"):
         if getattr(args, name) is not None:
             raise CliError(
@@ -99,7 +99,7 @@ def refuse_with_source(args: argparse.Namespace) -> None:
 
 
 def refuse_earlier_run(folder: Path) -> None:
-    """CliError where the figures of an earlier run would be replaced."""
+    """CliError if the figures of an earlier run would be replaced."""
     earlier = folder / "results.json"
     if earlier.exists():
         raise CliError(
@@ -114,8 +114,8 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def write_and_print(folder: Path, found: dict[str, Any], measured: bool, console: Console) -> str:
-    """Writes results.json, if it is new, and bench.png, and prints the tables in any case: a
-    full disk must not cost the figures. Returns what is written."""
+    """Writes results.json, if it is new, and bench.png. Always prints the tables: a full disk must
+    not cost the figures. Returns what is written."""
     try:
         if measured:
             write(folder / "results.json", found)
@@ -153,7 +153,7 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def why_no_cuda() -> str:
-    """Why nothing can be measured on a GPU here; empty when it can."""
+    """Why nothing can be measured on a GPU here; empty if it can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     reason: str = next(b["reason"] for b in bs.describe()["backends"] if b["name"] == "cuda")
@@ -175,8 +175,8 @@ def measure(
     console: Console,
     only: re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
-    """What results.json holds."""
-    only = only or re.compile("")  # found everywhere
+    """Measure; returns the contents of results.json."""
+    only = only or re.compile("")  # matches everything
     default = bench_cases.GPU_SHAPES if device == "cuda" else bench_cases.CPU_SHAPES
     load = os.getloadavg()[0]
     if device == "cpu" and load > 0.5 * (os.cpu_count() or 1):
@@ -214,31 +214,31 @@ def measure(
 
 
 def measure_of(row: Row) -> str | None:
-    """Which of MEASURES a case has, if any."""
+    """The one of MEASURES that a case has, if any."""
     return next((name for name in MEASURES if name in row), None)
 
 
 def share(row: Row) -> str:
-    """How a case stands to what it is measured against."""
+    """How a case compares with what it is measured against."""
     name = measure_of(row)
     return MEASURES[name][0].format(row[name]) if name else ""
 
 
 def goal(row: Row) -> str:
-    """What it should reach."""
+    """The goal of a case, as text."""
     name = measure_of(row)
     return MEASURES[name][1].format(row["goal"]) if name and row.get("goal") is not None else ""
 
 
 def reached(row: Row) -> bool:
-    """Whether a case with a goal is there."""
+    """Whether a case with a goal has reached it."""
     name = measure_of(row)
     assert name is not None
     return bool(row[name] >= row["goal"] if MEASURES[name][2] else row[name] <= row["goal"])
 
 
 def origin(where: dict[str, Any]) -> str:
-    """Machine, versions, date and commit of a run, in a line."""
+    """Machine, versions, date and commit of a run, in one line."""
     machine = where.get("gpu") or f"{where['cpu']}, {where['threads']} threads"
     parts = [
         machine,
@@ -253,7 +253,7 @@ def origin(where: dict[str, Any]) -> str:
 
 
 def print_tables(found: dict[str, Any], console: Console) -> None:
-    """One table a shape, and one for what has no shape."""
+    """One table per shape, and one for cases without a shape."""
     groups: dict[str, list[Row]] = {}
     for row in found["rows"]:
         groups.setdefault("x".join(map(str, row.get("shape", ["other"]))), []).append(row)

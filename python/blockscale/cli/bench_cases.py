@@ -1,5 +1,5 @@
-"""The cases of `blockscale bench`: what is measured, on which shapes, what each should reach, and
-the check of its answer that comes before its time. bench_run.py measures them."""
+"""The cases of `blockscale bench`: what is measured, on which shapes, the goal of each, and the
+check of its answer before it is timed. bench_run.py measures them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Peer = Callable[[Tensor], Sequence[Tensor]]
 STOCHASTIC = "[scale_rounding=up,rounding=stochastic]"
 BOTH = "[scale_rounding=up,rounding=stochastic,hadamard=16]"
 
-# Of a GPU, 64 MiB and more but for the odd ones: with INPUTS by turns, the cache holds none.
+# For a GPU: 64 MiB and more, except the odd ones. With INPUTS in rotation, the cache holds none.
 GPU_SHAPES: tuple[Shape, ...] = (
     (16384, 8192),
     (32768, 4096),
@@ -32,11 +32,11 @@ GPU_SHAPES: tuple[Shape, ...] = (
     (8, 2048, 7168),
     (32, 5760, 2880),
 )
-# Outputs below 32 MiB, which malloc keeps: fresh pages would cost more than the work.
+# Outputs stay below 32 MiB, which malloc reuses: fresh pages would cost more than the work.
 CPU_SHAPES: tuple[Shape, ...] = ((4096, 4096), (4099, 5003), (8, 512, 2880))
 INPUTS = 3
 
-# Share of the copy that each kind of work should reach on a GPU.
+# Share of the copy speed that each kind of work should reach on a GPU.
 ROWS_AND_COLUMNS = {
     "fp8_1x128": 0.94,
     "fp8_128x128": 0.94,
@@ -57,7 +57,7 @@ DUAL = {
     ("nvfp4", "nvfp4"): 0.75,
     (f"nvfp4{STOCHASTIC}", f"nvfp4{BOTH}"): 0.55,
 }
-# What a layer's x and W are with FP32 weights and in autocast, of FP32.
+# Pairs quantized from FP32, as a layer's x and W are with FP32 weights and in autocast.
 WIDE_DUAL = {
     ("fp8_1x128", "fp8_1x128"): 0.90,
     ("fp8_128x128", "fp8_128x128"): 0.90,
@@ -75,17 +75,17 @@ LAYOUTS = {
     "nvfp4": ("nv_128x4", "aiter_scale", "mfma_16x16"),
 }
 LAYOUT_GOAL = 0.97
-# Rows of experts, of uneven numbers.
+# Rows of experts, in groups of uneven sizes.
 GROUPED_SHAPE, GROUPS = (32768, 2880), 32
-# On odd shapes, and in groups, one direction without more work than rounding has other goals.
+# On odd shapes and in groups, goals differ for one direction with no work beyond rounding.
 ODD: tuple[Shape, ...] = ((10007, 2880), (4099, 5003))
 ODD_GOALS = {0.94: 0.88, 0.92: 0.85}
 
-# 1024 x 1024 takes as long as the device needs to start it; this many times an empty kernel's.
+# 1024 x 1024 is bound by launch time; the goal is a multiple of an empty kernel's time.
 LAUNCH_SHAPE, LAUNCH_GOAL = (1024, 1024), 2.0
 LAUNCH_SPECS = ("fp8_1x128", "mxfp8", "nvfp4")
 
-# The case that a peer is shown beside: the same work.
+# The case beside which each peer is shown: it does the same work.
 BESIDE = {
     "torchao fp8 act_quant_lhs": "quantize/fp8_1x128/axis:-1",
     "torchao fp8 act_quant_transposed_lhs": "quantize/fp8_1x128/axis:-2",
@@ -97,16 +97,16 @@ BESIDE = {
 }
 
 
-ENOUGH = 32  # values, whose errors do not all happen to be small
+ENOUGH = 32  # values: enough that their errors are not all small by chance
 
 
 class WrongAnswer(Exception):
-    """A case's result is not what it must be: nothing is timed."""
+    """A case's result is wrong: nothing is timed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work. `call` is given a counter; `check` raises WrongAnswer."""
+    """One piece of work. `call` receives a counter; `check` raises WrongAnswer."""
 
     name: str
     goal: float | None
@@ -121,24 +121,25 @@ def nbytes(*operands: bs.QuantizedTensor) -> int:
 
 
 def same(name: str, got: Tensor, want: Tensor) -> None:
-    """The leading part of `got` against `want`, bit for bit."""
+    """Compares the leading part of `got` with `want`, bit for bit."""
     got, want = (t.cpu().contiguous().reshape(-1) for t in (got[: len(want)], want))
     if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
         raise WrongAnswer(f"{name}: bits differ from the CPU's on the same values")
 
 
 def same_operand(name: str, got: bs.QuantizedTensor, want: bs.QuantizedTensor) -> None:
-    """Codes and scales of the leading lines, or of the leading matrices."""
+    """Compares codes and scales of the leading lines, or of the leading matrices."""
     same(f"{name}, codes", got.codes, want.codes)
     same(f"{name}, scales", got.scales, want.scales)
 
 
 def plausible(name: str, x: Tensor, q: bs.QuantizedTensor) -> None:
-    """Decoding gives x back but for rounding: no worse than a whole spacing of the element, and not
-    suspiciously better than a uniform error within it.
+    """Checks that decoding gives x back except for rounding: errors no larger than one spacing of
+    the element, and not suspiciously smaller than a uniform error within it.
 
-    The scale may make the largest of a block exact: the latter is asked of the others, where there
-    are ENOUGH. One value is closer than a sixteenth of a spacing once in four to eight times.
+    The scale may make the largest value of a block exact, so the latter is checked on the others,
+    if there are ENOUGH. A single value is closer than a sixteenth of a spacing once in four to
+    eight times.
     """
     if q.spec.hadamard:  # these decode to the transformed x
         return
@@ -156,7 +157,7 @@ def plausible(name: str, x: Tensor, q: bs.QuantizedTensor) -> None:
 
 
 def largest_of_blocks(x: Tensor, q: bs.QuantizedTensor) -> Tensor:
-    """Where x [.., R, C] is the largest of its block, by a boolean; blocks as without groups."""
+    """Mask of where x [.., R, C] is the largest of its block; blocks as without groups."""
     lines, columns = q.spec.block
     block = (lines, columns) if q.axis == -1 else (columns, lines)
     matrices = x.abs().reshape(-1, 1, *x.shape[-2:])
@@ -167,8 +168,8 @@ def largest_of_blocks(x: Tensor, q: bs.QuantizedTensor) -> Tensor:
 
 
 class Data:
-    """Inputs of one shape on one device, normally distributed, and the cases on them; with `groups`
-    their rows are those of so many groups."""
+    """Normally distributed inputs of one shape on one device, and the cases on them; with `groups`
+    their rows form that many groups."""
 
     def __init__(
         self, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, groups: int = 0
@@ -191,15 +192,15 @@ class Data:
             self.rng = bs.Rng(*(torch.tensor(n, device=device) for n in (7, 1)))
 
     def goal(self, goal: float) -> float | None:
-        """The goals are a GPU's."""
+        """The goal for this shape; None on a CPU: goals are for GPUs."""
         if self.device != "cuda":
             return None
         odd = self.shape in ODD or self.offsets is not None
         return ODD_GOALS.get(goal, goal) if odd else goal
 
     def part(self, x: Tensor, axis: int) -> Tensor:
-        """Two matrices, or 128 lines along the axis, on the CPU. By themselves they quantize to
-        what they are within the whole; of groups' rows only all do."""
+        """Two matrices, or 128 lines along the axis, on the CPU. Alone they quantize to the same as
+        within the whole; for rows in groups only all of them do."""
         if self.batch_dims:
             return x[:2].cpu()
         if self.offsets is not None and axis == -1:
@@ -207,13 +208,13 @@ class Data:
         return (x[:128] if axis == -1 else x[:, :128]).cpu()
 
     def amax(self, spec: str, axis: int) -> Tensor | None:
-        """What a spec with an outer scale is given."""
+        """The amax passed for a spec with an outer scale."""
         if not bs.spec(spec).outer:
             return None
         return bs.amax(self.x[0], spec, axis, self.batch_dims, self.offsets)
 
     def quantize_part(self, spec: str, axis: int, amax: Tensor | None) -> bs.QuantizedTensor:
-        """The same on the CPU, of a part."""
+        """Quantizes a part on the CPU."""
         part = self.part(self.x[0], axis)
         if amax is not None:
             amax = amax[: len(part)].cpu() if self.batch_dims else amax.cpu()
@@ -225,7 +226,7 @@ class Data:
         return q
 
     def elementwise(self) -> Case:
-        """What one pass of PyTorch's takes over the same input: the ceiling of a small shape."""
+        """An elementwise pass of PyTorch over the same input: the ceiling for a small shape."""
 
         def check() -> None:
             same("torch.neg", torch.neg(torch.neg(self.x[0])), self.x[0])
@@ -234,7 +235,8 @@ class Data:
         return Case("torch.neg", None, lambda i: torch.neg(self.x[i % INPUTS]), moved, check)
 
     def quantizers(self) -> Iterator[Case]:
-        """Every spec along both axes, and pairs in one pass; an elementwise pass beside them."""
+        """Every spec along both axes, pairs in one pass, and an elementwise pass to compare
+        with."""
         yield self.elementwise()
         for spec, goal in ROWS_AND_COLUMNS.items():
             for axis in (-1, -2):
@@ -243,7 +245,7 @@ class Data:
             yield self.quantize_dual(row, col, self.goal(goal))
 
     def wide_quantizers(self) -> Iterator[Case]:
-        """Those that meet FP32."""
+        """The quantizers that get FP32 inputs."""
         for axis in (-1, -2):
             yield self.quantize("fp8_1x128", axis, self.goal(ROWS_AND_COLUMNS["fp8_1x128"]))
         for (row, col), goal in WIDE_DUAL.items():
@@ -371,7 +373,7 @@ class Data:
         )
 
     def check_peer(self, name: str, outputs: Sequence[Tensor], spec: str, axis: int) -> None:
-        """Its codes, as they lie in memory, against ours: scales may differ by a rounding."""
+        """Compares its codes, as they lie in memory, with ours: scales may differ by a rounding."""
         codes = max(outputs, key=lambda t: t.nbytes)
         same_rule = bs.spec(spec, scale_rule="rceil") if "to_mx" in name else bs.spec(spec)
         ours = bs.quantize(self.x[0], same_rule, axis=axis).codes
@@ -384,7 +386,7 @@ class Data:
 
 
 def torchao(device: str) -> dict[str, Peer]:
-    """torchao's Triton quantizers of FP8 and its quantizers of MX, compiled on a GPU."""
+    """torchao's Triton quantizers for FP8 and its quantizers for MX, compiled on a GPU."""
     try:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -392,7 +394,7 @@ def torchao(device: str) -> dict[str, Peer]:
         return {}
     peers: dict[str, Peer] = {}
     for label, element in (("mxfp8", torch.float8_e4m3fn), ("mxfp4", torch.float4_e2m1fn_x2)):
-        # The rule of scales that torch.compile takes for both.
+        # The scale rule that torch.compile supports for both.
         mode = ScaleCalculationMode.RCEIL
         peer = functools.partial(to_mx, elem_dtype=element, block_size=32, scaling_mode=mode)
         if device == "cuda":

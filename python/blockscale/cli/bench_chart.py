@@ -1,4 +1,5 @@
-"""bench.png: each case's share of the copy as a bar, with its goal, other shapes and peers."""
+"""bench.png: each case's share of the copy speed as a bar, with its goal, other shapes and
+peers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 OURS, PEER = COLOURS[2], "0.72"
 OTHERS = (*COLOURS[3:], *COLOURS[:2], "#7F3C00", "#8000C0")  # shapes
 SHAPES = (*MARKERS, "*")
-# Case names begin with these; a heading for each group, in the order they are drawn.
+# Prefixes of case names, with a heading for each group, in drawing order.
 WIDE = ", float32"
 GROUPS = (
     ("elementwise, PyTorch", "torch.neg", ""),
@@ -28,7 +29,7 @@ SHORTER = {"scale_rounding=up,": "", "rounding=stochastic": "stochastic", "hadam
 
 
 def draw(found: dict[str, Any]) -> bytes:
-    """Bars for the first shape, a marker for every other; nothing without a share of a copy."""
+    """Bars for the first shape, markers for the others; nothing without a share of a copy."""
     from matplotlib.figure import Figure
 
     rows = [row for row in found["rows"] if "of_copy" in row]
@@ -75,7 +76,7 @@ def arranged(cases: dict[str, Row]) -> list[str]:
 
 
 def label(line: str) -> str:
-    """A case without what its heading says."""
+    """The name of a case, without what its heading says."""
     text = line.removesuffix(WIDE)
     for long, short in SHORTER.items():
         text = text.replace(long, short)
@@ -92,7 +93,7 @@ def bars(axes: Axes, lines: list[str], cases: dict[str, Row]) -> None:
             continue
         share = 100 * row["of_copy"]
         axes.barh(y, share, height=0.78, color=PEER if line in BESIDE else OURS, zorder=2)
-        inside = share > 6  # at the foot, where no marker comes
+        inside = share > 6  # at the foot, where there are no markers
         axes.text(
             0.7 if inside else share + 0.7, y, f"{share:.0f}%", va="center", fontsize=8, zorder=4,
             color="white" if inside and line not in BESIDE else "0.1",
@@ -135,6 +136,6 @@ def finish(axes: Axes, lines: list[str], shape: str, where: dict[str, Any]) -> N
 
 
 def copy_text(where: dict[str, Any]) -> str:
-    """The ceiling of a run."""
+    """The text on a run's ceiling."""
     speed = where["copy_tb_per_s"]
     return f"copy {speed:.2f} TB/s" if speed >= 1 else f"copy {1e3 * speed:.1f} GB/s"

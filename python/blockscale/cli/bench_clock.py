@@ -1,4 +1,4 @@
-"""How `blockscale bench` takes the time, on a CPU and on a GPU: medians, in microseconds."""
+"""How `blockscale bench` measures time, on a CPU and on a GPU: medians, in microseconds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class Clock(Protocol):
-    """What the cases ask of a device."""
+    """What the cases need from a device."""
 
     def microseconds(self, call: Callable[[int], Any]) -> float:
-        """Median time of a call; `call` is given a counter, to rotate its inputs."""
+        """Median time of a call; `call` receives a counter, to rotate its inputs."""
         ...
 
     def copy_speed(self) -> float:
@@ -23,10 +23,10 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """By the host's clock."""
+    """Times by the host's clock."""
 
     def __init__(self, least: float = 0.15) -> None:
-        """Every case is repeated for `least` seconds, and five times at least."""
+        """Every case is repeated for at least `least` seconds, and at least five times."""
         self.least = least
 
     def microseconds(self, call: Callable[[int], Any]) -> float:
@@ -45,7 +45,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """By the device's clock, over calls captured in one CUDA graph: what the host does between
+    """Times by the device's clock, over calls captured in one CUDA graph: the host's work between
     launches is not timed."""
 
     warm_up = 3  # calls before the capture, each with another input
@@ -57,14 +57,14 @@ class CudaClock:
         return between_events(captured(call, calls), 1, rounds) / calls
 
     def copy_speed(self) -> float:
-        # Not in a graph: there copies go to another engine, which is slower.
+        # Not in a graph: there copies use another, slower engine.
         a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
         b = torch.empty_like(a)
         return 2 * a.nbytes / between_events(lambda: b.copy_(a), calls=4) / 1e6
 
 
 def captured(call: Callable[[int], Any], calls: int) -> Callable[[], Any]:
-    """What replays `calls` calls, captured in one CUDA graph."""
+    """A function that replays `calls` calls, captured in one CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(calls):

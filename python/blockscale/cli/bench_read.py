@@ -1,4 +1,4 @@
-"""Reads a results.json for `blockscale bench --from`, which may be any file, or an edited one."""
+"""Reads a results.json for `blockscale bench --from`; it may be any file, or an edited one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURES = {
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A results.json; CliError, which says why, when it is none."""
+    """A results.json; CliError with the reason if it is not one."""
     try:
         found = json.loads(path.read_text())
         fault = fault_of(found)
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def fault_of(found: Any) -> str:
-    """What `print_tables` and `draw` need and a file lacks; empty when they have it."""
+    """What `print_tables` and `draw` need and the file lacks; empty if nothing."""
     if not isinstance(found, dict):
         return "not an object"
     where, rows = found.get("provenance"), found.get("rows")
@@ -81,7 +81,8 @@ def fault_of_row(row: Any) -> str:
 
 
 def is_figure(value: Any) -> bool:
-    """What can be measured, and drawn: JSON as Python reads it also knows NaN and Infinity."""
+    """Whether a value can be measured and drawn: Python's JSON reader also accepts NaN and
+    Infinity."""
     return type(value) in (int, float) and 0 <= value < 1e15
 
 

@@ -23,15 +23,16 @@ from blockscale.cli.bench_cases import (
 )
 from blockscale.cli.bench_clock import Clock, CpuClock, CudaClock
 
-Wanted = Callable[[str], object]  # true of the name of a case that is to be measured
+Wanted = Callable[[str], object]  # true for the name of a case to measure
 
 
 def run(
     device: str, shapes: Sequence[Shape], say: Callable[[str], None], wanted: Wanted
 ) -> tuple[float, list[Row]]:
-    """Every case that is wanted: the copy's TB/s and the results. The first shape has the most.
+    """Runs every wanted case; returns the copy's TB/s and the results. The first shape has the most
+    cases.
 
-    `say` is told what comes next, and which peers are left out. Raises WrongAnswer.
+    `say` receives what comes next, and which peers are left out. Raises WrongAnswer.
     """
     clock: Clock = CudaClock() if device == "cuda" else CpuClock()
     say("copy")
@@ -84,7 +85,7 @@ def layouts(clock: Clock, data: Data, say: Callable[[str], None], wanted: Wanted
 
 
 def grouped(clock: Clock, copy: float, say: Callable[[str], None], wanted: Wanted) -> list[Row]:
-    """Quantizers of the rows of groups."""
+    """Quantizers of rows in groups."""
     data = Data(GROUPED_SHAPE, "cuda", groups=GROUPS)
     rows: list[Row] = []
     for case in data.quantizers():
@@ -100,7 +101,7 @@ def grouped(clock: Clock, copy: float, say: Callable[[str], None], wanted: Wante
 def measure_peers(
     data: Data, measure: Callable[[Case], None], say: Callable[[str], None], wanted: Wanted
 ) -> None:
-    """torchao, where it is installed. A peer that cannot run here is no failure of ours."""
+    """torchao, if it is installed. A peer that cannot run here is not our failure."""
     for name, call in torchao(data.device).items():
         if not wanted(name):
             continue

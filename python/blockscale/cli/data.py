@@ -48,7 +48,7 @@ class Corpus:
             yield windows(self.validation, starts[first : first + batch_size], seq_len)
 
     def unigram_loss(self) -> float:
-        """Nats per byte of a model that knows only how frequent each byte is."""
+        """Nats per byte of a model that knows only the frequency of each byte."""
         train = torch.bincount(self.train.int(), minlength=256).double() + 1.0
         share = torch.bincount(self.validation.int(), minlength=256) / len(self.validation)
         return float(-(share * (train / train.sum()).log()).sum())
@@ -99,7 +99,7 @@ def load_corpus(paths: Sequence[str], seq_len: int) -> Corpus:
 
 
 def as_bytes(name: str) -> bytes:
-    """A file's name as it is on disk, which need not be UTF-8."""
+    """A file's name as on disk, where it need not be UTF-8."""
     return name.encode(errors="surrogateescape")
 
 
@@ -116,7 +116,7 @@ def validation_names(texts: dict[str, bytes]) -> set[str]:
 
 
 def read_stdlib() -> Iterator[tuple[str, bytes]]:
-    """Every .py file of the standard library but its tests, named relative to its folder."""
+    """Every .py file of the standard library except its tests, named relative to its folder."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in walk(root, SKIPPED_FOLDERS, links=True):
         if path.suffix == ".py":
@@ -128,11 +128,11 @@ def read_stdlib() -> Iterator[tuple[str, bytes]]:
 def read_all(paths: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     """(name, text) of every file named or found in a named folder.
 
-    A named file must be text. In a folder, binary, empty and hidden files are passed over, but
-    one that cannot be read is an error: silently training on less would be worse.
+    A named file must be text. In a folder, binary, empty and hidden files are skipped, but an
+    unreadable one is an error: silently training on less would be worse.
     """
     # Named by position and relative path, so that neither the split nor the order depends on where
-    # the text lies or on how its path was typed.
+    # the text is or how its path was typed.
     seen: set[str] = set()
     for index, given in enumerate(paths):
         root = Path(given)
@@ -158,10 +158,10 @@ def read_all(paths: Sequence[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def walk(root: Path, skipped: set[str], links: bool = False) -> Iterator[Path]:
-    """Visible regular files below `root`, in an order that does not depend on the file system; none
-    of a run of `blockscale train` in there, which is no text to train on, and changes. Without
-    `links` one to a folder or to nothing is refused: what it stands for would be left out without a
-    word."""
+    """Visible regular files below `root`, in an order that does not depend on the file system. The
+    files of a `blockscale train` run in it are left out: they are not text to train on, and change.
+    Without `links`, a link to a folder or to nothing is refused: its target would be silently left
+    out."""
 
     def refuse(error: OSError) -> None:
         raise CliError(

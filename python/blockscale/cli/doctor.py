@@ -17,7 +17,7 @@ from blockscale.cli.output import Output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """This command has none."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def facts(about: dict[str, Any]) -> Table:
 
 
 def processor_name(instruction_set: str) -> str:
-    """An instruction set by the name that its makers give it; the library Highway counts AVX."""
+    """An instruction set by its vendor's name; the Highway library numbers AVX."""
     return instruction_set.replace("AVX3", "AVX-512")
 
 
@@ -72,7 +72,7 @@ def recipes(devices: list[str]) -> Table:
 
 
 def why_not(recipe: str, device: str) -> str:
-    """The first reason why a recipe cannot run on the device; empty when it can."""
+    """The first reason why a recipe cannot run on the device; empty if it can."""
     if device == "cuda" and not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     reasons = (bs.explain(spec, device=device) for spec in recipe_specs(recipe))

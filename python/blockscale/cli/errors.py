@@ -1,5 +1,5 @@
 """How the command refuses: one line on stderr (operation, argument, got, need, remedy), exit 2; and
-how it fails: one line too, exit 1."""
+how it fails: also one line, exit 1."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class CliError(Exception):
 
 
 class Failure(Exception):
-    """What no check could foresee, in the same form: a full disk, a full memory."""
+    """An error that no check could foresee, in the same form: a full disk, lack of memory."""
 
 
 def os_reason(error: OSError) -> str:
-    """Which file failed and how; what has no name is what the command prints to."""
+    """Which file failed and how; a file without a name is what the command prints to."""
     return f"{error.filename or 'output'}: {error.strerror or error}"
 
 
-# How PyTorch words a failed allocation where it has no exception of its own for it. The last is an
-# allocation from within an operator of ours, whose reason its interface does not carry.
+# PyTorch's messages for failed allocations without an exception type of their own. The last is for
+# an allocation within one of our operators, whose interface does not pass on the reason.
 NO_MEMORY = (
     "allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED",
     "Storage size calculation overflowed", "aoti_torch_empty",
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # As from Python 3.14 on: -1x5 is a wrong value of the option before it, not an option.
+        # As in Python 3.14 and later: -1x5 is a wrong value of the preceding option, not an option.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         raise CliError(f"{message}; `{self.prog} --help` lists the options")
 
     def print_help(self, file: Any = None) -> None:
-        """Unlike argparse's own, it fails where nothing can be written."""
+        """Unlike argparse's own, fails if nothing can be written."""
         print(self.format_help(), end="", file=file)
 
 
@@ -83,14 +83,14 @@ def path_text(text: str) -> str:
         raise argparse.ArgumentTypeError("''; need a path; name one, or leave the option out")
     try:
         text.encode()
-    except UnicodeEncodeError:  # safetensors opens no other
+    except UnicodeEncodeError:  # safetensors cannot open others
         raise argparse.ArgumentTypeError(f"{text!r}; need a path in UTF-8; rename it") from None
     return text
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole numbers from `least` to `most`, as text of an option and as a value of JSON."""
+    """Whole numbers from `least` to `most`, as the text of an option and as a JSON value."""
 
     least: int
     most: int = 2**63 - 1

@@ -30,7 +30,7 @@ from blockscale.noise import Noise
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-MOST_LABELS = 600  # of tensors in the plot, as many as fit in a picture of 100 inches
+MOST_LABELS = 600  # tensors in the plot: as many as fit in a picture of 100 inches
 CHUNK_ELEMENTS = 1 << 22  # read at a time
 CHUNK_ROWS = 128  # a chunk is whole tiles of every spec
 
@@ -62,14 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one row per tensor and spec, and the skipped tensors with the reason."""
     console = Output(width_in_a_file=160)
-    # Two spellings of one spec are one.
+    # Two spellings of one spec count once.
     specs = list(dict.fromkeys(parse_spec(text) for text in args.spec or DEFAULT_SPECS))
     if args.out is not None:
         check_plot_path(Path(args.out))
     results: list[Result] = []
     skipped: list[tuple[str, str]] = []
     with contextlib.ExitStack() as stack:
-        # All of them first: a bad one is told before the long work.
+        # Opens all of them first: a bad file is reported before the long work.
         files = {path: stack.enter_context(open_file(path)) for path in paths_of(args.files)}
         named = sorted((name, path) for path, file in files.items() for name in [*file.keys()])
         times = Counter(name for name, _ in named)
@@ -133,7 +133,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def paths_of(given: Sequence[str]) -> list[str]:
-    """The files, each once, and those of folders in their places."""
+    """The files, each once, with folders replaced by their files."""
     found: list[str] = []
     for path in given:
         if not os.path.isdir(path):
@@ -155,7 +155,7 @@ def open_file(path: str) -> Any:
 
     try:
         kind = os.stat(path).st_mode
-        if not stat.S_ISREG(kind):  # a pipe would be waited for
+        if not stat.S_ISREG(kind):  # opening a pipe would block
             raise CliError(f"file = {path} (not a regular file); need one; save it to a file first")
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def open_file(path: str) -> Any:
 
 
 def why_skip(shape: Sequence[int], dtype: str) -> str:
-    """Why a tensor is not inspected; empty when it is."""
+    """Why a tensor is not inspected; empty if it is."""
     if dtype not in FLOATS:
         return f"{dtype}, not one of {', '.join(FLOATS)}"
     if len(shape) < 2:
@@ -211,7 +211,7 @@ def chunks(file_slice: Any, shape: Sequence[int]) -> Iterator[Tensor]:
 def inspect_tensor(
     name: str, file_slice: Any, shape: tuple[int, ...], specs: Sequence[bs.Spec]
 ) -> list[Result]:
-    """Reads a tensor twice: once for its amax, which two-level specs scale by, once to measure."""
+    """Reads a tensor twice: once for its amax, which two-level specs need, once to measure."""
     amax = max_of(chunk.float().abs().amax() for chunk in chunks(file_slice, shape))
     sums = [Noise() for _ in specs]
     for index, chunk in enumerate(chunks(file_slice, shape)):
@@ -258,7 +258,7 @@ def as_table(results: Sequence[Result]) -> Table:
 
 
 def shortened(name: str, most: int = 64) -> str:
-    """A tensor's name beside the panels: where it is long, its ends say most."""
+    """A tensor's name beside the panels; of a long one, the ends say most."""
     half = most // 2
     return name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}"
 
@@ -291,13 +291,13 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
         axes.set_xlabel(label)
         axes.grid(color="0.9", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(rows[::every], shown, fontsize=8, parse_math=False)  # a name may hold $
+    panels[0].set_yticks(rows[::every], shown, fontsize=8, parse_math=False)  # a name may contain $
     panels[0].set_ylim(len(names) - 1 + 0.5 * every, -0.5 * every)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
     )
     buffer = io.BytesIO()
-    with warnings.catch_warnings():  # of letters in names that the font lacks, and draws as boxes
+    with warnings.catch_warnings():  # about letters that the font lacks and draws as boxes
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format="png")
     return buffer.getvalue()

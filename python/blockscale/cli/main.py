@@ -37,18 +37,18 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit status: 0, 1 (failed), 2 (refused), 130 (Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # whose encoding may lack letters of tables
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of tables
         sys.stdout.reconfigure(errors="backslashreplace")
     prog = f"blockscale {words[0]}" if words and words[0] in SUBCOMMANDS else "blockscale"
     try:
         status = run(words)
-        print(end="", flush=True)  # here it can still be told that nothing more can be written
+        print(end="", flush=True)  # a failure to write can still be reported here
         return status
     except CliError as error:
         status, reason = 2, str(error)
     except Failure as error:
         status, reason = 1, str(error)
-    except OSError as error:  # a disk that fills up, a folder that goes away
+    except OSError as error:  # a disk fills up, a folder disappears
         status, reason = 1, os_reason(error)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str]) -> int:
-    """One subcommand, or what is asked of all of them."""
+    """Runs one subcommand, or handles the options of the command itself."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
@@ -86,8 +86,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def drop_output() -> None:
-    """Forgets what standard output does not take: the interpreter would try again at its end, and
-    change the exit status."""
+    """Drops what standard output does not accept: the interpreter would retry at exit, and change
+    the exit status."""
     try:
         print(end="", flush=True)
     except OSError:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import blockscale as bs
 
 VOCABULARY = 256  # bytes; 0 marks the end of a file
-BALANCE = 0.01  # what uneven routing counts for in the loss of a training
+BALANCE = 0.01  # weight of uneven routing in the training loss
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Preset:
     lr: float
     eval_every: int
     about: str
-    experts: int = 0  # in the place of each feed-forward; `hidden` is that of one
-    top: int = 2  # of them for each token
+    experts: int = 0  # in place of each feed-forward; `hidden` is that of one expert
+    top: int = 2  # experts per token
 
 
 PRESETS = {
@@ -37,7 +37,7 @@ PRESETS = {
     "small": Preset(512, 6, 8, 1408, 256, 16, 2000, 1e-3, 100, "19.5 M"),
     # GPT-2's smallest, which is 124 M with its vocabulary of 50257.
     "gpt-124m": Preset(768, 12, 12, 2048, 1024, 8, 20000, 6e-4, 500, "85.3 M"),
-    # As many multiplications for a token as in tiny and small.
+    # As many multiplications per token as in tiny and small.
     "tiny-moe": Preset(256, 3, 4, 320, 128, 8, 200, 1e-3, 25, "6.8 M with all experts", 8),
     "small-moe": Preset(512, 6, 8, 704, 256, 16, 2000, 1e-3, 100, "110.4 M with all experts", 16),
 }
@@ -90,18 +90,18 @@ class SwiGlu(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLUs of which a router gives each token the best few, weighted."""
+    """SwiGLUs; a router sends each token to the best few and weights their results."""
 
     def __init__(self, dim: int, hidden: int, experts: int, top: int) -> None:
         super().__init__()
         self.top = top
         self.router = nn.Linear(dim, experts, bias=False)
-        # Until convert gives them the model's recipe.
+        # In BF16 until convert gives them the model's recipe.
         self.gate_up = bs.nn.GroupedLinear(experts, dim, 2 * hidden, recipe="bf16")
         self.down = bs.nn.GroupedLinear(experts, hidden, dim, recipe="bf16")
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The result, and how uneven the routing is: 1 where all experts get as many tokens (the
+        """The result, and how uneven the routing is: 1 if all experts get equally many tokens (the
         Switch Transformer's loss)."""
         tokens = x.flatten(0, -2)
         likely = self.router(tokens).float().softmax(-1)
@@ -113,7 +113,7 @@ class Experts(nn.Module):
         balance = len(experts) * (share * likely.mean(0)).sum()
 
         gate, up = self.gate_up(tokens[order // self.top], ends).chunk(2, dim=-1)
-        rows = self.down(F.silu(gate) * up, ends)[order.argsort()]  # by token again
+        rows = self.down(F.silu(gate) * up, ends)[order.argsort()]  # in token order again
         weights = weights / weights.sum(-1, keepdim=True)
         weighed = rows.view(*chosen.shape, -1) * weights[..., None].to(rows.dtype)
         return weighed.sum(1).view_as(x), balance
@@ -134,7 +134,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The result, and how uneven the routing to experts is, if there are some."""
+        """The result, and how uneven the routing to experts is, if there are any."""
         x = x + self.attention(self.attention_norm(x))
         made = self.mlp(self.mlp_norm(x))
         y, balance = made if isinstance(made, tuple) else (made, None)
@@ -143,9 +143,9 @@ class Block(nn.Module):
 
 class LanguageModel(nn.Module):
     """Tokens [B, T] (int64, below 256) to the mean next-token cross-entropy in nats, FP32 scalar;
-    in training with what uneven routing of experts costs besides.
+    in training plus the loss for uneven routing to experts.
 
-    `targets` [B, T] are the tokens one to the right. `reduction` is as in `cross_entropy`.
+    `targets` [B, T] are the next tokens. `reduction` is as in `cross_entropy`.
     """
 
     def __init__(self, preset: Preset, seq_len: int) -> None:
@@ -168,13 +168,13 @@ class LanguageModel(nn.Module):
         return loss
 
     def kept_in_bf16(self) -> list[str]:
-        """What convert is told to skip."""
+        """The modules that convert is told to skip."""
         has_router = any(isinstance(module, Experts) for module in self.modules())
         return ["lm_head", "router"] if has_router else ["lm_head"]
 
     def initialize(self, seed: int) -> None:
-        """Fills every parameter from `seed` alone: normal(0, 0.02), the two projections back into
-        the residual stream narrowed by 1/sqrt(2 * layers)."""
+        """Fills every parameter from `seed` alone: normal(0, 0.02), the two projections into the
+        residual stream scaled by 1/sqrt(2 * layers)."""
         generator = torch.Generator().manual_seed(seed)
         narrow = (2 * len(self.layers)) ** -0.5
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the commands print to, and draw in."""
+"""The output of the commands: console and plots."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.console import Console
 
 
 class Output(Console):
-    """Standard output. Paths and names of tensors are printed as they are: what looks like an emoji
-    in them is none, nor are brackets markup, unless `markup` says so. A reader that goes away is an
-    error of the output like any other (rich would end the process without a word). Tables are
-    rather `width_in_a_file` wide there than folded."""
+    """Standard output. Paths and tensor names are printed as they are: nothing in them is taken for
+    an emoji, nor brackets for markup unless `markup` is set. A reader that goes away is an output
+    error like any other (rich would silently end the process). In a file, tables are
+    `width_in_a_file` wide instead of folded."""
 
     def __init__(self, width_in_a_file: int | None = None, markup: bool = False) -> None:
         super().__init__(markup=markup, emoji=False)
@@ -25,7 +25,7 @@ class Output(Console):
 
 @contextlib.contextmanager
 def own_style() -> Iterator[None]:
-    """Pictures look alike whatever a user has set for their own."""
+    """Makes pictures look alike, whatever style the user has configured."""
     import matplotlib
 
     with matplotlib.rc_context():

@@ -15,14 +15,14 @@ class LiveProgress:
     """Shows step, loss, tokens per second and time left; a context manager."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
-        """`total` steps over all trainings of the run, `done` of them in an earlier process."""
+        """`total`: steps over all trainings of the run; `done`: those of an earlier process."""
         self.console = console
         self.total = total
         self.done = done
         self.before = done
         self.begin = self.last = time.monotonic()
         self.bars = Progress(
-            TextColumn("{task.description:<22}", markup=False),  # recipes may hold brackets
+            TextColumn("{task.description:<22}", markup=False),  # recipes may contain brackets
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[status]}"),
@@ -56,7 +56,7 @@ class LiveProgress:
         self.current = self.bars.add_task(name, total=steps, completed=step, status="")
 
     def step(self, step: int, steps: int, loss: float, tokens_per_second: float) -> None:
-        """One more step is done."""
+        """Another step is done."""
         self.done += 1
         status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
         self.bars.update(self.whole, completed=self.done)
@@ -67,11 +67,11 @@ class LiveProgress:
             self.say(f"{self.name}  step {step}/{steps}  {status}  {self.time_left()} left")
 
     def time_left(self) -> str:
-        """Of the whole run, from the mean pace of this process."""
+        """Time left for the whole run, from the mean pace of this process."""
         pace = (time.monotonic() - self.begin) / max(1, self.done - self.before)
         seconds = round(pace * (self.total - self.done))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         self.console.print(text, highlight=False, soft_wrap=True)

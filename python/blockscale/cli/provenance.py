@@ -1,4 +1,4 @@
-"""Where and from what a result comes: date, commit, machine, versions."""
+"""The origin of a result: date, commit, machine, versions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 import blockscale as bs
 
-ORIGIN: Final = ("date", "commit")  # what decides no bit of a result
+ORIGIN: Final = ("date", "commit")  # does not affect the bits of a result
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Where and from what numbers come."""
+    """The origin of measured numbers."""
     facts = bs.describe()
     where = origin() | {
         "device": device,
@@ -40,13 +40,13 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def origin() -> dict[str, str]:
-    """When, and from which commit: ORIGIN."""
+    """Date and commit: ORIGIN."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return dict(zip(ORIGIN, (now, commit()), strict=True))
 
 
 def output(*words: str, cwd: Path | None = None) -> str:
-    """What a command prints; nothing where it is missing or fails."""
+    """What a command prints; empty if it is missing or fails."""
     try:
         done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def output(*words: str, cwd: Path | None = None) -> str:
 
 
 def commit() -> str:
-    """The commit that this file is of, with `+changes`; nothing when it is installed by itself."""
+    """The commit of this file, with `+changes`; empty if it is installed outside its repository."""
     here = Path(__file__).resolve()
     if not output("git", "ls-files", here.name, cwd=here.parent):
         return ""

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "bf16"
-# Of the last validation's row, where the recipe quantizes (Trainer._noise).
+# In the row of the last validation, if the recipe quantizes (Trainer._noise).
 NOISE = {"fprop_db": "y", "dgrad_db": "dx", "wgrad_db": "dW"}
 HEADINGS = ("recipe", "validation (nats)", "bits per byte", "gap to BF16 (nats)", "tokens/s")
 
-# Okabe and Ito's palette, told apart with any colour vision; markers differ too.
+# Okabe and Ito's palette, distinguishable with any colour vision; markers differ too.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -66,19 +66,20 @@ def seed_curves(folder: RunFolder, recipe: str, key: str) -> list[dict[int, floa
 
 
 def gaps(folder: RunFolder, recipe: str, step: int) -> list[float]:
-    """Validation loss above BF16's of the same seed, one number per seed; empty without BF16."""
+    """Validation loss minus BF16's for the same seed, one number per seed; empty without BF16."""
     ours = seed_curves(folder, recipe, "validation_loss")
     theirs = seed_curves(folder, BASELINE, "validation_loss")
     return [a[step] - b[step] for a, b in zip(ours, theirs, strict=False)]
 
 
 def deviation_of(values: Sequence[float]) -> float:
-    """The standard deviation; NaN where a training diverged, which `statistics` does not take."""
+    """The standard deviation; NaN if a training diverged, which `statistics` does not accept."""
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def results(folder: RunFolder) -> list[Result]:
-    """The final figures of every recipe. The pace is that of the median step, evaluation apart."""
+    """The final figures of every recipe. The pace is that of the median step, without
+    evaluation."""
     settings = folder.settings
     tokens = settings["batch_size"] * settings["seq_len"]
     found = []
@@ -155,7 +156,7 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
 
 
 def noise_table(folder: RunFolder) -> list[str]:
-    """Lines on what quantization adds to the results of layers, of a run that has looked."""
+    """Lines on the quantization noise in the results of layers, if the run has measured it."""
     settings = folder.settings
     found = {}
     for recipe in settings["recipes"]:
@@ -220,7 +221,7 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
         "byte frequencies alone", (settings["steps"], unigram), (0, 3),
         textcoords="offset points", ha="right", color="0.35", fontsize=9,
     )  # fmt: skip
-    # What is not finite gives the axes no range.
+    # Nonfinite values give the axes no range.
     left.set(xlim=(0, 1.05 * settings["steps"]), ylim=(None, top(folder, unigram)))
     left.set(xlabel="step", ylabel="loss (nats per byte)")
     left.set_title("Training (line, smoothed) and validation (points)")
@@ -246,7 +247,8 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
 
 
 def top(folder: RunFolder, unigram: float) -> float:
-    """Where the losses' axis ends: untrained weights are left out, a training that diverges not."""
+    """The upper end of the loss axis: leaves out untrained weights, but not a diverging
+    training."""
     losses: list[float] = [
         row["validation_loss"] for row in folder.rows if "validation_loss" in row
     ]

@@ -6,9 +6,9 @@
     checkpoints/*.safetensors   the weights of a finished training, which is what marks it finished
     report.md, loss.png   written at the end, from settings.json and metrics.jsonl
 
-A metrics line is on disk before the checkpoint that covers it, so after a kill the metrics reach
-at least as far as the checkpoint; `open_run` cuts off what reaches further, and those steps are
-run again with the same result.
+A metrics line is on disk before the checkpoint that covers it, so after a kill the metrics reach at
+least as far as the checkpoint; `open_run` cuts off the excess, and those steps are run again with
+the same result.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Cell:
 
     @property
     def file_name(self) -> str:
-        """Of its files, without what follows the dot: of a long name, which no file may have, the
-        beginning and a digest."""
+        """The name of its files, without the extension; the beginning and a digest if the name is
+        too long for a file."""
         name = str(self)
         digest = hashlib.sha256(name.encode()).hexdigest()
         return name if len(name) <= 200 else f"{name[:120]}-{digest[:16]}"
@@ -64,10 +64,11 @@ class RunFolder:
         self.checkpoints.mkdir(exist_ok=True)
         self._hold_lock()
         self._metrics: BinaryIO | None = None
-        self.made: list[Path] | None = None  # the folders that were made for it, if it is new
+        self.made: list[Path] | None = None  # the folders made for it, if it is new
 
     def _hold_lock(self) -> None:
-        """Two processes writing one run would corrupt it; the lock goes when the process does."""
+        """Locks the run: two processes writing it would corrupt it. The lock ends with the
+        process."""
         handle = os.open(self.path / "settings.json", os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +98,7 @@ class RunFolder:
         return self.checkpoints / f"{cell.file_name}.pt"
 
     def append(self, cell: Cell, step: int, **values: float) -> None:
-        """Adds one metrics line; it is on disk for sure after the next checkpoint only."""
+        """Adds one metrics line; it is certain to be on disk only after the next checkpoint."""
         row: Row = {"seed": cell.seed, "recipe": cell.recipe, "step": step, **values}
         with naming(self.metrics_path):
             if self._metrics is None:
@@ -119,7 +120,7 @@ class RunFolder:
         write_atomically(self.checkpoint_path(cell), lambda file: save_state(state, file))
 
     def load_checkpoint(self, cell: Cell) -> dict[str, Any] | None:
-        """The cell's saved state, None when there is none; CliError when it is not this run's."""
+        """The cell's saved state, None if there is none; CliError if it is not this run's."""
         path = self.checkpoint_path(cell)
         if not path.exists():
             return None
@@ -153,17 +154,18 @@ class RunFolder:
             raise unusable(path, cell, reason, "the final weights that this run wrote") from None
 
     def finish(self, cell: Cell, weights: dict[str, torch.Tensor]) -> None:
-        """Replaces the checkpoint by the final weights."""
+        """Replaces the checkpoint with the final weights."""
         from safetensors.torch import save
 
         self.flush()
-        # One key only: safetensors writes several in any order, and files could not be compared.
+        # One key only: safetensors writes several in arbitrary order, and files could not be
+        # compared.
         content = save(weights, metadata={"trained_as": str(cell)})
         write_atomically(self.weights_path(cell), lambda file: file.write(content))
         self.checkpoint_path(cell).unlink(missing_ok=True)
 
     def discard(self) -> bool:
-        """Takes a new run away again, unless a step of it is trained already."""
+        """Removes a new run, unless a step of it has been trained already."""
         if self.made is None or self.rows:
             return False
         (self.path / "settings.json").unlink()
@@ -172,14 +174,14 @@ class RunFolder:
 
 
 def run_id(settings: dict[str, Any]) -> str:
-    """The same for runs that do the same, whenever and from whichever commit."""
+    """An identifier that is the same for runs that do the same, whatever their date and commit."""
     where = {k: v for k, v in settings.get("environment", {}).items() if k not in ORIGIN}
     what = settings | ({"environment": where} if "environment" in settings else {})
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def create_run(path: Path, settings: dict[str, Any]) -> RunFolder:
-    """Starts a run in a new or empty folder; CliError when it holds something or is unwritable."""
+    """Starts a run in a new or empty folder; CliError if it is not empty or is unwritable."""
     check_free(path)
     made: list[Path] = []
     try:
@@ -196,14 +198,14 @@ def create_run(path: Path, settings: dict[str, Any]) -> RunFolder:
 
 
 def unusable(path: Path, cell: Cell, reason: str, need: str) -> CliError:
-    """The refusal of a saved file of a cell's."""
+    """The refusal of a cell's saved file."""
     return CliError(
         f"--resume = {path} ({reason}); need {need}; delete it to train {cell} again from its start"
     )
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Makes a folder with its parents; returns those that were not there, the innermost first."""
+    """Makes a folder with its parents; returns those that did not exist, innermost first."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -219,8 +221,8 @@ def is_run(names: Iterable[str]) -> bool:
 
 
 def check_writable(option: str, folder: Path, path: Path | None = None) -> None:
-    """CliError unless files can be written to a folder that is there; `path`: what was asked for,
-    if not the folder."""
+    """CliError unless files can be written to an existing folder; `path`: what was asked for, if
+    not the folder."""
     probe = folder / ".blockscale-probe"
     try:
         write_atomically(probe, lambda file: None)
@@ -233,7 +235,7 @@ def check_writable(option: str, folder: Path, path: Path | None = None) -> None:
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Removes the folders, the innermost first, that nothing was put in."""
+    """Removes the folders that are still empty, innermost first."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -304,7 +306,7 @@ def check_rows(folder: RunFolder, reached: dict[Cell, int]) -> None:
         key = "steps" if "train_loss" in row else "validations"
         found.setdefault((Cell(row["seed"], row["recipe"]), key), []).append(row["step"])
     for cell, step in reached.items():
-        ends = step == steps and step % every != 0  # the last step is validated in any case
+        ends = step == steps and step % every != 0  # the last step is always validated
         for key, count in (("steps", step), ("validations", step // every + ends)):
             got = found.get((cell, key), [])
             if len(got) == count:  # first: a damaged count may be too large to list
@@ -327,7 +329,7 @@ def encode_row(row: Row) -> bytes:
 
 
 def decode_row(line: bytes) -> Row:
-    """The inverse of encode_row, null read as NaN; ValueError for what is no object."""
+    """The inverse of encode_row, null read as NaN; ValueError for anything but an object."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError
@@ -335,7 +337,7 @@ def decode_row(line: bytes) -> Row:
 
 
 def is_metric(row: Row) -> bool:
-    """Whether a row with seed, recipe and step has the rest of what `append` is given."""
+    """Whether a row with seed, recipe and step has the other values that `append` writes."""
     losses = [key for key in ("train_loss", "validation_loss") if key in row]
     numbers = [value for key, value in row.items() if key != "recipe"]
     good = len(losses) == 1 and all(type(value) in (int, float) for value in numbers)
@@ -344,7 +346,7 @@ def is_metric(row: Row) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within it, what fails to be written says where."""
+    """A context in which a failed write names `path`."""
     try:
         yield
     except OSError as error:
@@ -353,7 +355,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class Watched:
-    """A file to write to that remembers what ended writing."""
+    """A file to write to that remembers the exception that ended writing."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -371,7 +373,7 @@ class Watched:
 
 
 def save_state(state: dict[str, Any], file: BinaryIO) -> None:
-    """torch.save, which tells a full disk, or Ctrl-C, as an inconsistency of its own file."""
+    """torch.save, which by itself reports a full disk or Ctrl-C as an inconsistency of its file."""
     watched = Watched(file)
     try:
         torch.save(state, watched)  # type: ignore[arg-type]
@@ -392,9 +394,9 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Replaces `path` by what `write` puts in a file, or leaves it alone: never half of it."""
-    # No file of the user's has this name, and one that a kill has left is written over. It is short
-    # where `path` is not.
+    """Replaces `path` with what `write` writes, or leaves it alone: never half of it."""
+    # No file of the user's has this name, and one left by a kill is overwritten. It is short even
+    # if `path` is not.
     temporary = path.with_name(f".blockscale-{zlib.crc32(os.fsencode(path.name)):08x}.tmp")
     with naming(path):
         try:

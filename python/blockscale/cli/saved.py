@@ -1,4 +1,4 @@
-"""The settings of a run that is to be continued: the file may have been damaged or edited since."""
+"""The settings of a run to be continued: the file may have been damaged or edited since."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def are_recipes(value: Any) -> bool:
         return False
 
 
-# What each setting is, in words and as a test; in the order in which the options are documented.
+# The valid values of each setting, in words and as a test; in the order of the documented options.
 CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "preset": (f"one of {', '.join(PRESETS)}", lambda v: isinstance(v, str) and v in PRESETS),
     "data": ("a list of paths", are_names),
@@ -64,7 +64,7 @@ CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eval_every": whole("eval_every"),
     "checkpoint_every": whole("checkpoint_every"),
     "device": ("cpu or cuda", lambda v: v in ("cpu", "cuda")),
-    # Facts, beside the settings; not options.
+    # Facts stored with the settings; not options.
     "data_sha256": ("a text", lambda v: isinstance(v, str)),
     "environment": ("an object", lambda v: isinstance(v, dict)),
 }
@@ -72,7 +72,7 @@ SETTINGS: Final = tuple(CHECKS)[:-2]
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of the run in `path`; CliError unless it is a run whose settings are sound."""
+    """The settings of the run in `path`; CliError unless it is a run with valid settings."""
     file = path / "settings.json"
     try:
         settings = json.loads(file.read_text())
@@ -96,7 +96,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def fault_of(settings: Any) -> str:
-    """What is wrong with a run's settings; empty when nothing is."""
+    """What is wrong with a run's settings; empty if nothing is."""
     if not isinstance(settings, dict):
         return f"{type(settings).__name__}, not an object"
     for key, (need, good) in CHECKS.items():

@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         train_all(folder, corpus, console)
         try:
             write_report(folder, corpus)
-        except OSError as error:  # the table is not lost with it
+        except OSError as error:  # the table must not be lost with it
             unwritten = error
-        except Exception:  # of matplotlib's, such as a backend that is none
+        except Exception:  # from matplotlib, such as for an unknown backend
             print_table(folder, console)
             raise
     except KeyboardInterrupt:
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_all(folder: RunFolder, corpus: Corpus, console: Console) -> None:
-    """Every training that is not finished yet."""
+    """Runs every training that is not finished yet."""
     use_reproducible_kernels(folder.settings["device"])
     cells = folder.cells()
     done = sum("train_loss" in row for row in folder.rows)
@@ -123,8 +123,8 @@ def train_all(folder: RunFolder, corpus: Corpus, console: Console) -> None:
 
 
 def too_large(folder: RunFolder, again: str) -> str:
-    """What to say when memory does not suffice. A run whose first step fails is taken away: its
-    settings are fixed, and it could not be continued with others."""
+    """The message for insufficient memory. A run whose first step fails is removed: its settings
+    are fixed, so it could not be continued with others."""
     settings = folder.settings
     remedy = "give a smaller --batch-size or --seq-len"
     if not folder.discard():
@@ -136,7 +136,7 @@ def too_large(folder: RunFolder, again: str) -> str:
 
 
 def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corpus]:
-    """Checks everything there is to check, and only then touches the output folder."""
+    """Checks everything first, and only then touches the output folder."""
     if args.resume and args.out is None:
         raise CliError("--out = nothing; need the folder of the run to --resume; add --out FOLDER")
     if args.data is not None:  # absolute, so that --resume works from any folder
@@ -156,7 +156,7 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
             "or start again in another folder"
         )
     settings |= {"data_sha256": corpus.sha256, "environment": environment(settings["device"])}
-    # Notes after the folder, the last thing that may be refused: a refusal is one line.
+    # Notes come after the folder, the last thing that may be refused: a refusal is one line.
     if saved:
         folder = run_folder.open_run(path, saved)
         warn_of_changes(saved["environment"], settings["environment"], console)
@@ -167,7 +167,7 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
 
 
 def say_what_was_chosen(args: argparse.Namespace, device: str, console: Console) -> None:
-    """Notes about what a new run does not use, as no option asked for it."""
+    """Prints notes on what a new run does not use, as no option asked for it."""
     if args.device is None and torch.cuda.is_available():
         console.print("note: a GPU is available; --device cuda uses it", highlight=False)
     if args.recipes is None:
@@ -230,12 +230,12 @@ def parse_recipes(text: str) -> list[str]:
 
 
 def left_out(device: str) -> list[str]:
-    """The recipes that no machine's device of this kind can run yet: not trained unless named."""
+    """The recipes that no device of this kind can run yet: trained only if named."""
     return [name for name in bs.recipe_names() if device == "cuda" and bs.recipe(name).cuda_needs]
 
 
 def check_device(settings: dict[str, Any]) -> None:
-    """CliError when the device is absent or cannot run one of the recipes."""
+    """CliError if the device is absent or cannot run one of the recipes."""
     device = settings["device"]
     if device == "cuda" and not torch.cuda.is_available():
         raise CliError(
@@ -252,7 +252,8 @@ def check_device(settings: dict[str, Any]) -> None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Date and commit of a run, and what besides the settings decides the bits of its result."""
+    """Date and commit of a run, and what else besides the settings decides the bits of its
+    result."""
     where: dict[str, Any] = {key: value for key, value in origin().items() if value}
     if device == "cuda":
         where |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
@@ -266,7 +267,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def warn_of_changes(before: dict[str, Any], now: dict[str, Any], console: Console) -> None:
-    """Another version or thread count may sum in another order; say so, do not refuse."""
+    """Another version or thread count may sum in another order: warn, do not refuse."""
     changed = [
         f"{key} {before.get(key)} -> {now[key]}"
         for key in now
@@ -281,5 +282,5 @@ def warn_of_changes(before: dict[str, Any], now: dict[str, Any], console: Consol
 
 
 def shown(value: Any) -> str:
-    """A setting as one would type it."""
+    """A setting as typed on the command line."""
     return ",".join(value) if isinstance(value, list) else str(value)

@@ -75,12 +75,12 @@ class Trainer:
         self.folder.save_checkpoint(self.cell, state)
 
     def run(self, progress: LiveProgress) -> None:
-        """Trains from where the checkpoint stands to the end, then leaves the final weights."""
+        """Trains from the checkpoint to the end, then saves the final weights."""
         settings = self.folder.settings
         progress.start(str(self.cell), self.step, self.steps)
         while self.step < self.steps:
             begin = time.perf_counter()
-            loss, grad_norm = self._train_step()  # reads the loss: the device is done by then
+            loss, grad_norm = self._train_step()  # reads the loss, so the device is done
             seconds = time.perf_counter() - begin
             self.folder.append(
                 self.cell, self.step, train_loss=loss, grad_norm=grad_norm, seconds=seconds
@@ -124,7 +124,8 @@ class Trainer:
         progress.say(f"{self.cell!s:<22}  step {self.step:>5}  validation loss {loss:.4f} nats")
 
     def _noise(self) -> dict[str, float]:
-        """Of the layers' results with these weights, the median over layers, in dB by GEMM."""
+        """The SQNR of the layers' results with these weights: the median over layers, in dB by
+        GEMM."""
         if bs.recipe(self.cell.recipe).high_precision:
             return {}
         tokens, targets = next(self.corpus.validation_batches(self.batch_size, self.seq_len))
@@ -141,14 +142,15 @@ class Trainer:
 
 
 def bf16(device: torch.device) -> torch.autocast:
-    """What the model runs in."""
+    """The autocast context that the model runs in."""
     return torch.autocast(device.type, torch.bfloat16)
 
 
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward, backward, clipping and the optimizer's step; the loss and the gradient's norm."""
+    """Forward, backward, clipping and the optimizer's step; returns the loss and the gradient
+    norm."""
     with bf16(tokens.device):
         loss = model(tokens, targets)
     loss.backward()

@@ -1,4 +1,4 @@
-// Chooses a tile for operands in BF16 and launches the kernel for it.
+// Chooses a tile for BF16 operands and launches its kernel.
 #include <array>
 #include <utility>
 

@@ -5,8 +5,8 @@
 namespace blockscale::sm90 {
 namespace {
 
-// Each device has its own counters, and takes of these numbers what it needs. Never destroyed:
-// graphs may be later than anything else.
+// Each device has its own counters, but these numbers serve all devices. Never destroyed: graphs
+// may outlive anything else.
 CounterNumbers& numbers() {
   static CounterNumbers& all = *new CounterNumbers(1 << 14, kCounters);
   return all;
@@ -16,7 +16,8 @@ void CUDART_CB give_back(void* number) {
   numbers().give_back(static_cast<int>(reinterpret_cast<intptr_t>(number)));
 }
 
-// The graph gives it back when it is gone: CUDA calls give_back(), which may not call CUDA.
+// The graph gives the number back when it is destroyed: CUDA calls give_back(), which may not call
+// CUDA.
 int of_graph(cudaGraph_t graph) {
   const int number = numbers().take();
   if (number < 0) return -1;
@@ -30,14 +31,14 @@ int of_graph(cudaGraph_t graph) {
     if (e != cudaSuccess) (void)cudaUserObjectRelease(held);
   }
   if (e == cudaSuccess) return number;
-  (void)cudaGetLastError();  // a failed question is no error of the launch
+  (void)cudaGetLastError();  // a failed query is no error of the launch
   return -1;
 }
 
 uint64_t kind_of(Previous previous) {
   if (previous == Previous::any) return 0;
   static std::atomic<uint64_t> threads;
-  thread_local const uint64_t thread = threads++;  // no later thread's
+  thread_local const uint64_t thread = threads++;  // never reused by a later thread
   return 2 * thread + (previous == Previous::operands ? 1 : 2);
 }
 
@@ -47,7 +48,7 @@ int CounterNumbers::of_stream(uint64_t id, uint64_t kind) {
   const std::lock_guard lock(mutex_);
   if (const auto known = streams_.find({id, kind}); known != streams_.end()) return known->second;
   const int number = static_cast<int>(streams_.size());
-  // Threads that come and go, each with promises of its own, leave half to streams.
+  // Threads that come and go, each with its own promises, leave half of the numbers to streams.
   if (number >= (kind == 0 ? of_streams_ : of_streams_ / 2)) return -1;
   streams_.emplace(std::pair(id, kind), number);
   return number;
@@ -72,7 +73,7 @@ int counter_of(cudaStream_t stream, Previous previous) {
   cudaStreamCaptureStatus capture{};
   cudaGraph_t graph{};
   unsigned long long id = 0;
-  // In this order: to be asked for its name ends the capture of a stream.
+  // In this order: asking a stream for its ID ends its capture.
   cudaError_t e = cudaStreamIsCapturing(stream, &capture);
   if (e == cudaSuccess && capture == cudaStreamCaptureStatusActive) {
     e = cudaStreamGetCaptureInfo(stream, &capture, nullptr, &graph);

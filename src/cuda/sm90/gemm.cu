@@ -1,4 +1,4 @@
-// Chooses a tile for operands in FP8 and launches the kernel for it.
+// Chooses a tile for FP8 operands and launches its kernel.
 #include <array>
 #include <utility>
 

@@ -1,5 +1,5 @@
-// The GEMMs of Hopper (sm_90a) as plain functions: device pointers, sizes, a stream. They launch
-// one kernel, allocate nothing, wait for nothing; the same bits from run to run.
+// Hopper (sm_90a) GEMMs as plain functions of device pointers, sizes and a stream. They launch one
+// kernel, allocate nothing, wait for nothing, and give the same bits in every run.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,14 +11,14 @@
 namespace blockscale::sm90 {
 
 inline constexpr int kBlock = 128;  // contraction length of one scale and of one pipeline stage
-inline constexpr int kMaxGroups = 1024;  // the table of a launch's groups lies in shared memory
+inline constexpr int kMaxGroups = 1024;  // a launch's table of groups is in shared memory
 
 // Which dimension the groups divide.
 enum class Grouping : int { dense, rows, contraction };
 
-// How clusters come to their tiles: each has its share from the start, or draws the next when it
-// has done one. A dynamic schedule is fixed where there is no counter for it (counters.h). No bit
-// depends on it.
+// How clusters get their tiles: each has a fixed share from the start, or draws its next tile when
+// it has finished one. A dynamic schedule becomes fixed where no counter is available for it
+// (counters.h). No bit of the result depends on the schedule.
 enum class Schedule : int { chosen, fixed, dynamic };
 
 // D = alpha * (A B^T) [+ bias] [+ D].
@@ -33,51 +33,51 @@ struct Gemm {
   const void* a = nullptr;
   const void* b = nullptr;
   void* d = nullptr;     // FP32 or BF16
-  int64_t d_stride = 0;  // elements between its rows; its groups follow each other
+  int64_t d_stride = 0;  // elements between its rows; groups are contiguous
   bool d_f32 = false;
   bool accumulate = false;  // FP32 only
   float alpha = 1;
-  const void* bias = nullptr;  // n values, for each group
+  const void* bias = nullptr;  // n values per group
   DType bias_dtype = DType::f32;
   Grouping grouping = Grouping::dense;
   int groups = 1;
-  int64_t group_rows = 0;         // that the groups divide
+  int64_t group_rows = 0;         // total rows that the groups divide
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory
   bool wide_offsets = false;      // int64 instead of int32
-  int band = 0;                   // tiles along M that are walked together; chosen when 0
+  int band = 0;                   // tiles along M that are walked together; 0: chosen
   Schedule schedule = Schedule::chosen;
   Previous previous = Previous::any;
 };
 
-// Codes have rows of `k` rounded up to 128 bytes, zero padded; scales are mn_major: for every block
-// of 128 along K a line of one value a row (1x128) or one every 128 rows (128x128, B only), padded
-// to 4; B's groups follow each other. All start at multiples of 16 bytes. Groups of rows lie among
-// the scales of A as they do among its rows, or each starts at a multiple of 4.
+// Rows of codes are `k` rounded up to 128 bytes, zero padded. Scales are mn_major: per block of 128
+// along K one line of a value per row (1x128) or per 128 rows (128x128, B only), padded to 4; B's
+// groups are contiguous. All start at multiples of 16 bytes. Groups of rows lie among A's scales as
+// they do among its rows, or each starts at a multiple of 4.
 struct Fp8Gemm : Gemm {
   const float* a_scales = nullptr;
   const float* b_scales = nullptr;
   bool a_e5m2 = false, b_e5m2 = false;
   bool b_square = true;                 // blocks of 128x128
   const float* device_alpha = nullptr;  // one more factor, in device memory
-  const float* b_factors = nullptr;     // one more factor for each row of B, powers of two
-  int64_t a_scale_line = 0;             // rows: values of a line of A's scales
-  int a_scale_unit = 1;                 // rows: 4 where groups start at multiples of 4 there
-  int tile = -1;                        // index into kTiles; chosen when negative
+  const float* b_factors = nullptr;     // one more factor per row of B, a power of two
+  int64_t a_scale_line = 0;             // rows: values in a line of A's scales
+  int a_scale_unit = 1;                 // rows: 4 where groups start at multiples of 4 in it
+  int tile = -1;                        // index into kTiles; negative: chosen
 };
 
-// `stride` elements between rows of both operands, a multiple of 8, which start at multiples of 16
-// bytes. D = fl(alpha * a_outer * b_outer * (A B^T) + bias), with outer scales of the group in
-// device memory, or null; the product of an empty group is 0 whatever its scales.
+// Rows of both operands are `stride` elements apart, a multiple of 8; the operands start at
+// multiples of 16 bytes. D = fl(alpha * a_outer * b_outer * (A B^T) + bias), with the group's outer
+// scales in device memory, or null; the product of an empty group is 0 whatever its scales.
 struct Bf16Gemm : Gemm {
   int64_t stride = 0;
-  int storage_unit = 16;  // contraction: groups start at multiples of it; a multiple of 16
+  int storage_unit = 16;  // contraction: groups start at multiples of it; multiple of 16
   const float* a_outer = nullptr;
   const float* b_outer = nullptr;
-  int tile = -1;  // index into kBf16Tiles; chosen when negative
+  int tile = -1;  // index into kBf16Tiles; negative: chosen
 };
 
-// Whether it is likely to be faster than another library's and a pass over its sums; and whether it
-// is over before the host has launched that.
+// Whether this GEMM is likely to be faster than another library's plus a pass over its sums; and
+// whether it finishes before the host has launched the other.
 bool pays(const Bf16Gemm& g);
 bool is_brief(const Bf16Gemm& g);
 // Return cudaSuccess, or why the launch failed.

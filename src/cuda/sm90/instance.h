@@ -24,14 +24,14 @@ inline bool make_map(CUtensorMap& map, CUtensorMapDataType type, const void* dat
                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-// The device that is current, and how many multiprocessors it has.
+// The current device, and its number of multiprocessors.
 inline cudaError_t current(int& device, int& multiprocessors) {
   const cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) multiprocessors = cuda::multiprocessors(device);
   return e;
 }
 
-// What the choice of a tile looks at, of either kind of operands. `block`: of K, in elements.
+// The input of the tile choice, for either kind of operands. `block`: elements of K per block.
 inline cuda::GemmSize size_of(const Gemm& g, int block, int multiprocessors) {
   const bool by_contraction = g.grouping == Grouping::contraction;
   cuda::GemmSize s;
@@ -45,15 +45,15 @@ inline cuda::GemmSize size_of(const Gemm& g, int block, int multiprocessors) {
   return s;
 }
 
-// What is left to choose when there is a tile.
+// Chooses the rest once there is a tile.
 inline void choose_order(Gemm& g, const cuda::TileShape& tile, const cuda::GemmSize& size) {
   if (g.band <= 0) g.band = cuda::choose_band(tile, size);
   if (g.schedule == Schedule::chosen)
     g.schedule = cuda::is_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
 }
 
-// Two waves of a warpgroup become four of half the columns where every column has a scale: two of
-// them fit in registers beside the sums, and all four share their scales.
+// Where every column has a scale, two waves of a warpgroup become four with half the columns each:
+// two of them fit in registers beside the sums, and all four share their scales.
 template <int kIndex, bool kSquare>
 struct TileOf {
   static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
@@ -71,7 +71,8 @@ struct Bf16TileOf {
                     s.chunks(true), false>;
 };
 
-// Operands as bytes: lines of `extent`, `row` apart. False where the copy engine cannot read them.
+// Describes operands as bytes: lines of `extent`, `row` apart. False where the copy engine cannot
+// read them.
 template <class T>
 bool set_maps(GemmParams& p, const Gemm& g, int64_t extent, int64_t row) {
   const int64_t batch = g.grouping == Grouping::rows ? g.groups : 1;
@@ -114,8 +115,8 @@ void set_problem(Problem& p, const Gemm& g) {
   p.grouping = g.grouping;
   p.groups = g.grouping == Grouping::dense ? 1 : g.groups;
   p.group_rows = static_cast<int>(g.group_rows);
-  // Far from the other tiles of its group a tail reads its part of B again: that pays where groups
-  // are many, and not short.
+  // Run far from the other tiles of its group, a tail reads its part of B again: that pays only
+  // where groups are many and not short.
   const bool late = g.groups >= 16 && g.group_rows >= int64_t{2} * T::kUnitRows * g.groups;
   p.tail_rows = late ? T::kUnitRows / 2 : 0;
   p.previous = g.previous;
@@ -151,8 +152,8 @@ void set_output(GemmParams& p, const Gemm& g) {
                        static_cast<int>(128 / size), 64);
 }
 
-// Clusters of one launch: those that the device holds at once, or where the host knows of fewer
-// units, one each.
+// Clusters of one launch: as many as the device holds at once or, where the host knows of fewer
+// units, one per unit.
 template <class T>
 int cluster_count(const Problem& p, int multiprocessors) {
   const int most = multiprocessors / T::kCluster;
@@ -161,7 +162,7 @@ int cluster_count(const Problem& p, int multiprocessors) {
   return units < most || T::kSplit ? static_cast<int>(units) : most;
 }
 
-// Allows a kernel its shared memory, once a device.
+// Allows a kernel its shared memory, once per device.
 template <auto kKernel, int kBytes>
 cudaError_t prepare(int device) {
   static PerDevice prepared;
@@ -190,7 +191,7 @@ cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStre
   const int clusters = cluster_count<T>(p.problem, multiprocessors);
   if (g.schedule == Schedule::dynamic) {
     p.problem.counter = counter_of(stream, g.previous);
-    if (p.problem.counter < 0)  // after thousands of threads
+    if (p.problem.counter < 0)  // none left after thousands of threads
       p.problem.counter = counter_of(stream, p.problem.previous = Previous::any);
   }
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));

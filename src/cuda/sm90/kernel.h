@@ -1,13 +1,13 @@
-// The GEMMs of Hopper: D = alpha * (A B^T) [+ bias] [+ D], in FP8 with A [m, k] in blocks of 1x128,
-// B [n, k] in blocks of 128x128 or 1x128, FP32 scales (specification, section 10); or in BF16.
+// Hopper GEMMs: D = alpha * (A B^T) [+ bias] [+ D], in FP8 with FP32 scales, A [m, k] in blocks of
+// 1x128 and B [n, k] in blocks of 128x128 or 1x128 (specification, section 10); or in BF16.
 //
-// One warpgroup brings tiles of both operands into a ring of stages, 128 codes of the contraction
-// axis each, by the copy engine; two or three others multiply them with wgmma. A stage is one block
-// of scales, so after each the tensor cores' sums are multiplied by their scales and added to FP32
-// sums on the ordinary units ("promoted"), while another warpgroup keeps the tensor cores busy.
-// CTAs stay on their multiprocessor and walk over the tiles.
+// One warpgroup has the copy engine load tiles of both operands into a ring of stages, each 128
+// codes long on the contraction axis; two or three others multiply them with wgmma. A stage is one
+// block of scales, so after each stage the tensor cores' sums are multiplied by their scales and
+// added to FP32 sums on the ordinary units ("promoted"), while another warpgroup keeps the tensor
+// cores busy. CTAs stay on their multiprocessor and walk over the tiles.
 //
-// In BF16 a stage has 64 values, and the tensor cores add all stages up. There `kSquare` is true: a
+// In BF16 a stage has 64 values, and the tensor cores add up all stages. There `kSquare` is true: a
 // stage has one barrier for the copy engine alone.
 #pragma once
 
@@ -21,52 +21,52 @@ struct Output {
   int64_t row_stride = 0, group_stride = 0;  // in elements
   float alpha = 1;
   const float* device_alpha = nullptr;  // one more factor
-  const float* a_outer = nullptr;       // two more for each group
+  const float* a_outer = nullptr;       // two more per group
   const float* b_outer = nullptr;
-  const float* factors = nullptr;  // and one for each column
+  const float* factors = nullptr;  // and one per column
   const void* bias = nullptr;
   DType bias_dtype = DType::f32;
   bool f32 = false;
-  bool add = false;    // to what D holds; FP32 only
+  bool add = false;    // to the previous D; FP32 only
   bool boxes = false;  // the copy engine can write D
-  bool pairs = false;  // two neighbouring elements of D lie at a multiple of their size
+  bool pairs = false;  // pairs of neighbouring elements of D are aligned to their size
 };
 
 struct GemmParams {
   CUtensorMap a, b, d;
-  // mn_major: a line of scales for each block along K. A line has one for each row of A, and for
-  // each row, or each 128 rows, of B.
+  // mn_major: one line of scales per block along K. A line has one scale per row of A, and one per
+  // row, or per 128 rows, of B.
   const float* a_scales;
   const float* b_scales;
-  int a_scale_line;       // values of a line of A's scales
-  int64_t b_scale_group;  // from one group of B to the next
-  uint32_t stage_bytes;   // of codes: with few rows less than there is room for
+  int a_scale_line;       // values in a line of A's scales
+  int64_t b_scale_group;  // values from one group of B to the next
+  uint32_t stage_bytes;   // of codes; with few rows, less than there is room for
   Problem problem;
   Output out;
 };
 
 // A tile of output: `kGroups_` math warpgroups, side by side along N (kSideBySide) or one below the
-// other, with kWaves wgmmas of 64 x kN each, whose rows alternate between the warpgroups: where a
-// group of rows ends early, all of them have less to do. Clusters of two share the operand they
-// have in common; with kSplit each CTA of a cluster sums a part of K instead.
+// other, each with kWaves wgmmas of 64 x kN. The waves' rows alternate between the warpgroups, so
+// that all of them have less to do where a group of rows ends early. Clusters of two share the
+// operand they have in common; with kSplit each CTA of a cluster sums a part of K instead.
 template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
           bool kSplit_, int kChunks_, bool kScaled_ = true>
 struct Tile {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
   static constexpr int kCluster = kCluster_;
   static constexpr bool kSplit = kSplit_;
-  static constexpr bool kScaled = kScaled_;  // FP8 in blocks; else BF16, a block has 64 of them
+  static constexpr bool kScaled = kScaled_;  // FP8 in blocks; else BF16, 64 values per block
   static constexpr int kSharing = kSplit ? 1 : kCluster;  // CTAs that share an operand
   static constexpr bool kSideBySide = kSideBySide_;
   static constexpr bool kInTurn = kSideBySide && kWaves > 1;          // see multiply_in_turn()
   static constexpr int kWaveRows = 64 * (kSideBySide ? 1 : kGroups);  // from wave to wave
   static constexpr int kRows = kWaves * kWaveRows;
   static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
-  static constexpr bool kPairsColumns = kRows >= kColumns;  // and share A; else rows, and B
+  static constexpr bool kPairsColumns = kRows >= kColumns;  // sharing A; else pairs rows, sharing B
   static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kSharing);  // of a cluster
   static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kSharing : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
-  // Together no more than the launch gives to all: 168 or 128 a thread.
+  // Together no more than the launch gives all threads: 168 or 128 per thread.
   static constexpr int kMathRegisters = kGroups == 2 ? 232 : 152;
   static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 56;
 
@@ -74,19 +74,19 @@ struct Tile {
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
   static constexpr int kAScaleBytes = (kRows * 4 + 16 + 127) / 128 * 128;
   static constexpr int kBScaleBytes = (kColumns * 4 + 127) / 128 * 128;
-  // A warpgroup stages its output in chunks of 64 rows of 128 bytes.
+  // A warpgroup stages its output in chunks of 64 rows x 128 bytes.
   static constexpr int kChunkBytes = 8192, kChunks = kChunks_;
   static constexpr bool kStaged = kChunks > 0;
   static constexpr int kChunksAt = kStages * (kABytes + kBBytes);
   static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
 };
-// Where columns share a scale and blocks are not short, the copy engine brings the scales of A with
-// the codes, and threads load those of B themselves. Else a warp copies both. (True, too, where
-// there are none.)
+// Where columns share a scale and blocks are not short, the copy engine loads A's scales with the
+// codes, and threads load B's themselves. Otherwise a warp copies both. (Also true where there are
+// no scales.)
 template <class T, bool kSquare>
 inline constexpr bool kBringsScales = !T::kScaled || (T::kRows >= 128 && kSquare);
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
-inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the 8 at most that are copied
+inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the at most 8 that are copied
 template <class T, bool kSquare>
 inline constexpr int kScaleBytes =  // of a stage
     T::kScaled ? T::kAScaleBytes + (kSquare ? kSquareScaleBytes : T::kBScaleBytes) : 0;
@@ -96,7 +96,7 @@ template <class T, bool kSquare>
 inline constexpr int kMailboxAt = kBarriersAt<T, kSquare> + T::kStages* kBarrierBytes;
 template <class T, bool kSquare>
 inline constexpr int kStartsAt = kMailboxAt<T, kSquare> + Mailbox::kBytes;
-// `groups` is 0 for a dense product. The base is aligned by hand.
+// `groups` is 0 for a dense product. The extra 1024 bytes let the kernel align the base by hand.
 template <class T, bool kSquare>
 constexpr int shared_bytes(int groups) {
   return kStartsAt<T, kSquare> +
@@ -139,19 +139,19 @@ struct Shared {
   BLOCKSCALE_DEVICE uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
-// A part of a line of scales, at most kCount values, which one warp copies. Rows of a group may
-// start anywhere, copies at multiples of 4 values: a tile's scales start up to 3 values into their
-// copy.
+// A part of a line of scales, at most kCount values, copied by one warp. Rows of a group may start
+// anywhere but copies only at multiples of 4 values, so a tile's scales start up to 3 values into
+// their copy.
 template <int kCount>
 struct ScaleCopy {
   const float* from;
   int64_t line;  // values between blocks of K
-  int values;    // 0 where the tile lies outside of the matrix
+  int values;    // 0 where the tile lies outside the matrix
   BLOCKSCALE_DEVICE ScaleCopy(const float* scales, int in_line, int first, int lane) {
     line = in_line;
     const int start = first / 4 * 4;
     from = scales + start + lane * 4;
-    values = min(kCount, in_line - start) - lane * 4;  // of this lane on
+    values = min(kCount, in_line - start) - lane * 4;  // from this lane on
   }
   BLOCKSCALE_DEVICE void issue(int block, uint32_t to) const {
 #pragma unroll
@@ -160,8 +160,8 @@ struct ScaleCopy {
   }
 };
 
-// The blocks of all units of this CTA in order: `start` sees each unit's work once, `bring` each
-// block when its stage is free.
+// Walks over the blocks of all units of this CTA in order: calls `start` once with each unit's
+// work, and the `bring` that it returns with each block once its stage is free.
 template <class T, bool kSquare, class Units, class Start>
 BLOCKSCALE_DEVICE void for_each_block(const GemmParams& p, const Shared<T, kSquare>& shared,
                                       Units& units, Start start) {
@@ -169,23 +169,23 @@ BLOCKSCALE_DEVICE void for_each_block(const GemmParams& p, const Shared<T, kSqua
   for (int turn = 0;; ++turn) {
     const Work w = units.next(turn);
     if (w.blocks < 0) break;
-    if (turn == 0) before_operands(p.problem);  // the first tile may have been found meanwhile
+    if (turn == 0) before_operands(p.problem);  // the first tile may be found before the wait
     const auto bring = start(w, p.problem.grouping == Grouping::rows ? w.group : 0);
     if (w.blocks == 0) units.ask();
     for (int i = 0; i < w.blocks; ++i, ring.next()) {
-      if (i == w.blocks - 1) units.ask();  // the answer comes while the stage gets free
+      if (i == w.blocks - 1) units.ask();  // the answer arrives while the stage becomes free
       barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
       bring(w.first_block + i, ring.stage);
     }
   }
-  // This CTA stays until nobody arrives at its barriers any more.
+  // Keep this CTA resident until nothing arrives at its barriers any more.
   if constexpr (T::kSharing > 1)
     for (int i = 0; i < T::kStages; ++i, ring.next())
       barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
 }
 
-// One thread keeps the ring full of codes, and of A's scales with them. An operand that two CTAs
-// share is brought by the first.
+// One thread keeps the ring full of codes, and of A's scales with them. The first CTA loads an
+// operand that two CTAs share.
 template <class T, bool kSquare>
 BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                    Scheduler<T> scheduler) {
@@ -212,7 +212,7 @@ BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
   });
 }
 
-// And one warp of scales: small copies hold the copy engine up.
+// And one warp keeps it full of scales: small copies would hold up the copy engine.
 template <class T, bool kSquare>
 BLOCKSCALE_DEVICE void bring_scales(const GemmParams& p, const Shared<T, kSquare>& shared,
                                     const Mailbox& mailbox) {

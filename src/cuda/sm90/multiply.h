@@ -1,4 +1,4 @@
-// The math warpgroups of the kernel: multiply, promote, and go over the tiles.
+// The kernel's math warpgroups: multiply, promote, and walk over the tiles.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace blockscale::sm90 {
 
-// Starts the products of a wave with one block; `part` may be used after the wait for them.
+// Starts a wave's products with one block; `part` may be used after waiting for them.
 template <int kN, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_DEVICE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
   pin(part);
@@ -19,7 +19,8 @@ BLOCKSCALE_DEVICE void start_wave(float (&part)[kN / 2], uint64_t a_tile, uint64
   wgmma_commit();
 }
 
-// What a thread of a math warpgroup keeps while it goes over the tiles, and the sums of one.
+// The state that a thread of a math warpgroup keeps while it walks over the tiles, and the sums of
+// one tile.
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 struct Multiplier {
   static constexpr int kN = T::kN;
@@ -29,8 +30,8 @@ struct Multiplier {
   const Shared<T, kSquare>& shared;
   int lane, group_column;
   uint32_t a_tiles, b_tiles;  // descriptors of this warpgroup's part of the first stage
-  bool tells;                 // lane l tells CTA l of those that share
-  uint32_t empty_there;       // that one's first barrier
+  bool tells;                 // lane l signals CTA l of those that share
+  uint32_t empty_there;       // that CTA's first empty barrier
   Ring<T::kStages> ring;
 
   BLOCKSCALE_DEVICE void release(int stage) const {
@@ -42,7 +43,7 @@ struct Multiplier {
   BLOCKSCALE_DEVICE uint64_t b_tile(int stage) const {
     return tile_descriptor(b_tiles + stage * (T::kBBytes / 16));
   }
-  // Of this thread's rows, the first of which is `first` in the stage's copy.
+  // The scales of this thread's rows, the first of which is `first` in the stage's copy.
   template <int kRows>
   BLOCKSCALE_DEVICE void load_row_scales(float (&scale)[kRows], int stage, int first) const {
     const uint32_t a_scales = shared.a_scales(stage) + first * 4;
@@ -51,7 +52,7 @@ struct Multiplier {
       scale[j] = load_shared(a_scales + (j / 2 * T::kWaveRows + j % 2 * 8) * 4);
   }
 
-  // No row of the group is this warpgroup's.
+  // For a warpgroup that has no row of the group.
   BLOCKSCALE_DEVICE void pass_over(int blocks) {
     for (int i = 0; i < blocks; ++i, ring.next()) {
       barrier_wait(shared.full(ring.stage), ring.phase);
@@ -59,14 +60,14 @@ struct Multiplier {
     }
   }
 
-  // One wave after another. `square`: of the 128x128 blocks of B that these columns lie in, the
-  // first in its copy.
+  // One wave after another. `square`: index, in the stage's copy of B's scales, of the first
+  // 128x128 block that these columns lie in.
   template <int kWaves>
   BLOCKSCALE_DEVICE void multiply(Sums& sum, int blocks, int first_scale, int square,
                                   BlockScales<kBringsScales<T, kSquare>>& block_scales) {
     constexpr bool kBrings = kBringsScales<T, kSquare>;
-    // So that the end of a block and the start of the next overlap; a scale for each column leaves
-    // no registers for it.
+    // Unrolled so that the end of one block overlaps the start of the next; per-column scales leave
+    // no registers for that.
     constexpr int kUnroll = kSquare ? 4 : 1;
     constexpr int kAhead = kN < 32 ? kN / 8 : 4;  // pairs of column scales
     float part[kN / 2];
@@ -79,10 +80,10 @@ struct Multiplier {
       const uint64_t a = a_tile(stage), b = b_tile(stage);
       const uint32_t b_scales =
           shared.b_scales(stage) + (kSquare ? square : group_column + lane % 4 * 2) * 4;
-      float scale[2 * kWaves], of_columns = 1;  // of this thread's rows; of all of its columns
+      float scale[2 * kWaves], of_columns = 1;  // of this thread's rows; of all its columns
       load_row_scales(scale, stage, first_scale);
       if constexpr (kSquare && !kBrings) of_columns = load_shared(b_scales);
-      bool next_full = false;  // asked before the promotion, needed after it
+      bool next_full = false;  // tested before the promotion, needed after it
       ring.next();
 #pragma unroll
       for (int wave = 0; wave < kWaves; ++wave) {
@@ -92,7 +93,7 @@ struct Multiplier {
           if constexpr (kBrings) of_columns = block_scales.of(i);
 #pragma unroll
           for (float& row_scale : scale) row_scale *= of_columns;
-          __syncwarp();  // all lanes have their scales, before one tells so
+          __syncwarp();  // all lanes have their scales before one lane signals it
         }
         const float upper = scale[2 * wave], lower = scale[2 * wave + 1];
         if constexpr (kSquare) {
@@ -111,7 +112,7 @@ struct Multiplier {
           if (last) release(stage);
         }
       }
-      // Where the loop is unrolled, nothing but the answer may stand before the next block.
+      // Where the loop is unrolled, only the result of the test may come before the next block.
       if (kSquare)
         full = next_full;
       else if (!next_full && i + 1 < blocks)
@@ -119,7 +120,7 @@ struct Multiplier {
     }
   }
 
-  // Adds the products of one stage, of its first `steps` steps if that is less than all.
+  // Adds the products of one stage: all of its steps, or the first `steps` if not kWhole.
   template <int kWaves, bool kWhole>
   BLOCKSCALE_DEVICE void start_plain(Sums& sum, int stage, int steps) const {
     const uint64_t a = a_tile(stage), b = b_tile(stage);
@@ -136,8 +137,9 @@ struct Multiplier {
     for (int wave = 0; wave < kWaves; ++wave) pin(sum[wave]);
   }
 
-  // Without scales: the tensor cores sum up all blocks by themselves, of the last one `last_steps`.
-  // A stage is free when the products with the next one are under way, as then its own are done.
+  // Without scales the tensor cores add up all blocks themselves, but only `last_steps` steps of
+  // the last. A stage is free once the next one's products are under way, as its own are done by
+  // then.
   template <int kWaves>
   BLOCKSCALE_DEVICE void multiply_plain(Sums& sum, int blocks, int last_steps) {
     int before = -1;
@@ -164,9 +166,9 @@ struct Multiplier {
     }
   }
 
-  // Waves that share the scales of their columns, in two accumulators by turns: the tensor cores
-  // fill one while the other is promoted. All scales are loaded before: in between, loads from
-  // shared memory would wait for what the tensor cores read there.
+  // Waves that share their column scales, alternating between two accumulators: the tensor cores
+  // fill one while the other is promoted. All scales are loaded beforehand: loads from shared
+  // memory in between would wait behind the tensor cores' reads.
   template <int kWaves>
   BLOCKSCALE_DEVICE void multiply_in_turn(Sums& sum, int blocks, int first_scale) {
     float part[kN / 2], other[kN / 2];
@@ -209,7 +211,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
                                       const Mailbox& mailbox, int rank) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int group_index = warp / 4, lane = lane_index();
-  // Where this warpgroup lies in the tile, and this thread's first row in the warpgroup.
+  // This warpgroup's place in the tile, and this thread's first row in the warpgroup.
   const int group_row = T::kSideBySide ? 0 : group_index * 64;
   const int group_column = T::kSideBySide ? group_index * T::kN : 0;
   const int thread_row = warp % 4 * 16 + lane / 4;
@@ -239,16 +241,17 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
       else
         multiplier.template multiply<kWaves>(sum, w.blocks, first_scale, square, block_scales);
     };
-    // All waves, or the first one alone.
+    // All waves, the first one alone, or none.
     if (T::kWaves > 1 ? row + T::kWaveRows < w.row_end : row < w.row_end)
       multiply_waves(std::integral_constant<int, T::kWaves>());
     else if (T::kWaves > 1 && row < w.row_end)
       multiply_waves(std::integral_constant<int, 1>());
     else
       multiplier.pass_over(w.blocks);
-    if (turn == 0) after_previous();  // D, and what the sums are multiplied by and added to
+    if (turn == 0) after_previous();  // for D, and for the epilogue's factors and addends
     const bool any = w.blocks > 0;
-    // Not even -0 changes. (A part of K may be empty where others, which wait for it, are not.)
+    // D stays as it is, even a -0. (One CTA's part of K may be empty while others, which wait for
+    // it, are not.)
     if (!T::kSplit && !any && p.out.add && !p.out.bias) continue;
     if constexpr (T::kScaled)
       finish<T>(sum, p, w.group, column, any, !T::kSplit || rank == 0);
@@ -283,11 +286,11 @@ BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
-      // The thread that brings codes, and the warp for scales.
+      // Arrivals: the thread that loads codes, and the warp that loads scales.
       barrier_init(shared.full(i), kBringsScales<T, kSquare> ? 1 : 1 + 32);
       barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
     }
-    mailbox.init(T::kGroups * 4 + (kBringsScales<T, kSquare> ? 0 : 1));  // and the one for scales
+    mailbox.init(T::kGroups * 4 + (kBringsScales<T, kSquare> ? 0 : 1));  // plus the one for scales
     barrier_init_done();
     if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
   }
@@ -313,19 +316,19 @@ BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
     if (warp == 0 && elect_one())
       bring_tiles<T, kSquare>(p, shared, {p.problem, starts, mailbox, rank});
     if (!kBringsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, mailbox);
-    // Nobody else writes rows of no group.
+    // No other warp writes the rows of no group.
     if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add) {
       after_previous();
       fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, warp - 2);
     }
     __syncwarp();
-    if constexpr (T::kSplit) cluster_sync();  // that of add_parts
+    if constexpr (T::kSplit) cluster_sync();  // the one in add_parts()
   } else {
     registers_up<T::kMathRegisters>();
     multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, mailbox, rank);
     __syncwarp();
   }
-  // No CTA leaves while the other may still write to it or arrive at its barriers.
+  // No CTA exits while another may still write to it or arrive at its barriers.
   if constexpr (T::kSplit) cluster_sync();
 }
 
@@ -333,7 +336,7 @@ template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 __global__ void __launch_bounds__(T::kThreads, 1)
     gemm_kernel(const __grid_constant__ GemmParams p) {
   multiply_all<T, kSquare, kAE5m2, kBE5m2>(p);
-  // Also where a CTA had no work: who has waited for this kernel has waited for those before it.
+  // Even where a CTA had no work: a kernel that waits for this one thereby waits for all before it.
   if (p.problem.previous != Previous::any) after_previous();
 }
 

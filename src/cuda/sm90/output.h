@@ -1,5 +1,4 @@
-// What follows the sums of a tile: factors, bias, and the ways in which a tile of output is
-// written.
+// What follows a tile's sums: factors, bias, and the ways to write a tile of output.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -8,9 +7,9 @@
 
 namespace blockscale::sm90 {
 
-// The bias at the columns that a thread has sums of, two of every eight from `column` on, counted
-// from `first`; 0 behind the last. Its type is asked for once, so that the loads are on their way
-// together: one after another they took up to a third of a tile's time.
+// Loads the bias of the columns whose sums a thread holds: two of every eight from `column` on,
+// counted from `first`; 0 past the last column. Its dtype is tested once, so that all loads are in
+// flight together: one after another they took up to a third of a tile's time.
 template <int kN>
 BLOCKSCALE_DEVICE void load_bias(float (&to)[kN / 4], const Output& out, int64_t first, int column,
                                  int columns) {
@@ -32,8 +31,8 @@ BLOCKSCALE_DEVICE void load_bias(float (&to)[kN / 4], const Output& out, int64_t
     load([&](int64_t at) { return __half2float(__ushort_as_half(bits[at])); });
 }
 
-// Outer scales and bias of the group, in double like the epilogue that is a kernel of its own, so
-// that no product of outer scales leaves the range. `any`: there is something that was summed up.
+// Applies the group's outer scales and bias, in double like the separate epilogue kernel, so that
+// no product of outer scales leaves the range. `any`: whether anything was summed.
 template <class T>
 BLOCKSCALE_DEVICE void finish_outer(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                     int group, int column, bool any) {
@@ -41,7 +40,7 @@ BLOCKSCALE_DEVICE void finish_outer(float (&sum)[T::kWaves][T::kN / 2], const Ge
   const double outer = static_cast<double>(out.alpha) * (out.a_outer ? out.a_outer[group] : 1.0f) *
                        (out.b_outer ? out.b_outer[group] : 1.0f);
   const double factor = any ? outer : 0.0;
-  if (factor == 1.0 && !out.bias) return;  // there is nothing to convert the sums for
+  if (factor == 1.0 && !out.bias) return;  // no reason to convert the sums
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float row[T::kN / 4] = {};
   if (out.bias)
@@ -64,7 +63,7 @@ BLOCKSCALE_DEVICE void finish_outer(float (&sum)[T::kWaves][T::kN / 2], const Ge
   }
 }
 
-// Factors of columns, alpha and bias; `any` as above.
+// Applies column factors, alpha and bias; `any` as above.
 template <class T>
 BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p, int group,
                               int column, bool any, bool with_bias) {
@@ -102,8 +101,8 @@ BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
   }
 }
 
-// Through shared memory, from where the copy engine stores while the next tile is computed; it cuts
-// off what lies outside of D.
+// Stores through shared memory, from which the copy engine writes while the next tile is computed;
+// it clips what lies outside D.
 template <class T, bool kSquare, bool kF32>
 BLOCKSCALE_DEVICE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                    const Shared<T, kSquare>& shared, int group, const Work& w,
@@ -112,23 +111,23 @@ BLOCKSCALE_DEVICE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
   constexpr int kAcross = T::kN / kColumns, kTotal = T::kWaves * kAcross;
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int warp_row = thread / 32 * 16;
-  // In one round each warp stores chunks of its own: one thread would take longer.
+  // In a single round each warp stores its own chunks: one thread would take longer.
   constexpr bool kSpread = kTotal <= T::kChunks;
   const bool stores = lane == 0 && (kSpread || thread == 0);
 #pragma unroll
   for (int done = 0; done < kTotal; done += T::kChunks) {
-    if (stores) stores_wait_read();  // of what was there before
+    if (stores) stores_wait_read();  // of what the chunks held before
     named_sync(1 + group, 128);
 #pragma unroll
     for (int i = 0; i < T::kChunks; ++i) {
       if (done + i >= kTotal) break;
       const int wave = (done + i) / kAcross, first = (done + i) % kAcross * kEights;
       const uint32_t chunk = shared.chunk(group, i);
-      // Piece x of 16 bytes of row r lies at x ^ r % 8: the engine's swizzle of 128 bytes.
+      // 16-byte piece x of row r lies at x ^ r % 8: the copy engine's 128-byte swizzle.
       if constexpr (kF32) {
-        // Neighbouring lanes exchange halves: even ones then hold four columns of the upper row,
-        // odd ones of the lower. (Pairs of sums stored together would have to be pairs of
-        // registers, which the multiply-adds of the main loop would pay for in bank conflicts.)
+        // Neighbouring lanes exchange halves: even lanes then hold four columns of the upper row,
+        // odd lanes of the lower. (Sums stored as pairs would have to lie in pairs of registers,
+        // which the main loop's multiply-adds would pay for in bank conflicts.)
         const bool odd = lane % 2 != 0;
         const int r = warp_row + lane / 4 + (odd ? 8 : 0);
 #pragma unroll
@@ -185,7 +184,7 @@ BLOCKSCALE_DEVICE void store_pair(const GemmParams& p, int64_t at, int column, f
   }
 }
 
-// Rows [first, last) of D, counted through its matrices; by kWarps warps of every CTA.
+// Fills rows [first, last) of D, numbered across its matrices, with kWarps warps of every CTA.
 template <int kWarps>
 BLOCKSCALE_DEVICE void fill_rows(const GemmParams& p, int64_t first, int64_t last, float value,
                                  int warp) {
@@ -195,8 +194,8 @@ BLOCKSCALE_DEVICE void fill_rows(const GemmParams& p, int64_t first, int64_t las
       store_pair(p, row * p.out.row_stride + c, c, value, value);
 }
 
-// Straight from registers: the tail of a group of rows, and outputs that the copy engine cannot
-// describe.
+// Stores straight from registers: the tail of a group of rows, and outputs that the copy engine
+// cannot describe.
 template <class T>
 BLOCKSCALE_DEVICE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                       const Work& w, int row, int column) {
@@ -221,14 +220,14 @@ BLOCKSCALE_DEVICE void store_elements(const float (&sum)[T::kWaves][T::kN / 2], 
 }
 
 // Each CTA of the cluster has summed a part of K in its registers. The parts meet in shared memory,
-// where each CTA adds some of the rows up, always in the same order.
+// where each CTA adds up some of the rows, always in the same order.
 template <class T>
 BLOCKSCALE_DEVICE void add_parts(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                  uint32_t memory, const Work& w, int group_column, int rank) {
   constexpr int kPitch = T::kColumns + 8, kThreads = 128 * T::kGroups, kAcross = T::kColumns / 4;
   static_assert(!T::kSplit || T::kRows == 64);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  named_sync(1, kThreads);  // all are done with the stages that lie there
+  named_sync(1, kThreads);  // all warps are done with the stages there
 #pragma unroll
   for (int g = 0; g < T::kN / 8; ++g) {
     const int r = thread % 128 / 32 * 16 + lane / 4, c = group_column + g * 8 + lane % 4 * 2;

@@ -1,5 +1,5 @@
 // What one launch multiplies and in which order: the three groupings (dense, row-grouped,
-// contraction-grouped) are an enumeration of tiles, and the kernel below them is one.
+// contraction-grouped) are ways to enumerate tiles; the kernel beneath them is the same.
 #pragma once
 
 #include <cstdint>
@@ -12,28 +12,30 @@ namespace blockscale::sm90 {
 
 inline constexpr int kStepBytes = 32, kSteps = kBlock / kStepBytes;  // of K, in one wgmma
 
-// In units: a unit is the tile, or the pair of neighbouring tiles, that one cluster computes.
+// Counted in units: a unit is the tile, or the pair of neighbouring tiles, that one cluster
+// computes.
 struct Problem {
   int m = 0, n = 0;  // rows: m counts the rows of all groups
   int k_blocks = 0;  // blocks of 128 along K; contraction: of the whole storage
   Grouping grouping = Grouping::dense;
   int groups = 1;
-  int group_rows = 0;             // that the groups divide
-  int scale_unit = 1;             // rows: where groups start among the scales of A
-  int tail_rows = 0;              // rows: a group's last unit comes late if it has no more
+  int group_rows = 0;             // total rows that the groups divide
+  int scale_unit = 1;             // rows: groups start at multiples of it among A's scales
+  int tail_rows = 0;              // rows: a group's last unit runs late if it has <= this many rows
   int storage_unit = kBlock;      // contraction, BF16: groups start at multiples of it in storage
   const void* offsets = nullptr;  // cumulative ends of the groups, int32 or int64
   bool wide_offsets = false;
   Divisor units_across;             // along N
   int units_down = 0;               // along M; rows: not used
   Divisor band;                     // units along M that are walked together, for the L2 cache
-  Divisor band_units, group_units;  // of a band; of a group of the contraction axis
-  int counter = -1;                 // of a dynamic schedule; else it is fixed
+  Divisor band_units, group_units;  // in a band; in a group of the contraction axis
+  int counter = -1;                 // of a dynamic schedule; negative: fixed
   Previous previous = Previous::any;
 };
 
-// What waits for the kernels before, as far as nothing was promised: before offsets are read or
-// units drawn from the counter; before operands are read. All else is behind after_previous().
+// Wait for the preceding kernels, unless a promise makes that unnecessary: before offsets are read
+// or units drawn from the counter; before operands are read. Everything else comes after
+// after_previous().
 BLOCKSCALE_DEVICE void before_units(const Problem& p) {
   if (p.previous == Previous::any) gpu::after_previous();
 }
@@ -44,12 +46,12 @@ BLOCKSCALE_DEVICE void before_operands(const Problem& p) {
 // The work of a CTA for one unit.
 struct alignas(16) Work {
   int row, row_end;  // first row in A and D, and the end of its group
-  int scale_row;     // where the first row's scales of A lie
+  int scale_row;     // the first row's place among A's scales
   int column;
   int group;
-  int first_block, blocks;  // along K; fewer than 0: there is no more work
-  int shift = 0;            // BF16: bytes by which they lie behind such blocks of the storage
-  int last_steps = kSteps;  // and wgmmas of the last one
+  int first_block, blocks;  // along K; blocks < 0: no more work
+  int shift = 0;            // BF16: bytes by which they start past a block of the storage
+  int last_steps = kSteps;  // BF16: wgmmas along K in the last block
 };
 
 BLOCKSCALE_DEVICE Work no_work() { return {0, 0, 0, 0, 0, 0, -1}; }
@@ -60,20 +62,20 @@ BLOCKSCALE_DEVICE int64_t group_end(const Problem& p, int group) {
                         : static_cast<const int32_t*>(p.offsets)[group];
 }
 
-// What comes before a group.
+// Totals of everything before a group.
 struct WorkBefore {
   int work;  // units (rows: without tails); contraction: blocks along K, in BF16 steps of 32 bytes
-  uint32_t more;  // rows: tails and gaps, so that both are added up at once
+  uint32_t more;  // rows: tails and gaps, packed so that one addition sums both
 
-  // Units along M that have no more than p.tail_rows of their rows.
+  // Units along M with at most p.tail_rows rows.
   BLOCKSCALE_DEVICE int tails() const { return static_cast<int>(more >> 16); }
-  // Rows that are nobody's among the scales of A.
+  // Rows among A's scales that belong to no group.
   BLOCKSCALE_DEVICE int gaps() const { return static_cast<int>(more & 0xFFFF); }
 };
-static_assert(3 * kMaxGroups < 1 << 16);  // gaps, of up to 3 rows a group, fit in their half
+static_assert(3 * kMaxGroups < 1 << 16);  // gaps, of up to 3 rows per group, fit in their half
 
-// The starts of all groups, and of what would come after them. False where the offsets make no
-// sense: then there are none. All threads call it; the caller synchronizes.
+// Lists the starts of all groups, and of what would come after them. False, with no list, where the
+// offsets make no sense. All threads call it; the caller synchronizes.
 template <class Tile>
 BLOCKSCALE_DEVICE bool list_groups(const Problem& p, WorkBefore* starts) {
   const auto units = [](int size, int unit) { return (size + unit - 1) / unit; };
@@ -119,8 +121,8 @@ BLOCKSCALE_DEVICE int unit_count(const Problem& p, const WorkBefore* starts) {
   return static_cast<int>(p.group_units.by()) * p.groups;
 }
 
-// The work of CTA `rank` in unit `unit`, which is behind that of the last call. `place` is where
-// that left off among the groups, and then among their tails, 0 at first.
+// The work of CTA `rank` in unit `unit`, which comes after the previous call's unit. `place` is
+// where that call left off among the groups and then among their tails; initially 0.
 template <class Tile>
 BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int unit, int rank,
                                int& place) {
@@ -128,7 +130,7 @@ BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int u
   int units_down = p.units_down;
   auto left = static_cast<uint32_t>(unit);
   if (p.grouping == Grouping::rows) {
-    // Tails come last: what takes less time evens out what the clusters have done until then.
+    // Tails come last: being short, they even out the clusters' load so far.
     const int across = static_cast<int>(p.units_across.by()), whole = starts[p.groups].work;
     const bool tail = unit >= whole;
     const int passed = tail ? p.groups : 0;
@@ -149,7 +151,7 @@ BLOCKSCALE_DEVICE Work work_of(const Problem& p, const WorkBefore* starts, int u
     const int group = w.group = static_cast<int>(p.group_units.divide(left));
     w.first_block = starts[group].work;
     w.blocks = starts[group + 1].work - starts[group].work;
-    if constexpr (!Tile::kScaled) {  // these were steps
+    if constexpr (!Tile::kScaled) {  // counted in steps until here
       const int steps = w.blocks;
       w.shift = w.first_block % kSteps * kStepBytes;
       w.first_block /= kSteps;

@@ -1,12 +1,12 @@
-// Sums of the tensor cores over one block, multiplied by their scales and added to FP32 sums; where
-// the scales come from.
+// Tensor-core sums over one block, multiplied by their scales and added to FP32 sums; and where the
+// scales come from.
 #pragma once
 
 #include "cuda/sm90/kernel.h"
 
 namespace blockscale::sm90 {
 
-// sum += sums of the tensor cores * scales, which are one a row.
+// sum += tensor-core sums * scales, one scale per row.
 template <int kN>
 BLOCKSCALE_DEVICE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2], float upper,
                                float lower) {
@@ -18,8 +18,8 @@ BLOCKSCALE_DEVICE void promote(float (&sum)[kN / 2], const float (&part)[kN / 2]
     sum[4 * g + 3] = fmaf(part[4 * g + 3], lower, sum[4 * g + 3]);
   }
 }
-// The same with another scale for every column, in shared memory. kAhead pairs of them are loaded
-// before the wait for the sums, the others as registers come free.
+// The same with a scale per column, in shared memory. kAhead pairs of them are loaded before
+// waiting for the sums, the others as registers become free.
 template <int kN, int kAhead>
 struct ColumnScales {
   static constexpr int kGroups = kN / 8;
@@ -44,8 +44,8 @@ struct ColumnScales {
   }
 };
 
-// The scales of B that all columns of a warp share: each lane holds that of another block out of
-// 32, and one of the 32 after them.
+// The scales of B that all columns of a warp share: each lane holds the scale of one of 32 blocks,
+// and of one of the next 32.
 template <bool kUsed>
 struct BlockScales {
   const float* next;
@@ -67,7 +67,7 @@ struct BlockScales {
     next += step;
     left -= 32;
   }
-  // All blocks in order.
+  // To be called for all blocks, in order.
   BLOCKSCALE_DEVICE float of(int block) {
     if (block % 32 == 0) {
       now = ahead;

@@ -1,4 +1,4 @@
-// Hopper's own instructions as functions: barriers in shared memory, the copy engine, clusters.
+// Hopper's own instructions as functions: shared-memory barriers, the copy engine, clusters.
 #pragma once
 
 #include <cuda.h>
@@ -20,15 +20,16 @@ using gpu::after_previous;
 using gpu::shared_address;
 using gpu::to_bf16x2;
 
-// A load that stays behind after_previous(). What __ldg() reads counts as written before the kernel
-// began, so the compiler moves it in front of a wait that is not the kernel's first statement.
+// A load that stays after after_previous(). Data that __ldg() reads counts as written before the
+// kernel began, so the compiler moves __ldg() ahead of a wait that is not the kernel's first
+// statement.
 BLOCKSCALE_DEVICE float load_after(const float* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
 }
-// What is in device memory before `value` is added: in any order with what else this thread reads
-// and writes, or after all of it.
+// These add `value` in device memory and return what was there before: in any order with this
+// thread's other reads and writes, or after all of them.
 BLOCKSCALE_DEVICE int add_relaxed(int& at, int value) {
   int before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
@@ -45,7 +46,7 @@ BLOCKSCALE_DEVICE int add_ordered(int& at, int value) {
                : "memory");
   return before;
 }
-// Brings a tensor map to where the copy engine reads it from.
+// Prefetches a tensor map to where the copy engine reads it from.
 BLOCKSCALE_DEVICE void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -56,20 +57,19 @@ BLOCKSCALE_DEVICE bool elect_one() {
   return elected != 0;
 }
 
-// ---- barriers: what cuda/barrier.h has not
-// ------------------------------------------------------- Where CTA `rank` of the cluster has what
-// is at this address here.
+// ---- barriers: what cuda/barrier.h lacks --------------------------------------------------------
+// The address in CTA `rank` of the cluster that corresponds to this address here.
 BLOCKSCALE_DEVICE uint32_t there_of(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// What the barriers order are the copy engine's writes and the tensor cores' reads, so neither here
-// nor in the wait is a wider scope than the default asked for: that would flush caches.
+// The barriers order the copy engine's writes and the tensor cores' reads, so neither this nor the
+// wait asks for a wider scope than the default: that would flush caches.
 BLOCKSCALE_DEVICE void barrier_arrive_there(uint32_t barrier_there) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier_there) : "memory");
 }
-// Whether the phase is over, without waiting for it.
+// Whether the phase has completed, without waiting for it.
 BLOCKSCALE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -81,13 +81,14 @@ BLOCKSCALE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
       : "memory");
   return done != 0;
 }
-// A barrier of `threads` threads of the block, other than 0, which is __syncthreads'.
+// A barrier of `threads` threads of the block; `id` is not 0, which is the barrier of
+// __syncthreads().
 BLOCKSCALE_DEVICE void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- the copy engine ---------------------------------------------------------------------------
-// As copy_box, of `bytes` that lie together: they and both addresses are multiples of 16.
+// Like copy_box, for `bytes` contiguous bytes: the count and both addresses are multiples of 16.
 template <bool kBoth>
 BLOCKSCALE_DEVICE void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   if constexpr (kBoth)
@@ -119,7 +120,7 @@ BLOCKSCALE_DEVICE void store_box(uint32_t from, const CUtensorMap& map, int x, i
         : "memory");
 }
 BLOCKSCALE_DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the stores of this thread have read what they store.
+// Waits until this thread's stores have read their source.
 BLOCKSCALE_DEVICE void stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -128,7 +129,7 @@ BLOCKSCALE_DEVICE void stores_wait_read() {
 BLOCKSCALE_DEVICE void copy_16_bytes(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// Arrives when the copies that this thread has issued so far are complete.
+// Arrives when all copies that this thread has issued so far are complete.
 BLOCKSCALE_DEVICE void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -144,8 +145,8 @@ BLOCKSCALE_DEVICE int load_shared_int(uint32_t address) {
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-// Four bytes to a CTA of the cluster, and as many to what its barrier expects: there_of's
-// addresses, both of one CTA.
+// Sends four bytes to a CTA of the cluster, and counts them toward what its barrier expects. Both
+// addresses are from there_of(), for the same CTA.
 BLOCKSCALE_DEVICE void send(uint32_t address_there, int value, uint32_t barrier_there) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
@@ -161,7 +162,7 @@ BLOCKSCALE_DEVICE float2 load_shared2(uint32_t address) {
 BLOCKSCALE_DEVICE void store_shared2(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
-// From a CTA of the cluster: the address is there_of's.
+// Loads from a CTA of the cluster; the address is from there_of().
 BLOCKSCALE_DEVICE float4 load_there4(uint32_t address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -184,7 +185,7 @@ BLOCKSCALE_DEVICE void store_matrices(uint32_t address, const uint32_t (&v)[4]) 
 
 // ---- clusters, registers, lanes ----------------------------------------------------------------
 
-// Kept in a register: as threadIdx.x % 32 it would be read and computed again at every use.
+// Kept in a register: threadIdx.x % 32 would be read and computed again at every use.
 BLOCKSCALE_DEVICE int lane_index() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -198,7 +199,7 @@ BLOCKSCALE_DEVICE uint32_t cluster_rank() {
 BLOCKSCALE_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The same where nothing but barriers was written before: it does without a fence of the whole GPU.
+// The same where only barriers have been written before: it avoids a GPU-wide fence.
 BLOCKSCALE_DEVICE void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");

@@ -1,12 +1,12 @@
 // Which units a cluster computes, and how its warps learn of them.
 //
-// Fixed: cluster c of n has units c, c + n, c + 2n... Dynamic: clusters draw them from a counter in
-// global memory. Those that run faster, or began while others had no multiprocessor yet, take more,
-// and what runs at once lies together.
+// Fixed: cluster c of n has units c, c + n, c + 2n... Dynamic: clusters draw units from a counter
+// in global memory. Clusters that run faster, or that began while others had no multiprocessor yet,
+// take more, and units that run at the same time are close together.
 //
-// The thread that brings codes is ahead of all others, and finds out for them: it posts the work of
-// its CTA's units one after another in shared memory. In a dynamic schedule that of a cluster's
-// first CTA draws, and tells the other's what it has drawn.
+// The thread that loads codes is ahead of all others and schedules for them: it posts the work of
+// its CTA's units one after another in shared memory. In a dynamic schedule, the thread in a
+// cluster's first CTA draws a number and sends it to the thread in the other CTA.
 #pragma once
 
 #include "cuda/sm90/counters.h"
@@ -15,18 +15,18 @@
 
 namespace blockscale::sm90 {
 
-// Numbers drawn so far, and clusters that have had their last: that of a launch puts both back to
-// 0, so that they are 0 when no launch uses them.
+// Numbers drawn so far, and clusters that have drawn their last: the last cluster of a launch to do
+// so resets both to 0, so that they are 0 when no launch uses them.
 struct Counter {
   int drawn, done;
 };
 static __device__ Counter counters[kCounters];
 
-// Where a CTA's units are posted: slots in shared memory, used by turns.
+// Where a CTA's units are posted: slots in shared memory, used in turn.
 struct Mailbox {
   static constexpr int kSlots = 4;
-  // A slot has a full and an empty barrier for what is posted; in clusters the same for the number
-  // that one CTA tells another, and the number.
+  // A slot has a full and an empty barrier for the posted work and, for clusters, two more for the
+  // number that one CTA sends the other, and the number itself.
   static constexpr int kSlotBytes = 40, kWorkAt = kSlots * kSlotBytes;
   static constexpr int kBytes = kWorkAt + kSlots * static_cast<int>(sizeof(Work));
   uint32_t base;
@@ -39,7 +39,7 @@ struct Mailbox {
   BLOCKSCALE_DEVICE uint32_t number_empty(int turn) const { return full(turn) + 24; }
   BLOCKSCALE_DEVICE uint32_t number(int turn) const { return full(turn) + 32; }
 
-  // By one thread, before anything else. `readers`: warps that read what is posted.
+  // Called by one thread, before anything else. `readers`: warps that read the posted work.
   BLOCKSCALE_DEVICE void init(int readers) const {
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(full(i), 1), barrier_init(empty(i), 32 * readers);
@@ -51,7 +51,7 @@ struct Mailbox {
     posted[turn % kSlots] = w;
     barrier_arrive(full(turn));
   }
-  // For all lanes of a warp.
+  // Called by all lanes of a warp.
   BLOCKSCALE_DEVICE Work read(int turn) const {
     barrier_wait(full(turn), phase(turn));
     const Work w = posted[turn % kSlots];
@@ -60,14 +60,14 @@ struct Mailbox {
   }
 };
 
-// What follows the units of its CTA, one after another until there are none.
+// Follows its CTA's units, one after another until there are none.
 struct Reader {
   const Mailbox& mailbox;
   BLOCKSCALE_DEVICE Work next(int turn) const { return mailbox.read(turn); }
   BLOCKSCALE_DEVICE void ask() const {}
 };
 
-// The same for the thread that brings codes, which finds them.
+// The same for the thread that loads codes, which finds the units.
 template <class T>
 class Scheduler {
  public:
@@ -89,7 +89,7 @@ class Scheduler {
   }
   // Whether this is the cluster's first CTA.
   BLOCKSCALE_DEVICE bool first() const { return T::kCluster == 1 || rank_ == 0; }
-  // For the next number, some time before it is needed.
+  // Requests the next number, some time before it is needed.
   BLOCKSCALE_DEVICE void ask() {
     if (!dynamic() || !first()) return;
     number_ = add_relaxed(counters[problem_.counter].drawn, 1);
@@ -98,7 +98,7 @@ class Scheduler {
  private:
   static BLOCKSCALE_DEVICE int clusters() { return static_cast<int>(gridDim.x) / T::kCluster; }
   static BLOCKSCALE_DEVICE int cluster() { return static_cast<int>(blockIdx.x) / T::kCluster; }
-  // What splits K has a cluster for every unit.
+  // With K split, the launch has a cluster for every unit.
   BLOCKSCALE_DEVICE bool dynamic() const { return !T::kSplit && problem_.counter >= 0; }
 
   BLOCKSCALE_DEVICE int next_drawn(int turn) {
@@ -106,11 +106,11 @@ class Scheduler {
     if (first() && number_ >= count_) end(turn);
     return number_;
   }
-  // How many clusters there are does not depend on what is in device memory, such as offsets.
+  // The number of clusters does not depend on device memory, such as offsets.
   BLOCKSCALE_DEVICE void end(int turn) const {
     Counter& counter = counters[problem_.counter];
     if (add_ordered(counter.done, 1) == clusters() - 1) counter = {0, 0};
-    if constexpr (T::kCluster > 1)  // this CTA stays until the other has heard all
+    if constexpr (T::kCluster > 1)  // stay until the other CTA has received every number
       for (int i = max(0, turn - Mailbox::kSlots + 1); i <= turn; ++i)
         barrier_wait(mailbox_.number_empty(i), Mailbox::phase(i));
   }
@@ -128,7 +128,7 @@ class Scheduler {
   const Problem& problem_;
   const WorkBefore* const starts_;
   const Mailbox& mailbox_;
-  const int rank_, count_;  // numbers from the count of units on are none
+  const int rank_, count_;  // numbers from the unit count on are no units
   int place_ = 0, number_ = 0;
 };
 

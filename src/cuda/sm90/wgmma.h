@@ -1,7 +1,7 @@
-// wgmma, m64 n k32: D[64, n] (+)= A[64, 32] B[n, 32]^T on FP8 codes in shared memory (and k16 on
-// BF16, 32 bytes as well), FP32 sums in registers. Thread t of the warpgroup holds, of row t/32*16
-// + t%32/4 (and of 8 rows below it in elements 2 and 3), columns 8g + t%4*2 and the next in d[4g]
-// and d[4g + 1].
+// wgmma, m64 n k32: D[64, n] (+)= A[64, 32] B[n, 32]^T on FP8 codes in shared memory (k16 on BF16,
+// also 32 bytes), with FP32 sums in registers. In d[4g] and d[4g + 1], thread t of the warpgroup
+// holds columns 8g + t%4*2 and the next of row t/32*16 + t%32/4; in d[4g + 2] and d[4g + 3], the
+// same columns 8 rows below.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,8 @@ namespace blockscale::sm90 {
   if constexpr (kN == 64) BLOCKSCALE_WGMMA(64, 32, types, "", 32, 32, 33, 34); \
   if constexpr (kN == 128) BLOCKSCALE_WGMMA(128, 32, types, "", 64, 64, 65, 66);
 
-// `a_tile` and `b_tile` are descriptors (2 more is 32 codes on); add_to = 0 overwrites D.
+// `a_tile` and `b_tile` are descriptors (adding 2 advances them by 32 codes); add_to = 0 overwrites
+// D.
 template <int kN, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile, int add_to) {
   static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128);
@@ -60,7 +61,8 @@ BLOCKSCALE_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
   }
 }
 
-// m64 n k16 on BF16 in shared memory, added to D; two more in a descriptor are 16 values on.
+// m64 n k16 on BF16 in shared memory, added to D; adding 2 to a descriptor advances it by 16
+// values.
 template <int kN>
 BLOCKSCALE_DEVICE void wgmma_bf16(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile) {
   static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128);
@@ -85,9 +87,9 @@ BLOCKSCALE_DEVICE void wgmma_bf16(float (&d)[kN / 2], uint64_t a_tile, uint64_t 
 #undef BLOCKSCALE_R8
 #undef BLOCKSCALE_R4
 
-// A tile of rows of 128 bytes in the 128-byte swizzle, K contiguous, at a multiple of 1024 bytes of
+// A tile of 128-byte rows in the 128-byte swizzle, K contiguous, at a multiple of 1024 bytes of
 // shared memory: groups of 8 rows are 1024 bytes apart. The low word of its descriptor holds the
-// address in units of 16 bytes. (The shuffle tells the compiler that it is the same in a warp.)
+// address in units of 16 bytes. (The shuffle tells the compiler that it is warp-uniform.)
 BLOCKSCALE_DEVICE uint32_t tile_low_word(uint32_t shared) {
   return __shfl_sync(~0u, (shared & 0x3FFFF) >> 4 | 1 << 16, 0);
 }
@@ -104,7 +106,7 @@ BLOCKSCALE_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" 
 BLOCKSCALE_DEVICE void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until no more than kLater of what was committed are under way.
+// Waits until at most kLater of the committed groups are still in flight.
 template <int kLater = 0>
 BLOCKSCALE_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");

@@ -1,4 +1,4 @@
-// From codes to values. Decoding is exact; the products with scales are the ones that round.
+// From codes to values. Decoding is exact; only the products with scales round.
 #pragma once
 
 #include "gpu/port.h"
@@ -6,7 +6,7 @@
 namespace blockscale::gpu {
 
 // How codes of a format become FP32: the magnitude bits, moved to the top of the fraction, are the
-// value times 2^(bias - 127), subnormals included; one exact multiplication puts it right.
+// value times 2^(bias - 127), subnormals included; one exact multiplication corrects that.
 struct Decoder {
   uint32_t magnitude_mask, sign_bit;
   int shift;
@@ -33,7 +33,7 @@ struct Decoder {
     }
     return d;
   }
-  // Of an unsigned format.
+  // For an unsigned format.
   BLOCKSCALE_DEVICE float scale(uint32_t code) const {
     const uint32_t magnitude = code & magnitude_mask;
     const float value = __fmul_rn(bit_cast<float>(max(magnitude << shift, least)), factor);
@@ -50,7 +50,7 @@ struct Decoder {
   }
 };
 
-// What a kernel knows of its codes when it is compiled.
+// What a kernel knows about its codes at compile time.
 enum class Codec : uint8_t { fp4, e2m3, e3m2, e4m3fn, e5m2, any };
 BLOCKSCALE_HD constexpr int codes_per_word(Codec c) { return c == Codec::fp4 ? 8 : 4; }
 
@@ -59,13 +59,13 @@ BLOCKSCALE_DEVICE uint32_t word_of(const uint2& words, int which) {
   return which == 0 ? words.x : words.y;
 }
 
-// Two codes at a time are decoded, pair by pair: which of a word the i-th of a pair is.
+// Codes are decoded two at a time, pair by pair: the index in a word of the i-th code of a pair.
 BLOCKSCALE_HD constexpr int code_of(Codec c, int pair, int i) {
   return c == Codec::fp4 ? pair % 2 * 4 + i * 2 + pair / 2 : 2 * pair + i;
 }
 
-// With its bits moved, a narrower code is a code of E4M3 or E5M2, for a value smaller by a power of
-// two. FP4: the even codes of a word, or the odd ones.
+// With its bits moved, a narrower code becomes a code of E4M3 or E5M2, for a value smaller by a
+// power of two. FP4: the even codes of a word, or the odd ones.
 template <Codec kCodec>
 BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word, int odd) {
   if constexpr (kCodec == Codec::fp4) {
@@ -76,7 +76,7 @@ BLOCKSCALE_DEVICE uint32_t as_fp8(uint32_t word, int odd) {
     return (word & 0x1F1F1F1F) | (word << 2 & 0x80808080);
   return word;
 }
-// Pair `pair` of a word, whose bits as_fp8() has moved.
+// Decodes pair `pair` of a word whose bits as_fp8() has moved.
 template <Codec kCodec>
 BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t moved, int pair, float* v) {
   if constexpr (kCodec == Codec::any) {
@@ -91,8 +91,8 @@ BLOCKSCALE_DEVICE void decode_pair(const Decoder& decoder, uint32_t moved, int p
   }
 }
 
-// The eight magnitudes of E2M1 times a factor, as BF16: every value that a block can have. Codes
-// are looked up in them by permuting bytes.
+// The eight E2M1 magnitudes times a factor, as BF16: every value that a block can have. Codes look
+// them up by permuting bytes.
 class Fp4Products {
  public:
   BLOCKSCALE_DEVICE explicit Fp4Products(float factor) {
@@ -111,12 +111,12 @@ class Fp4Products {
     }
     first_ = pair[0];
   }
-  // Those of 0 and 0.5: where any is NaN, that of 0 is.
+  // The products of 0 and 0.5: where any product is NaN, that of 0 is.
   BLOCKSCALE_DEVICE uint32_t first() const { return first_; }
-  // Of four codes, those in the low half of `codes`.
+  // The products of four codes, those in the low half of `codes`.
   BLOCKSCALE_DEVICE uint2 operator()(uint32_t codes) const {
     const uint32_t which = codes & 0x7777;
-    // Signs of even codes are in place four bits further up.
+    // Signs of even codes are in place after shifting them up by four bits.
     const uint32_t signs = permute_bytes(codes << 4, codes, 0x5140) & 0x80808080;
     const uint32_t low = permute_bytes(low_[0], low_[1], which);
     const uint32_t high = permute_bytes(high_[0], high_[1], which) ^ signs;

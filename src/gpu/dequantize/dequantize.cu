@@ -1,7 +1,7 @@
 // From codes back to values: x^ = fl(fl(outer * scale) * code), rounded to the output's dtype.
 //
 // Codes along rows go straight through registers. Codes of columns are stored transposed: a tile
-// comes in by lines, through shared memory, and leaves by rows (dequantize_columns.h).
+// comes in by lines, goes through shared memory, and leaves by rows (dequantize_columns.h).
 #include <bit>
 
 #include "gpu/dequantize/dequantize_columns.h"
@@ -9,20 +9,21 @@
 namespace blockscale::gpu {
 namespace {
 
-constexpr int kRowLines = 4;  // of a thread along rows, one piece each
+constexpr int kRowLines = 4;  // per thread along rows, one piece each
 
-// The codes and scales of pieces one below the other, of which `left` are there; all loads first.
+// Loads the codes and scales of pieces one below the other, of which `left` exist; issues all loads
+// first.
 template <class Codes>
 BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, int first, int c,
                                    int byte, int left, Codes* codes, uint32_t* stored) {
-  // Kept: the compiler would multiply for every line.
+  // Kept in a register: the compiler would multiply for every line.
   const uint8_t* from = code_at<true>(p, at, first, byte);
 #pragma unroll
   for (int i = 0; i < kRowLines; ++i, from += at.code_columns, keep(from))
     if (i < left) codes[i] = load_once(reinterpret_cast<const Codes*>(from));
   const int row = first >> at.scale_shift;
   const int64_t scale = static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift);
-  // The lines of a thread are of one row of a grid of square blocks.
+  // A thread's lines lie in one row of a grid of square blocks.
   const int step = at.scale_shift ? 0 : at.scale_columns;
   const auto load_scales = [&](auto* scales) {
 #pragma unroll
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   using Codes = std::conditional_t<kCodec == Codec::fp4, uint32_t, uint2>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t thread = blockIdx.x * kDecodeThreads + threadIdx.x;
-  if (kHalo<kRows>) thread -= thread / 32 + 1;  // the first: beyond all
+  if (kHalo<kRows>) thread -= thread / 32 + 1;  // thread 0 wraps past all others
   uint32_t n = min(thread, p.all - 1);
   uint32_t lines = p.runs.divide(n);
   const uint32_t part = p.parts.divide(lines);
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   if (direct && has_nan(largest)) define_nans(to, p.x.row_stride, min(left, kRowLines));
 }
 
-// Rows of no group are 0; where offsets are wrong, everything is NaN.
+// Rows of no group become 0; where offsets are wrong, everything becomes NaN.
 __global__ void __launch_bounds__(kDecodeThreads)
     clear_rows_kernel(const __grid_constant__ DequantizeParams p) {
   after_previous(p);
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 template <Codec kCodec, Rows kRows>
 void launch(DequantizeParams& p, NativeStream stream) {
   const bool groups = p.plan.head;
-  // Matrices, or where there are groups the most rows of tiles that there can be.
+  // Matrices or, with groups, the most rows of tiles that there can be.
   const int64_t parts = groups ? p.plan.most_tile_rows : p.x.batch;
   if (p.q.axis == -1) {
     const int64_t runs = ceil_div(p.columns, kPiece);
@@ -126,7 +127,7 @@ void launch(DequantizeParams& p, NativeStream stream) {
     const int64_t all = runs * (each * parts + ceil_div(p.second.rows, kRowLines));
     p.runs = Divisor(runs), p.parts = Divisor(each);
     p.all = static_cast<uint32_t>(all);
-    constexpr int kPieces = kDecodeThreads / 32 * (32 - kHalo<kRows>);  // of a block of threads
+    constexpr int kPieces = kDecodeThreads / 32 * (32 - kHalo<kRows>);  // per thread block
     start(dequantize_rows_kernel<kCodec, kRows>, static_cast<unsigned>(ceil_div(all, kPieces)),
           kDecodeThreads, 0, stream, p);
   } else {
@@ -179,7 +180,7 @@ void run(DequantizeParams& p, const Stream& stream) {
   check_launch("dequantize");
 }
 
-// The matrices of a batch from `first` on, before `end`.
+// The matrices of a batch from `first` up to `end`.
 ConstQuantized matrices_of(ConstQuantized q, int64_t first, int64_t end) {
   const StoredShape s = q.shape();
   q.codes += first * s.code_bytes;
@@ -194,8 +195,8 @@ Matrix matrices_of(Matrix x, int64_t first, int64_t end) {
   return x;
 }
 
-// Whether one launch decodes both: lines of one form, so that they differ in where they lie and in
-// how many share a scale.
+// Whether one launch can decode both: their lines have the same form, so that they differ only in
+// where they lie and how many share a scale.
 bool alike(const ConstQuantized& a, const Matrix& x, const ConstQuantized& b, const Matrix& y) {
   const auto plain = [](const ConstQuantized& q, const Matrix& to) {
     return q.axis == -1 && !q.groups && !q.spec.outer && q.layout == StorageLayout{} &&

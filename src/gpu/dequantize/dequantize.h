@@ -1,4 +1,4 @@
-// From codes back to values, what rows and columns share: where pieces of work lie, their scales,
+// From codes back to values, shared by rows and columns: where pieces of work lie, their scales,
 // and how rows of values are stored.
 #pragma once
 
@@ -11,17 +11,17 @@ namespace blockscale::gpu {
 
 inline constexpr int kDecodeThreads = 256;
 
-// What a piece of work is part of: a matrix of the batch, or a row of tiles of a group.
+// What a piece of work belongs to: a matrix of the batch, or a row of tiles of a group.
 struct Place {
   const uint8_t *codes, *scales;
   const float* outer;  // its outer scale, or null
-  int64_t x;           // where its first element lies, from x.data on
-  int row;             // the first one
+  int64_t x;           // offset of its first element from x.data
+  int row;             // the first row
   int rows, padded, code_columns, scale_columns;
-  int scale_shift;  // the binary logarithm of the lines that share a row of scales
+  int scale_shift;  // log2 of the lines that share a row of scales
 };
 
-// What a second operand with lines of the same form has of its own.
+// What differs for a second operand with lines of the same form.
 struct SecondPlace {
   const uint8_t *codes, *scales;
   int64_t x;
@@ -35,15 +35,15 @@ struct DequantizeParams {
   Matrix x;
   int rows, columns;
   int linear, wide_scales;  // both layouts are linear; scales are FP32
-  int block_shift;          // the binary logarithm of a block
+  int block_shift;          // log2 of a block
   Plan plan;                // of groups
-  Divisor parts;            // pieces of work of a matrix, or of a row of tiles of a group
-  Divisor runs;             // along rows: pieces of a line
-  Divisor across;           // down columns: tiles beside each other
+  Divisor parts;            // pieces of work per matrix, or per row of tiles of a group
+  Divisor runs;             // along rows: pieces per line
+  Divisor across;           // down columns: tiles side by side
   uint32_t all;             // along rows: threads with work
-  int ahead;                // down columns: positions from a tile to what it asks for, or none
+  int ahead;                // down columns: positions from a tile to what it prefetches; 0: none
   Place first;              // the first matrix of a batch
-  SecondPlace second;       // of two operands the other one's, or no rows
+  SecondPlace second;       // the other of two operands, or no rows
 };
 
 BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at) {
@@ -80,7 +80,7 @@ BLOCKSCALE_DEVICE bool find(const DequantizeParams& p, uint32_t part, Place& at)
   return true;
 }
 
-// The scale of a block as it is stored, and as a factor of its codes.
+// The scale of a block as stored, and as a factor for its codes.
 template <bool kLinear>
 BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& at, int line,
                                         int block) {
@@ -92,7 +92,7 @@ BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& 
   return p.wide_scales ? load_once_and_more(reinterpret_cast<const uint32_t*>(at.scales) + i)
                        : load_once(at.scales + i);
 }
-// To be loaded after the codes are on their way: the compiler waits for what all threads share.
+// To be loaded once the codes are on their way: the compiler waits for data that all threads share.
 BLOCKSCALE_DEVICE float outer_of(const Place& at) { return at.outer ? load_once(at.outer) : 1.0f; }
 BLOCKSCALE_DEVICE float factor_of(const DequantizeParams& p, float outer, uint32_t stored) {
   return __fmul_rn(outer, p.wide_scales ? bit_cast<float>(stored) : p.scale.scale(stored));
@@ -106,8 +106,8 @@ BLOCKSCALE_DEVICE const uint8_t* code_at(const DequantizeParams& p, const Place&
   return at.codes + layout_offset(p.q.layout.codes, p.shape.code_rows, at.code_columns, line, byte);
 }
 
-// Stores a piece from column c on of a row that begins at element `row`. All lanes of a warp come
-// here when rows start anywhere; those without a piece have a count of 0.
+// Stores a piece from column c on of a row that begins at element `row`. All lanes of a warp must
+// come here when rows start anywhere; those without a piece have a count of 0.
 template <Rows kRows>
 BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c, const PieceAt& at,
                                    const uint4& piece) {
@@ -131,12 +131,13 @@ BLOCKSCALE_DEVICE void store_piece(const DequantizeParams& p, int64_t row, int c
   }
 }
 
-// Where rows start anywhere, the first piece of a warp, or of a row of a tile, is the last of the
-// one before: a lane stores what the lane before has, too.
+// Where rows start anywhere, the first piece of a warp, or of a row of a tile, repeats the last
+// piece of the one before: a lane also stores what the previous lane holds.
 template <Rows kRows>
 inline constexpr int kHalo = kRows == Rows::anywhere ? 1 : 0;  // pieces
 
-// Pieces that were stored with the conversion's NaN, one below the other, get the definition's.
+// Gives pieces that were stored with the conversion's NaN, one below the other, the definition's
+// NaN.
 BLOCKSCALE_DEVICE void define_nans(uint16_t* to, int64_t stride, int count) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i, to += stride) {

@@ -1,9 +1,9 @@
 // Codes of columns back to values: tiles come in by lines of codes and leave by rows.
 //
-// Memory sets the pace, and it minds the order: tiles of a row of them follow each other, so that
-// whole rows are written, and a tile is so high that it reads 128 bytes or more of a line. What the
-// next row of tiles reads of it may come along, and high tiles of FP4, which have less to read,
-// ask for more ahead of time.
+// Memory sets the pace, and the order of accesses matters: the tiles of a row of tiles follow each
+// other, so that whole rows are written, and a tile is high enough to read 128 bytes or more of a
+// line. What the next row of tiles reads of that line may be fetched along with it, and high FP4
+// tiles, which have less to read, prefetch more ahead of time.
 #pragma once
 
 #include "gpu/dequantize/dequantize.h"
@@ -11,7 +11,7 @@
 namespace blockscale::gpu {
 
 // A tile: kHigh positions of kTile lines. Chunks are permuted so that those of every eighth line,
-// as they are decoded, lie in banks of their own.
+// as they are decoded, lie in different banks.
 template <Codec kCodec, int kHigh>
 struct CodeTile {
   static constexpr int kLines = kTile;
@@ -36,8 +36,8 @@ struct CodeTile {
 template <Codec kCodec, int kHigh>
 inline constexpr bool kAsksAhead = kCodec == Codec::fp4&& kHigh > kTile;
 
-// The scales of `count` consecutive blocks of a line, those of a byte as the bytes of two words.
-// They are few, so that those of the next rows of tiles come along.
+// The scales of `count` consecutive blocks of a line; one-byte scales as the bytes of two words.
+// They are few, so those of the next rows of tiles are fetched along with them.
 template <bool kLinear>
 BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, int line, int block,
                                     int count) {
@@ -57,7 +57,7 @@ BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, 
   return {word[0], word[1]};
 }
 
-// Tile n of all: which one it is, and what it becomes.
+// Tile n of all: which one it is, and how it is loaded and stored.
 template <Codec kCodec, Rows kRows, int kHigh>
 struct Columns {
   using Tile = CodeTile<kCodec, kHigh>;
@@ -66,7 +66,7 @@ struct Columns {
   Tile& tile;
   Place at;
   int r, c;    // its first row and column
-  bool there;  // the same for all threads of a block
+  bool there;  // uniform across the thread block
 
   BLOCKSCALE_DEVICE Columns(const DequantizeParams& params, Tile& memory, uint32_t n)
       : p(params), tile(memory) {
@@ -86,7 +86,7 @@ struct Columns {
 
   BLOCKSCALE_DEVICE void load() {
     p.linear ? load_codes<true>() : load_codes<false>();
-    // A thread finds the factors of kTile positions of a line.
+    // A thread computes the factors of kTile positions of a line.
     const int thread = static_cast<int>(threadIdx.x), line = thread % Tile::kLines;
     const int from = thread / Tile::kLines * kTile;
     static_assert(kHigh / kTile * Tile::kLines <= kDecodeThreads && kHigh <= 2 * kTile);
@@ -114,12 +114,12 @@ struct Columns {
   template <bool kLinear>
   BLOCKSCALE_DEVICE void load_codes() {
     const int thread = static_cast<int>(threadIdx.x);
-    // Then what lies behind the codes of a line, if anything, is part of the buffer too.
+    // If so, whatever follows the codes of a line is part of the buffer too.
     const bool aligned =
         (reinterpret_cast<uintptr_t>(at.codes) | static_cast<unsigned>(at.code_columns)) % 16 == 0;
     const int first = thread / Tile::kChunks, chunk = thread % Tile::kChunks;
     constexpr int kStep = kDecodeThreads / Tile::kChunks;
-    if (kLinear && aligned && rows() == kHigh && c >= 0 && c + Tile::kLines <= p.columns) {
+    if (kLinear && aligned && rows() == kHigh && c >= 0 && c <= p.columns - Tile::kLines) {
       const uint8_t* from = code_at<true>(p, at, c + first, r / kPerByte + chunk * 16);
 #pragma unroll
       for (int i = 0; i < Tile::kLines; i += kStep, from += int64_t{kStep} * at.code_columns)
@@ -144,7 +144,7 @@ struct Columns {
     }
   }
 
-  // Every second row of tiles asks for what two others read later: 256 bytes of each line.
+  // Every second row of tiles prefetches what two others read later: 256 bytes of each line.
   BLOCKSCALE_DEVICE void ask_ahead() const {
     constexpr int kBytes = 2 * kHigh / kPerByte;
     const int line = static_cast<int>(threadIdx.x), byte = (r + p.ahead) / kPerByte;
@@ -155,7 +155,7 @@ struct Columns {
 
   // ---- out ----
 
-  // A thread decodes a few words of eight lines, and stores a piece of as many rows.
+  // A thread decodes a few words of eight lines, and stores a piece of each of their rows.
   BLOCKSCALE_DEVICE void store() {
     constexpr int kPieces = Tile::kLines / kPiece, kPerWord = codes_per_word(kCodec);
     constexpr int kEach = Tile::kWords * kPieces / kDecodeThreads;  // words
@@ -169,7 +169,7 @@ struct Columns {
     for (int j = 0; j < kPiece; ++j)
       factor[j] = tile.factor(line + j, first * kPerWord >> p.block_shift);
     const bool whole =
-        kRows == Rows::aligned && count >= kPiece && row + kEach * kPerWord <= at.rows;
+        kRows == Rows::aligned && count >= kPiece && row <= at.rows - kEach * kPerWord;
     const int64_t x = at.x + row * p.x.row_stride;
     auto* to = static_cast<uint16_t*>(p.x.data) + x + column;
     uint32_t largest = 0;
@@ -178,7 +178,7 @@ struct Columns {
       uint32_t word[kPiece];
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) word[j] = tile.word(line + j, first + w);
-      // The rows of a pair.
+      // The two rows of a pair.
       auto decode = [&](int pair, float(&v)[2][kPiece]) {
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
@@ -223,7 +223,7 @@ struct Columns {
   }
 };
 
-// Blocks of threads on a multiprocessor: as many as do not put registers into memory.
+// Thread blocks per multiprocessor: as many as possible without spilling registers.
 inline constexpr int kColumnBlocks = 4;
 
 template <Codec kCodec, Rows kRows, int kHigh>
@@ -243,16 +243,15 @@ void launch_tiles(DequantizeParams& p, int64_t parts, NativeStream stream) {
   const int64_t across = ceil_div(p.columns, kTile - kHalo<kRows> * kPiece);
   const int64_t down = p.plan.head ? 1 : ceil_div(p.rows, kHigh);
   p.across = Divisor(across), p.parts = Divisor(down);
-  // About as many tiles ahead as half of those at work, where there are two rounds of them.
+  // About half as many tiles ahead as are at work, where there are two rounds of them.
   constexpr int64_t kTilesAhead = 256;
   if (kAsksAhead<kCodec, kHigh> && across * down * parts >= 4 * kTilesAhead)
     p.ahead = static_cast<int>(std::max<int64_t>(kTilesAhead / across / 2, 1) * 2 * kHigh);
   start(dequantize_columns_kernel<kCodec, kRows, kHigh>,
         static_cast<unsigned>(across * down * parts), kDecodeThreads, 0, stream, p);
 }
-// High tiles where there are enough of them for every multiprocessor. A byte an element has 128
-// bytes of a line in low ones too, so that they may be high only where the last round does not
-// count.
+// High tiles where there are enough of them for every multiprocessor. With a byte per element even
+// low tiles read 128 bytes of a line, so they are high only where the last round does not count.
 template <Codec kCodec, Rows kRows>
 void launch_columns(DequantizeParams& p, int64_t parts, NativeStream stream) {
   if constexpr (kRows == Rows::aligned && kCodec != Codec::any) {

@@ -19,7 +19,7 @@ BLOCKSCALE_DEVICE void decode_piece(const Decoder& element, const Codes& codes, 
       v[word * kPerWord + code_of(kCodec, pair, j)] = __fmul_rn(factor, two[j]);
   }
 }
-// As BF16, with the conversion's NaN; `largest` is NaN in a half then.
+// The same as BF16, with the conversion's NaN; a half of `largest` is NaN then.
 template <Codec kCodec, class Codes>
 BLOCKSCALE_DEVICE uint4 decode_bf16x8(const Decoder& element, const Codes& codes, float factor,
                                       uint32_t& largest) {

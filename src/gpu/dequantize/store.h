@@ -1,4 +1,4 @@
-// Rows of results, in pieces of eight that neighbouring lanes hold.
+// Rows of results, in pieces of eight held by neighbouring lanes.
 #pragma once
 
 #include "blockscale/tensor.h"
@@ -8,8 +8,8 @@ namespace blockscale::gpu {
 
 inline constexpr int kPiece = 8;  // values of a row that a thread stores at once: 16 bytes of BF16
 
-// How a kernel stores rows: BF16 that start at multiples of 16 bytes, BF16 that start anywhere, or
-// any dtype and any strides.
+// How a kernel stores rows: BF16 starting at multiples of 16 bytes, BF16 starting anywhere, or any
+// dtype and strides.
 enum class Rows : uint8_t { aligned, anywhere, any };
 
 BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
@@ -20,7 +20,7 @@ BLOCKSCALE_DEVICE void store_value(const Matrix& x, int64_t at, float value) {
     static_cast<uint16_t*>(x.data)[at] = x.dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
 }
 
-// Whether a maximum by max_magnitude_bf16x2() is NaN in either half.
+// Whether a maximum from max_magnitude_bf16x2() is NaN in either half.
 BLOCKSCALE_DEVICE bool has_nan(uint32_t largest) {
   return (largest & 0x7FFF) > 0x7F80 || (largest >> 16 & 0x7FFF) > 0x7F80;
 }
@@ -33,8 +33,8 @@ BLOCKSCALE_DEVICE uint32_t define_nan(uint32_t pair) {
 BLOCKSCALE_DEVICE uint4 define_nan(const uint4& v) {
   return {define_nan(v.x), define_nan(v.y), define_nan(v.z), define_nan(v.w)};
 }
-// Eight values as BF16, with the conversion's NaN, and the largest magnitude of those and
-// `largest`.
+// Eight values as BF16, with the conversion's NaN; `largest` becomes the maximum of itself and
+// their magnitudes.
 BLOCKSCALE_DEVICE uint4 convert_bf16x8(const float* v, uint32_t& largest) {
   uint32_t pair[4];
 #pragma unroll
@@ -51,7 +51,7 @@ BLOCKSCALE_DEVICE uint4 to_bf16x8(const float* v) {
   return has_nan(largest) ? define_nan(piece) : piece;
 }
 
-// Elements [begin, end) of the eight in `words`, whose first belongs at `to`.
+// Stores elements [begin, end) of the eight in `words`, the first of which belongs at `to`.
 BLOCKSCALE_DEVICE void store_some(uint16_t* to, const uint4& words, int begin, int end) {
   const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -59,15 +59,15 @@ BLOCKSCALE_DEVICE void store_some(uint16_t* to, const uint4& words, int begin, i
     if (i >= begin && i < end) to[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
 }
 
-// Where a piece lies in its row, for store_shifted(): how many of its elements are there, and
-// whether there is a piece before, which the lane before holds then.
+// A piece's place in its row, for store_shifted(): how many of its elements exist, and whether a
+// piece precedes it, which the previous lane then holds.
 struct PieceAt {
   int count;
   bool follows;
 };
-// Pieces anywhere as whole 16 bytes of memory: a lane stores up to the last boundary within its
-// piece, from the boundary before, which lies in the piece of the lane before. All lanes of a warp
-// come here; those without a piece to store have a count of 0.
+// Stores pieces that start anywhere as whole aligned 16-byte chunks: a lane stores up to the last
+// boundary within its piece, starting at the boundary before, which lies in the previous lane's
+// piece. All lanes of a warp must come here; those without a piece to store have a count of 0.
 BLOCKSCALE_DEVICE void store_shifted(uint16_t* to, const uint4& own, const PieceAt& at) {
   const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(to) / 2 % kPiece);
   const uint32_t w[8] = {shuffle_up(own.x),
@@ -79,7 +79,7 @@ BLOCKSCALE_DEVICE void store_shifted(uint16_t* to, const uint4& own, const Piece
                          own.z,
                          own.w};
   if (at.count <= 0) return;
-  // The eight elements from the one 8 - skew further on: by 4, by 2, and by 2 or 1.
+  // The eight elements that start 8 - skew further on: shifted by 4, by 2, and by 2 or 1.
   uint32_t by_4[6], by_2[5], out[4];
 #pragma unroll
   for (int i = 0; i < 6; ++i) by_4[i] = skew & 4 ? w[i] : w[i + 2];

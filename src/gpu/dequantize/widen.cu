@@ -1,8 +1,9 @@
-// MXFP4 operands as FP8 ones, for GPUs whose tensor cores read FP8 and no FP4.
+// MXFP4 operands as FP8 ones, for GPUs whose tensor cores read FP8 but not FP4.
 //
-// A code of E2M1 has two significant bits; E5M2 has three, and powers of two enough for 2^28
-// between two blocks' scales. So blocks of 32 with a scale each become a line (or 128 of it) with
-// one scale, exactly, with codes of E5M2 that hold what the blocks' scales differ by.
+// An E2M1 code has two significant bits; E5M2 has three, and enough powers of two for a factor of
+// 2^28 between the scales of two blocks. So blocks of 32 with a scale each become, exactly, a line
+// (or 128 codes of it) with one scale, with E5M2 codes that absorb the differences between the
+// blocks' scales.
 #include <bit>
 #include <utility>
 
@@ -15,17 +16,17 @@ namespace {
 
 constexpr int kWidenThreads = 256, kWidenLines = kWidenThreads / 32;
 constexpr int kBlock = 32;
-constexpr int kCodes = 16;          // of a lane at once: half a block
-constexpr int kStep = 32 * kCodes;  // of a warp
-constexpr int kAhead = 4;           // steps whose loads are under way together
+constexpr int kCodes = 16;          // per lane at once: half a block
+constexpr int kStep = 32 * kCodes;  // per warp
+constexpr int kAhead = 4;           // steps whose loads are in flight together
 constexpr int64_t kMostCodes = kGpuLimit - kStep * kAhead;  // of a line
-constexpr int kShared = 128;  // codes of A that share a scale, and of B's squares
+constexpr int kShared = 128;  // codes of A that share a scale; side of B's squares
 constexpr uint32_t kNanScale = traits(Format::e8m0).magnitude_mask();
 constexpr int kScaleBias = traits(Format::e8m0).bias;
 template <uint32_t kCode>
 constexpr float kMagnitude = decode(Format::e2m1, kCode);
-// Codes of a block with the largest scale are multiplied by 2^13: 6 * 2^13 is in E5M2, 6 * 2^14
-// not.
+// Codes of a block with the largest scale are multiplied by 2^13: 6 * 2^13 fits in E5M2, 6 * 2^14
+// does not.
 constexpr int kTop = 13;
 
 struct WideSide {
@@ -33,24 +34,24 @@ struct WideSide {
   uint8_t* to;
   float* to_scales;
   int code_columns, scale_columns;  // of a line
-  int64_t scale_matrix;             // scales of a matrix of the batch
-  int64_t to_scale_matrix;          // and of what is made
+  int64_t scale_matrix;             // scales per matrix of the batch
+  int64_t to_scale_matrix;          // and per matrix of the result
   int pitch;                        // of a line of `to_scales`
-  int scale_shift;                  // the binary logarithm of the lines that share a row of scales
+  int scale_shift;                  // log2 of the lines that share a row of scales
   uint32_t lines;                   // of all matrices
-  Divisor matrix;                   // lines of one
+  Divisor matrix;                   // lines of one matrix
 };
 struct WidenParams {
   WideSide a, b;
   float* line_scales;      // of B
-  uint32_t a_blocks;       // blocks of threads that have lines of A
-  int blocks, padded;      // of a line: blocks of 32; bytes of what is made
+  uint32_t a_blocks;       // thread blocks with lines of A
+  int blocks, padded;      // per line: blocks of 32; bytes of the result
   int groups = 1;          // along the contraction axis
-  const int32_t* ends;     // where they end in the lines of codes, or null
-  const int32_t* to_ends;  // and of what is made
+  const int32_t* ends;     // where groups end in the lines of codes, or null
+  const int32_t* to_ends;  // and in the lines of the result
 };
 
-// A group's part of a line, in blocks and in bytes of what is made.
+// A group's part of a line, in blocks and in bytes of the result.
 struct Span {
   int first, blocks, to, bytes;
   BLOCKSCALE_DEVICE Span(const WidenParams& p, int group)
@@ -61,14 +62,14 @@ struct Span {
   }
 };
 
-// 2^e, or 0 where FP32 has none so small.
+// 2^e, or 0 where it is too small for FP32.
 BLOCKSCALE_DEVICE float power_of_two(int e) { return e < -149 ? 0.0f : exp2i(e); }
-// What codes are multiplied by whose blocks have scales of up to `top`.
+// The factor for codes whose blocks have scales of up to `top`.
 BLOCKSCALE_DEVICE float scale_of(uint32_t top) {
   return power_of_two(static_cast<int>(top) - kScaleBias - kTop);
 }
 
-// The eight magnitudes of E2M1 as they are in a block, one a byte.
+// The eight E2M1 magnitudes as a block's E5M2 codes, one per byte.
 struct Magnitudes {
   uint32_t low, high;
   BLOCKSCALE_DEVICE Magnitudes(uint32_t scale, uint32_t top) {
@@ -79,10 +80,10 @@ struct Magnitudes {
     high =
         to_fp8x4<true>(kMagnitude<4> * f, kMagnitude<5> * f, kMagnitude<6> * f, kMagnitude<7> * f);
   }
-  // Eight codes of four bits become two words of four bytes.
+  // Eight four-bit codes become two words of four bytes.
   BLOCKSCALE_DEVICE void of_8(uint32_t codes, uint32_t* to) const {
     const uint32_t which = codes & 0x77777777;
-    // Signs of even codes are in place four bits further up.
+    // Signs of even codes are in place after shifting them up by four bits.
     const uint32_t even = codes << 4;
     to[0] = permute_bytes(low, high, which & 0xFFFF) |
             (permute_bytes(even, codes, 0x5140) & 0x80808080);
@@ -91,8 +92,8 @@ struct Magnitudes {
   }
 };
 
-// One warp; a lane takes half a block at a time. kWhole: all blocks share `top`, the largest of
-// their scales; else 128 codes do.
+// By one warp; a lane takes half a block at a time. kWhole: all blocks share `top`, the largest of
+// their scales; else every 128 codes share the largest of theirs.
 template <bool kWhole>
 BLOCKSCALE_DEVICE void widen_codes(const uint8_t* codes, const uint8_t* scales, const Span& span,
                                    uint32_t top, uint8_t* to, float* to_scales, int pitch) {
@@ -128,7 +129,7 @@ BLOCKSCALE_DEVICE void widen_codes(const uint8_t* codes, const uint8_t* scales, 
   }
 }
 
-// A warp has a line.
+// One warp per line.
 __global__ void __launch_bounds__(kWidenThreads)
     widen_kernel(const __grid_constant__ WidenParams p) {
   after_previous(p);
@@ -167,8 +168,8 @@ __global__ void __launch_bounds__(kWidenThreads)
   }
 }
 
-// An operand with room for its codes and scales, and what the kernel needs to know of it. `take`
-// gives memory, in multiples of 16 bytes.
+// An operand with room for its codes and scales, and what the kernel needs to know about it. `take`
+// allocates memory, in multiples of 16 bytes.
 struct Room {
   template <class Take>
   Room(const ConstQuantized& from, const QuantSpec& spec, const Take& take) : made{from} {
@@ -177,8 +178,8 @@ struct Room {
     q.spec = spec;
     q.spec.element = Format::e5m2;
     q.layout.scales = Layout::mn_major;
-    // The tails that a transform filled are codes like others; groups along the contraction axis
-    // have whole blocks of theirs anyway.
+    // Tails that a transform filled are codes like any others; groups along the contraction axis
+    // have whole blocks of them anyway.
     if (from.axis == -1 || !from.groups) q.axis = -1, q.rows = s.lines, q.columns = s.extent;
     const StoredShape m = q.shape();
     if (m.padded > kMostCodes)
@@ -201,32 +202,33 @@ struct Room {
   }
   Wide made;
   WideSide side{};
-  int padded, blocks;  // of a line: bytes of what is made, blocks of 32
+  int padded, blocks;  // per line: bytes of the result, blocks of 32
 };
 Room room_of_a(const ConstQuantized& a, const Stream& stream) {
   return {a, kFp8_1x128,
           [&](int64_t bytes) { return static_cast<uint8_t*>(stream.workspace(bytes)); }};
 }
-// And with scales of its lines, of each of the groups along the contraction axis.
+// The same with scales of its lines, for each of the groups along the contraction axis.
 template <class Take>
 Room room_of_b(const ConstQuantized& b, int groups, const Take& take) {
   Room room(b, kFp8_128x128, take);
   room.made.line_scales = reinterpret_cast<float*>(take(int64_t{4} * groups * room.side.lines));
   return room;
 }
-// In memory that starts at `memory`, one piece behind the other; `end` moves on.
+// Takes from memory that starts at `memory`, one piece behind the other; `end` advances.
 auto from(uint8_t* memory, int64_t& end) {
   return [memory, &end](int64_t bytes) { return memory + std::exchange(end, end + bytes); };
 }
 
-// Where groups along the contraction axis end, in storage where each starts at a multiple of unit.
+// Where groups along the contraction axis end, in storage where each starts at a multiple of
+// `unit`.
 const int32_t* ends_of(const ConstQuantized& q, int64_t unit, const Stream& stream) {
   auto* ends = static_cast<int32_t*>(stream.workspace((q.groups.count + 1) * 4));
   group_ends(q.groups, q.rows, unit, ends, ends + q.groups.count, stream);
   return ends;
 }
 
-// The operands that there are.
+// Launches for the operands that are given.
 void launch(WidenParams& p, const Room* a, const Room* b, const Stream& stream) {
   const Room& one = a ? *a : *b;
   p.blocks = one.blocks, p.padded = one.padded;

@@ -1,14 +1,14 @@
-// Writes what quantizers leave: the padding of layouts, and of groups what lies behind the last
-// group.
+// Writes what quantizers leave out: the padding of layouts and, with groups, what lies behind the
+// last group.
 #pragma once
 
 #include "gpu/quantize/scale.h"
 
 namespace blockscale::gpu {
 
-inline constexpr int kFillThreads = 256;  // of a block of threads
+inline constexpr int kFillThreads = 256;  // of a thread block
 
-// A buffer as a matrix in memory in which groups come one after another, from left to right.
+// A buffer viewed as a matrix in memory in which groups follow one another from left to right.
 struct Memory {
   int64_t rows, pitch;  // in elements
   int64_t used;         // columns
@@ -21,8 +21,8 @@ BLOCKSCALE_DEVICE Memory memory_of(Layout l, int axis, int64_t rows, int64_t col
   return {1, all_rows * all_columns, used * (axis == -1 ? all_columns : all_rows)};
 }
 
-// Fills what lies behind the last group, T at a time; `ratio` elements of the layout are one T. A
-// warp takes a row, or all threads where there is but one.
+// Fills what lies behind the last group, one T at a time; `ratio` elements of the layout make one
+// T. A warp takes a row, or all threads do if there is only one.
 template <class T>
 BLOCKSCALE_DEVICE void fill_behind(T* to, const Memory& m, int ratio, T value, const Share& share) {
   const int64_t pitch = m.pitch / ratio, used = m.used / ratio;
@@ -47,7 +47,7 @@ BLOCKSCALE_DEVICE void fill_around(T* to, Layout l, int64_t all_rows, int64_t al
   }
 }
 
-// Calls fill(scales from `at` on, their padding, their NaN).
+// Calls fill(scales from `at` on, their padding value, their NaN).
 template <class Fill>
 BLOCKSCALE_DEVICE void with_scales(const Quantized& out, uint8_t* at, const Fill& fill) {
   if (out.spec.scale == Format::fp32)
@@ -57,8 +57,8 @@ BLOCKSCALE_DEVICE void with_scales(const Quantized& out, uint8_t* at, const Fill
          static_cast<uint8_t>(traits(out.spec.scale).nan_code()));
 }
 
-// What lies behind the last group, from these steps of the layouts on, and all outer scales. With
-// bad offsets that is everything.
+// Fills what lies behind the last group, from these steps of the layouts on, and all outer scales.
+// With bad offsets that is everything.
 BLOCKSCALE_DEVICE void fill_behind_groups(const Side& side, int64_t codes, int64_t scales,
                                           int count, bool bad, const Share& share) {
   const Quantized& out = side.out;
@@ -77,7 +77,7 @@ BLOCKSCALE_DEVICE void fill_behind_groups(const Side& side, int64_t codes, int64
       out.outer[g] = bad ? bit_cast<float>(kNanBits) : outer_of(side, g).dec;
 }
 
-// The padding of the layouts of one group, whose extents `s` has.
+// Fills the padding of the layouts of one group, whose extents `s` has.
 BLOCKSCALE_DEVICE void fill_around_group(const Side& s, const MatrixAt& m, const Share& share) {
   const Layout codes = s.out.layout.codes, scales = s.out.layout.scales;
   if (codes != Layout::linear)

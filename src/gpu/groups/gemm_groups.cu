@@ -1,18 +1,17 @@
-// Groups around a GEMM: where they end, from offsets that may be anything, and what none of them
-// writes.
+// Groups around a GEMM: where they end, for any offsets whatsoever, and what no group writes.
 #include "gpu/launch.h"
 
 namespace blockscale::gpu {
 namespace {
 
-// Whether the offsets make no sense; for a whole block of threads.
+// Whether the offsets make no sense; called by a whole thread block.
 BLOCKSCALE_DEVICE bool are_wrong(const Groups& groups, int64_t rows) {
   bool wrong = false;
   for (int64_t g = threadIdx.x; g < groups.count; g += kThreads) wrong |= groups.is_wrong(g, rows);
   return __syncthreads_or(wrong) != 0;
 }
 
-// One block of threads, each with some consecutive groups.
+// One thread block; each thread takes some consecutive groups.
 __global__ void __launch_bounds__(kThreads)
     ends_kernel(Groups groups, int64_t rows, int64_t unit, int32_t* ends, int32_t* is_wrong) {
   after_previous();
@@ -42,14 +41,14 @@ __global__ void __launch_bounds__(kThreads)
 struct SettleParams {
   void* d;
   DType dtype;
-  int64_t rows, columns, row_stride;  // of all its matrices
+  int64_t rows, columns, row_stride;  // of all matrices of D
   Groups groups;
-  int64_t group_rows;   // that the groups divide
-  int64_t matrix_rows;  // of D, where a group is a matrix of it, else 0
+  int64_t group_rows;   // total rows that the groups divide
+  int64_t matrix_rows;  // of D, where each group is one of its matrices, else 0
   bool clear;
 };
 
-// Fills rows [first, last) of D, by all blocks of threads.
+// Fills rows [first, last) of D, with all thread blocks.
 BLOCKSCALE_DEVICE void fill_rows(const SettleParams& p, int64_t first, int64_t last, float value) {
   const int64_t count = (last - first) * p.columns;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;

@@ -86,7 +86,7 @@ BLOCKSCALE_DEVICE void store(const PlanParams& p, const Sums& at, int64_t g, int
   }
 }
 
-// One block of threads, each with some consecutive groups.
+// One thread block; each thread takes some consecutive groups.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
   after_previous(p);
   alignas(8) __shared__ uint8_t memory[kPlanThreads * sizeof(Sums)];
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   for (int64_t g = first; g < last; ++g) own.add(p, rows_of(g));
   sums[thread] = own;
   __syncthreads();
-  // Threads without groups add nothing, so the sum of all is that of the last with some.
+  // Threads without groups add nothing, so the total is the sum of the last thread that has some.
   const int used = static_cast<int>(count < kPlanThreads ? count : kPlanThreads);
   for (int step = 1; step < used; step *= 2) {
     const bool has = thread >= step;
@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
     *p.head = {tile_rows, bad};
   }
   __syncthreads();
-  // Of one group a thread, which is nearly always, from shared memory.
+  // With one group per thread, as nearly always, from shared memory.
   const auto first_tile = [&](int64_t g) {
     return each == 1 && g > 0 ? static_cast<int>(sums[g - 1].tiles) : p.first_tile[g];
   };
   for (int tile = thread; tile < tile_rows; tile += kPlanThreads) {
-    // The last group that starts at or before this tile: empty ones before it start there too.
+    // The last group that starts at or before this tile: empty groups before it start there too.
     int64_t low = 0, high = count;
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
@@ -148,7 +148,7 @@ struct FillParams {
   Plan plan;
 };
 
-// One block of threads after another for every group, and all for what lies behind them.
+// The thread blocks take the groups in turn, and all of them share what lies behind the groups.
 __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ FillParams p) {
   after_previous(p);
   const int count = p.plan.count, blocks = static_cast<int>(gridDim.x);
@@ -176,7 +176,7 @@ Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQ
   p.groups = groups, p.rows = rows, p.columns = columns, p.positions = positions;
   Plan plan{};
   plan.count = static_cast<int>(groups.count);
-  // With a block (or transform) of more rows than are there, positions go further than rows.
+  // With a block (or transform) of more rows than there are, positions go further than rows.
   const int64_t source = positions ? (a ? a : b)->shape().padded : rows;
   plan.most_tile_rows = most_tile_rows(source, groups.count);
   const auto take = [&stream](auto*& to, int64_t count) {

@@ -1,6 +1,6 @@
-// Groups on a GPU: the offsets are known to the device alone, and kernels are launched for the most
-// that there can be. The quantizers with a tile for each block of threads look at the offsets
-// themselves (GroupTile). For the general kernels a small one does, and leaves a plan in the
+// Groups on a GPU: only the device knows the offsets, so kernels are launched for the most that
+// there can be. The quantizers with one tile per thread block read the offsets themselves
+// (GroupTile). For the general kernels a small kernel reads them and leaves a plan in the
 // workspace: which group every row of tiles belongs to, and where each group lies.
 #pragma once
 
@@ -19,9 +19,9 @@ struct TileRow {
   int group, row, begin, rows;
 };
 // Where one group of an operand lies, and its own extents (groups.h). One past the last group:
-// `codes` and `scales` as in GroupStart, of what is used.
+// `codes` and `scales` as in GroupStart, of the part in use.
 struct GroupAt {
-  int64_t codes, scales;  // from the operand's buffers on, in bytes and in elements
+  int64_t codes, scales;  // offsets into the operand's buffers, in bytes and in elements
   int64_t line, position;
   int row, rows;  // in x
   int lines, padded, blocks, code_columns, scale_columns;
@@ -29,7 +29,7 @@ struct GroupAt {
 struct Plan {
   const PlanHead* head;
   const TileRow* tile_rows;
-  const GroupAt* side[2];  // of one or two operands, or null
+  const GroupAt* side[2];  // for one or two operands, or null
   int count;               // groups
   int most_tile_rows;
 };
@@ -39,12 +39,12 @@ inline int most_tile_rows(int64_t rows, int64_t count) {
   return static_cast<int>(rounded_parts(rows, count, kTile) / kTile);
 }
 
-// Where the groups of an operand lie, from their rows alone: sums of rows, each rounded up to
-// multiples (powers of two, held as masks), in steps of the layouts' buffers.
+// Where the groups of an operand lie, computed from their rows alone: sums of rows, each rounded up
+// to multiples (powers of two, held as masks), in steps of the layouts' buffers.
 struct GroupRule {
   int position, codes, scales;  // multiples less 1
-  int code_shift, scale_shift;  // rows of a step
-  int code_pitch, scale_pitch;  // bytes, or elements, of a step
+  int code_shift, scale_shift;  // log2 of the rows per step
+  int code_pitch, scale_pitch;  // bytes, or elements, per step
   bool pads_across;             // layouts have padding that does not depend on the rows
   BLOCKSCALE_DEVICE int64_t codes_at(int rows) const {
     return static_cast<int64_t>(rows >> code_shift) * code_pitch;
@@ -52,14 +52,14 @@ struct GroupRule {
   BLOCKSCALE_DEVICE int64_t scales_at(int rows) const {
     return static_cast<int64_t>(rows >> scale_shift) * scale_pitch;
   }
-  // Whether the layouts of a group have padding besides that of its blocks.
+  // Whether the layouts of a group have padding beyond that of its blocks.
   BLOCKSCALE_DEVICE bool pads(int rows) const {
     return pads_across || (((rows + position) & ~position) & (codes | scales)) != 0;
   }
 };
 BLOCKSCALE_DEVICE int round_up_by(int rows, int mask) { return (rows + mask) & ~mask; }
 
-// Rows of groups, rounded up as an operand asks, and added up.
+// Rows of groups, rounded up as an operand requires, and summed.
 struct GroupRows {
   int position = 0, codes = 0, scales = 0;
   BLOCKSCALE_DEVICE void add(const GroupRule& r, int rows) {
@@ -69,44 +69,44 @@ struct GroupRows {
   }
 };
 
-// The groups of x [rows, ...] as a grid of tiles sees them. The rows of tiles of group g are those
-// from (where it begins) / kTile + g on, which no group before it has to be asked about. They are
-// enough: rows [begin, end) have at most end / kTile - begin / kTile + 1. What the others of them
-// do is to write what lies behind the last group, and one at least is behind all groups.
+// The groups of x [rows, ...] as a grid of tiles sees them. The rows of tiles of group g start at
+// (where it begins) / kTile + g, which can be computed without looking at the groups before it.
+// They are enough: rows [begin, end) need at most end / kTile - begin / kTile + 1. The remaining
+// rows of tiles write what lies behind the last group, and at least one is behind all groups.
 struct GroupGrid {
   Groups groups;
   int rows;        // of x
-  bool positions;  // what is read is x after a wide transform, where groups start at positions
+  bool positions;  // the kernel reads x after a wide transform; groups start at positions
 
-  // Of group g, the first.
+  // The first row of tiles of group g.
   BLOCKSCALE_DEVICE static int first_tile_row(int g, int begin) {
     return static_cast<int>(static_cast<uint32_t>(begin) / kTile) + g;
   }
-  // Of all groups; 0 without any.
+  // The number for all groups; 0 without any.
   BLOCKSCALE_HD int tile_rows() const {
     return groups ? rows / kTile + static_cast<int>(groups.count) + 1 : 0;
   }
 };
 
-// Where the group of a tile lies in one operand, and its own extents.
+// Where a tile's group lies in one operand, and its own extents.
 struct GroupSide {
   uint8_t *codes, *scales;
   int64_t origin_pos;
   uint32_t line;
   int padded, blocks, line_bytes, scale_columns, code_pairs, scale_words;
 };
-// A row of tiles: kTile rows of one group, `begin` being its first in x; or of none.
+// A row of tiles: kTile rows of one group, whose first row in x is `begin`; or of no group.
 struct GroupTile {
   int group;  // -1: none
   int row, begin, rows;
-  bool bad;  // offsets decrease or pass the end: no row of tiles is of a group, and all is NaN
+  bool bad;  // offsets decrease or pass the end: no row of tiles has a group, all is NaN
 };
 
-// The rows of 32 groups, from `first` on, one a lane; lanes behind the last group have none. What
-// is wrong is what Groups::is_wrong() says, of which this makes one load a lane.
+// The rows of 32 groups from `first` on, one group per lane; lanes past the last group have none.
+// `wrong` means what Groups::is_wrong() says, for which this makes only one load per lane.
 struct WarpEnds {
   int begin, end;
-  bool wrong;  // of some lane where offsets decrease or pass the end; of none where they do not
+  bool wrong;  // true in some lane if offsets decrease or pass the end, else in none
 
   BLOCKSCALE_DEVICE WarpEnds(const Groups& groups, int first, int rows) {
     const auto end_of = [&](int g) {
@@ -122,11 +122,12 @@ struct WarpEnds {
   }
 };
 
-// What row `tile_row` of tiles is, found by every warp for itself: all threads wait for it before
-// they can load anything, so that it is kept short, and does not wait for other warps.
+// Finds out what row `tile_row` of tiles is, in every warp separately: no thread can load anything
+// before, so this is kept short and does not wait for other warps.
 BLOCKSCALE_DEVICE GroupTile find_tile(const GroupGrid& grid, int tile_row) {
   const int lane = static_cast<int>(threadIdx.x) % 32, count = static_cast<int>(grid.groups.count);
-  // Of the groups whose rows of tiles begin there or before: how many, and the last one's rows.
+  // Among the groups whose rows of tiles begin at or before this one: how many, and the last one's
+  // rows.
   uint32_t groups = 0, begin = 0, end = 0;
 #pragma unroll 1
   for (int base = 0; base < count; base += 32) {
@@ -145,7 +146,7 @@ BLOCKSCALE_DEVICE GroupTile find_tile(const GroupGrid& grid, int tile_row) {
   const int row = (tile_row - GroupGrid::first_tile_row(g, first)) * kTile;
   return {row < rows ? g : -1, row, first, rows, false};
 }
-// Rows of groups, by one warp, in whose lanes the result is: of those before `group`.
+// Rows of the groups before `group`. Called by one warp; every lane gets the result.
 BLOCKSCALE_DEVICE GroupRows rows_before(const GroupGrid& grid, const GroupRule& rule, int group) {
   GroupRows rows;
 #pragma unroll 1
@@ -157,14 +158,14 @@ BLOCKSCALE_DEVICE GroupRows rows_before(const GroupGrid& grid, const GroupRule& 
   return {sum(rows.position), sum(rows.codes), sum(rows.scales)};
 }
 
-// The part of some work of one of `of` blocks of threads, or rows of them.
+// The share of some work that falls to one of `of` thread blocks, or rows of them.
 struct Share {
   int at, of;
 };
-// That of row `tile_row` of tiles, which is of no group, among those that are not. By one warp, in
-// whose lanes the result is.
+// The share of row `tile_row` of tiles, which is of no group, among all such rows. Called by one
+// warp; every lane gets the result.
 BLOCKSCALE_DEVICE Share share_of_none(const GroupGrid& grid, bool bad, int tile_row) {
-  int before = 0, all = 0;  // rows of tiles that are of groups
+  int before = 0, all = 0;  // rows of tiles that belong to groups
 #pragma unroll 1
   for (int base = 0; !bad && base < static_cast<int>(grid.groups.count); base += 32) {
     const WarpEnds ends(grid.groups, base, grid.rows);

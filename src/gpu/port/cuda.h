@@ -26,14 +26,14 @@ inline int current_device() {
   return device;
 }
 inline int multiprocessors(int device) { return cuda::multiprocessors(device); }
-inline int shared_limit(int device) {  // of a block, in bytes, once it has been allowed
+inline int shared_limit(int device) {  // per thread block, in bytes, once allowed
   return cuda::attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
 }
 inline void allow_shared(const void* kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline Error_t device_count(int* count) { return cudaGetDeviceCount(count); }
-// Fails where an earlier kernel has.
+// Fails if an earlier kernel has failed.
 inline Error_t ask_for_memory() {
   size_t free = 0, total = 0;
   return cudaMemGetInfo(&free, &total);
@@ -50,8 +50,8 @@ inline std::string device_text() {
   return "sm_" + std::to_string(10 * p.major + p.minor);
 }
 
-// A launch. Its blocks may enter the device while the kernel before is in its last ones, so that
-// the start of one hides behind the end of the other: see after_previous().
+// Launches a kernel. Its thread blocks may start while the last ones of the preceding kernel still
+// run, so that the start of one hides behind the end of the other: see after_previous().
 template <class... Params, class... Args>
 void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
            NativeStream stream, const Args&... args) {
@@ -68,7 +68,7 @@ void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, siz
   cudaLaunchKernelEx(&config, kernel, args...);  // last_error() finds a failure
 }
 
-// ---- the copy engine (TMA): brings boxes of a matrix into shared memory on its own ----
+// ---- the copy engine (TMA): loads boxes of a matrix into shared memory asynchronously ----
 inline constexpr bool kCopyEngine = true;  // described, but not used, below sm_90
 using CopyMap = CUtensorMap;
 struct CopyBarrier {
@@ -77,7 +77,7 @@ struct CopyBarrier {
 BLOCKSCALE_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// A phase of the barrier is over after `arrivals` of them, and the bytes that were announced.
+// A phase of the barrier completes after `arrivals` arrivals and all announced bytes.
 BLOCKSCALE_DEVICE void init([[maybe_unused]] CopyBarrier& b, [[maybe_unused]] int arrivals) {
 #if __CUDA_ARCH__ >= 900
   cuda::barrier_init(shared_address(&b), arrivals);
@@ -89,7 +89,8 @@ BLOCKSCALE_DEVICE void arrive([[maybe_unused]] CopyBarrier& b) {
   cuda::barrier_arrive(shared_address(&b));
 #endif
 }
-// The box at (column, row) of matrix `batch`, `bytes` in all, to `to`; `done` completes with it.
+// Copies the box at (column, row) of matrix `batch`, `bytes` in all, to `to`; `done` completes with
+// it.
 BLOCKSCALE_DEVICE void copy_tile([[maybe_unused]] void* to, [[maybe_unused]] int bytes,
                                  [[maybe_unused]] const CopyMap& map, [[maybe_unused]] int column,
                                  [[maybe_unused]] int row, [[maybe_unused]] int batch,
@@ -105,11 +106,12 @@ BLOCKSCALE_DEVICE void wait([[maybe_unused]] CopyBarrier& b, [[maybe_unused]] ui
 #endif
 }
 inline bool has_copy_engine() { return cuda::compute_capability(current_device()) >= 90; }
-// Describes a batch of BF16 matrices with contiguous columns, in boxes of `box` x `box`; false
-// where there is no copy engine, or it cannot read it: rows have to start at multiples of 16 bytes.
+// Describes a batch of BF16 matrices with contiguous columns, in boxes of `box` x `box`. False
+// where there is no copy engine or it cannot read them: rows have to start at multiples of 16
+// bytes.
 inline bool describe(CopyMap& map, const void* data, int64_t rows, int64_t columns, int64_t batch,
                      int64_t row_stride, int64_t batch_stride, int box) {
-  if (batch == 1) batch_stride = row_stride * rows;  // of no account, but it is looked at
+  if (batch == 1) batch_stride = row_stride * rows;  // irrelevant, but checked nonetheless
   if (!has_copy_engine() || reinterpret_cast<uintptr_t>(data) % 16 != 0 || row_stride % 8 != 0 ||
       batch_stride % 8 != 0 || row_stride < columns || batch_stride < 8)
     return false;

@@ -1,5 +1,5 @@
-// HIP's half of port.h, which is compiled (`make hip`) and has not been run: the runtime, launches,
-// and what stands for a copy engine.
+// HIP's half of port.h, which is compiled (`make hip`) but has not been run: the runtime, launches,
+// and stand-ins for the copy engine.
 #pragma once
 
 #include <hip/hip_runtime.h>
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#define __grid_constant__  // parameters of a kernel are in constant memory anyway
+#define __grid_constant__  // kernel parameters are in constant memory anyway
 
 namespace blockscale::gpu {
 
@@ -15,7 +15,7 @@ using Error_t = hipError_t;
 using NativeStream = hipStream_t;
 inline Error_t last_error() { return hipGetLastError(); }
 inline const char* error_text(Error_t e) { return hipGetErrorString(e); }
-// Their failures are found by last_error(), as those of launches are.
+// last_error() finds its failures, as it does those of launches.
 inline void clear_async(void* p, size_t bytes, NativeStream s) {
   (void)hipMemsetAsync(p, 0, bytes, s);
 }
@@ -30,7 +30,7 @@ inline int multiprocessors(int device) {
   (void)hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device);
   return count;
 }
-inline int shared_limit(int device) {  // of a block, in bytes
+inline int shared_limit(int device) {  // per thread block, in bytes
   int bytes = 0;
   (void)hipDeviceGetAttribute(&bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, device);
   return bytes;

@@ -1,4 +1,4 @@
-// Threads of a kernel as fibers: each has a stack, and the scheduler below resumes them by turns.
+// A kernel's threads as fibers: each has a stack, and the scheduler below resumes them in turn.
 #include "gpu/port/host.h"
 
 #include <sanitizer/common_interface_defs.h>
@@ -21,11 +21,11 @@ constexpr size_t kStackBytes = 256 * 1024;
 
 enum class State { ready, at_exchange, at_barrier, yielding, done };
 
-// One of the contexts that the calling thread switches between. A context is entered by ucontext,
-// and then by the cheaper longjmp; AddressSanitizer is told of every change of stacks.
+// One of the contexts that the calling thread switches between. It is entered first by ucontext,
+// then by the cheaper longjmp; AddressSanitizer is told about every switch of stacks.
 struct Context {
   ucontext_t entry;
-  void* at[5];  // where it goes on: GCC's and Clang's own jump
+  void* at[5];  // where it resumes: GCC's and Clang's built-in jump
   bool entered = false;
   const void* stack = nullptr;
   size_t stack_bytes = 0;
@@ -35,7 +35,7 @@ struct Context {
 struct Fiber {
   Context context;
   State state = State::done;
-  uint32_t value = 0;  // given to an exchange, and got from it
+  uint32_t value = 0;  // passed to an exchange, and received from it
   unsigned from = 0;
   unsigned barrier = 0;  // its number
   std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
@@ -45,7 +45,7 @@ struct Machine {
   std::vector<std::unique_ptr<Fiber>> fibers;
   Context scheduler;
   unsigned current = 0, threads = 0;
-  dim3 shape;  // of the threads
+  dim3 shape;  // of the thread block
   bool progress = false;
   const std::function<void()>* body = nullptr;
   bool backwards = false;
@@ -60,8 +60,8 @@ void end_switch(Context& now, Context* learn) {
                                   learn ? &learn->stack_bytes : nullptr);
 }
 
-// Not instrumented: before what does not return AddressSanitizer clears the shadow of a whole
-// stack, which takes longer than the kernels.
+// Not instrumented: before a call that does not return, AddressSanitizer clears the shadow of a
+// whole stack, which takes longer than the kernels.
 __attribute__((noinline, no_sanitize_address)) void enter(Context& to) {
   if (!to.entered) {
     to.entered = true;
@@ -76,7 +76,7 @@ __attribute__((noinline, no_sanitize_address)) void change(Context& from, Contex
   end_switch(from, learn);
 }
 
-// What a fiber does all its life: the body of one block after another.
+// A fiber's whole life: runs the body of one thread block after another.
 void live() {
   Fiber& self = *machine.fibers[machine.current];
   end_switch(self.context, &machine.scheduler);
@@ -113,7 +113,7 @@ void pause(State state) {
   change(self.context, machine.scheduler, nullptr);
 }
 
-// The i-th of `count` in the order of this launch.
+// The i-th of `count` in this launch's order.
 unsigned turn(unsigned i, unsigned count) { return machine.backwards ? count - 1 - i : i; }
 
 unsigned count_in(State state, unsigned first, unsigned end) {
@@ -132,7 +132,7 @@ void complete_exchange(unsigned first) {
   }
 }
 
-// Until every lane is at a barrier of the block, has given way to others, or is done.
+// Runs a warp until every lane is at a barrier of the thread block, has yielded, or is done.
 void run_warp(unsigned first) {
   const unsigned end = std::min(first + kWarp, machine.threads);
   for (;;) {
@@ -151,7 +151,7 @@ void run_warp(unsigned first) {
   }
 }
 
-// Lets threads [first, end) go on, if all of them are at barrier `number`.
+// Lets threads [first, end) continue if all of them are at barrier `number`.
 bool release(unsigned number, unsigned first, unsigned end) {
   for (unsigned t = first; t < end; ++t) {
     const Fiber& f = *machine.fibers[t];
@@ -220,7 +220,7 @@ void run(const dim3& grid, const dim3& shape, size_t shared_bytes,
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {
         blockIdx = dim3(x, y, z);
-        std::memset(dynamic_shared, 0xFF, shared_bytes);  // NaN, whatever it holds
+        std::memset(dynamic_shared, 0xFF, shared_bytes);  // NaN, whatever the type
         run_block();
       }
 }

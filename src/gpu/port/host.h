@@ -1,10 +1,11 @@
-// A third vendor of port.h, for tests: kernels as C++ on the host, under CUDA's own names. A
-// block's threads are fibers of the calling thread, one block after another; shared memory is
-// static. What a kernel must not do ends the program with a message: an exchange that a lane of the
-// warp does not reach, a barrier that some threads never reach, vectors read where they cannot lie.
+// A third vendor for port.h, for tests: kernels as C++ on the host, under CUDA's own names. The
+// threads of a thread block are fibers of the calling thread, and one block runs after another;
+// shared memory is static. A kernel that does something forbidden ends the program with a message:
+// an exchange that not all lanes of the warp reach, a barrier that some threads never reach,
+// unaligned vector reads.
 //
-// It shows which bits kernels make of which, and that they keep within their buffers. It does not
-// show what the hardware's own instructions do, nor every race: threads run from barrier to
+// It shows which bits kernels compute from which, and that they stay within their buffers. It shows
+// neither what the hardware's own instructions do nor every race: threads run from barrier to
 // barrier, first to last in one launch and last to first in the next.
 #pragma once
 
@@ -46,17 +47,18 @@ namespace blockscale::gpu {
 
 namespace emulated {
 
-inline constexpr size_t kSharedBytes = 227 * 1024;  // of a block, as on sm_90
+inline constexpr size_t kSharedBytes = 227 * 1024;  // per thread block, as on sm_90
 extern uint8_t dynamic_shared[kSharedBytes];
 
-extern const void* last_kernel;  // the one that was launched last
+extern const void* last_kernel;  // the kernel launched last
 
 // Runs body() as every thread of every block of the grid.
 void run(const dim3& grid, const dim3& threads, size_t shared_bytes,
          const std::function<void()>& body);
-// From within a kernel: until all threads of the block are there, or those of row `number` - 1.
+// Called in a kernel: waits until all threads of the thread block are there, or those of row
+// `number` - 1.
 void barrier(unsigned number = 0);
-// Lets the other threads go on; some have to, until one calls progress().
+// Lets the other threads run; some of them have to, until one calls progress().
 void yield();
 void progress();
 // The value of lane `from` of the warp, once all 32 lanes are there.
@@ -77,7 +79,7 @@ void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, siz
 }
 
 inline void __syncthreads() { emulated::barrier(); }
-// Whether any thread says so.
+// Whether `here` is nonzero in any thread.
 inline int __syncthreads_or(int here) {
   static bool any = false;
   any |= here != 0;
@@ -110,7 +112,7 @@ inline uint32_t atomicAdd(uint32_t* p, uint32_t value) {
   return before;
 }
 
-// ---- the copy engine: what is asked for is there at once ----
+// ---- the copy engine: copies complete at once ----
 
 inline constexpr bool kCopyEngine = true;
 struct CopyMap {
@@ -197,7 +199,7 @@ inline Error_t last_error() { return kSuccess; }
 inline const char* error_text(Error_t) { return "no error"; }
 inline void clear_async(void* p, size_t bytes, NativeStream) { std::memset(p, 0, bytes); }
 inline int current_device() { return 0; }
-inline int multiprocessors(int) { return 2; }  // few: blocks of threads have to walk over tiles
+inline int multiprocessors(int) { return 2; }  // few, so that thread blocks have to walk over tiles
 inline int shared_limit(int) { return static_cast<int>(emulated::kSharedBytes); }
 inline void allow_shared(const void*, int) {}
 inline Error_t device_count(int* count) {

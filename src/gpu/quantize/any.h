@@ -1,9 +1,9 @@
-// The quantizer of what no other kernel is compiled for: any spec, dtype and strides, along either
-// axis or both.
+// The quantizer for whatever no other kernel is compiled for: any spec, dtype and strides, along
+// either axis or both.
 //
-// A block of threads walks over tiles of 128 x 128 elements; while it works on one, the next is on
-// its way into registers. A thread works on runs of 16 elements along the axis. With both axes
-// wanted each tile is read once for both.
+// A thread block walks over tiles of 128 x 128 elements; while it works on one, the next is being
+// loaded into registers. A thread works on runs of 16 elements along the axis. If both axes are
+// wanted, each tile is read once for both.
 #pragma once
 
 #include <type_traits>
@@ -16,9 +16,9 @@ namespace blockscale::gpu {
 
 inline constexpr Pass kAny{Encoder::any};
 
-// Amaxes of the blocks that more than one thread sees. Three by turns, with one barrier a tile
-// between filling and reading: after it, the one of the tile before has been read by all, and is
-// cleared for the tile after the next.
+// Amaxes of blocks that several threads share. Three tables take turns, with one barrier per tile
+// between filling and reading: after it, all threads have read the previous tile's table, which is
+// cleared for the tile after next.
 struct BlockTables {
   static constexpr int kSize = kTile * kTile / 32;
   static_assert(kSize == kThreads);
@@ -80,10 +80,10 @@ BLOCKSCALE_DEVICE void quantize_columns(const FloatTile& tile, const Side& s, co
                                         const TileAt& at, BlockTables& tables, Stage<kAny>& stage,
                                         int turn) {
   const QuantSpec& spec = s.out.spec;
-  // A warp: 32 pairs of columns, half of the tile, by one run of rows.
+  // A warp has 32 pairs of columns, half of the tile, by one run of rows.
   const int warp = static_cast<int>(threadIdx.x) / 32, g = warp % kRunsPerLine;
   const int first = warp / kRunsPerLine * (kTile / 2) + static_cast<int>(threadIdx.x) % 32 * 2;
-  // Whether threads of several warps see parts of one block.
+  // Whether threads of several warps hold parts of one block.
   const bool shares_blocks = spec.square || spec.block != kRun;
   ColumnValues<kAny, FloatTile> values;
   values.take(tile.columns(g * kRun, first), s);
@@ -127,14 +127,14 @@ BLOCKSCALE_DEVICE void store_outer(const Side& s, const TileAt& at, const Matrix
     s.out.outer[at.batch] = m.outer.dec;
 }
 
-// What a kernel knows of one output: as it was given, or with the extents of the group at hand.
+// One output: as it was given, or with the extents of the current group.
 template <bool kGrouped>
 struct Current {
   const Side& side;
   MatrixAt matrix;
 
   BLOCKSCALE_DEVICE explicit Current(const Side& s) : side(s) {}
-  // To the matrix of a tile, if it is another than `before`.
+  // Moves to the matrix of a tile, if it differs from `before`.
   BLOCKSCALE_DEVICE void move(const Plan&, int, const TileAt& at, int before) {
     if (at.batch != before) matrix = matrix_at(side, at.batch, outer_of(side, at.batch));
     store_outer(side, at, matrix);

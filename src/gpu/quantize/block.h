@@ -1,11 +1,11 @@
-// What rows and columns share: random bits, and the codes of a run.
+// Shared by rows and columns: random bits, and the codes of a run.
 #pragma once
 
 #include "gpu/quantize/walk.h"
 
 namespace blockscale::gpu {
 
-// The random bits of the runs at `pos` of a matrix, of all lines.
+// The random bits of the runs at `pos` in all lines of a matrix.
 struct RandomRuns : RandomLines {
   uint32_t beside;  // kBesideRandom
 };
@@ -24,7 +24,7 @@ BLOCKSCALE_DEVICE RandomRuns random_runs(const Side& s, const MatrixAt& m, int p
   return {};
 }
 
-// The values of a run of block `b`, by unpack(v); returns what they are multiplied by.
+// Unpacks the values of a run of block `b` with unpack(v); returns the factor to multiply them by.
 template <Pass kPass, class Unpack>
 BLOCKSCALE_DEVICE float unpack_for(const Block& b, const Unpack& unpack, float* v) {
   unpack(v);
@@ -32,8 +32,8 @@ BLOCKSCALE_DEVICE float unpack_for(const Block& b, const Unpack& unpack, float* 
   if (kPass.encoder == Encoder::fp4_stochastic && b.far) saturate(v, inv);
   return inv;
 }
-// The block of a run of FP4 by itself, with what its values v are multiplied by for `inv`. What is
-// unusual of it is looked at once if values are unpacked ahead, where that may saturate them.
+// The block of an FP4 run that is a block by itself, with the factor of its values v as `inv`. If
+// values are unpacked ahead, all that is unusual takes one test, after which they may be saturated.
 template <Pass kPass, bool kAhead = kPass.encoder == Encoder::fp4_stochastic, class Cut,
           class Unpack>
 BLOCKSCALE_DEVICE Block block_of_run(const Side& s, const Outer& outer, uint32_t amax,
@@ -47,8 +47,8 @@ BLOCKSCALE_DEVICE Block block_of_run(const Side& s, const Outer& outer, uint32_t
   return b;
 }
 
-// The codes of one run of `line`, counted globally; v times inv is below the limit of the encoder.
-// `signs` are those of v; only FP4 looks at them.
+// The codes of one run of `line`, a global line number; v times inv is below the encoder's limit.
+// `signs` are those of v; only FP4 uses them.
 template <Pass kPass>
 BLOCKSCALE_DEVICE Codes encode_run(const Side& s, const float* v, const RunSigns& signs, float inv,
                                    const RandomRuns& runs, uint32_t line) {

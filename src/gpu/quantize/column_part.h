@@ -1,4 +1,4 @@
-// What a thread holds of a tile down its columns: straight from memory, or out of shared memory.
+// A thread's part of a tile down its columns: straight from global memory, or out of shared memory.
 #pragma once
 
 #include "gpu/quantize/direct.h"
@@ -6,7 +6,7 @@
 
 namespace blockscale::gpu {
 
-// kWide BF16 at p, of which `count` are there, as pairs; p is a multiple of as many bytes.
+// Loads kWide BF16 at p as pairs; `count` of them exist. p is aligned to their size.
 template <int kWide>
 BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
   if (count < kWide) {
@@ -24,20 +24,20 @@ BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
   }
 }
 
-// A thread's part of a tile down its columns: four columns of 16 rows; with blocks of 32 two
-// columns of 32 rows, which makes blocks its own. A warp has 128 or 64 columns.
+// A thread's part of a tile down its columns: four columns of 16 rows or, with blocks of 32, two
+// columns of 32 rows, so that no block is shared between threads. A warp has 128 or 64 columns.
 template <Pass kPass>
 struct ColumnPart {
   static constexpr int kWide = kPass.block() == 2 * kRun ? 2 : 4;
   static constexpr int kRuns = 4 / kWide, kAcross = kTile / (32 * kWide);
-  int first, run;  // the first column, and the first run of rows, of the tile
+  int first, run;  // the first column, and the first run of rows, in the tile
 
   BLOCKSCALE_DEVICE ColumnPart() {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
     first = (warp % kAcross * 32 + lane) * kWide;
     run = warp / kAcross * kRuns;
   }
-  // Both pairs of columns, or both runs of one pair.
+  // Loads both pairs of columns, or both runs of one pair.
   BLOCKSCALE_DEVICE void load(Bf16In<true>, const Source& x, const TileAt& at,
                               PairColumns* in) const {
     const auto* row =
@@ -74,7 +74,7 @@ struct ColumnPart {
   BLOCKSCALE_DEVICE static float& element(FloatColumns* in, int i, int c) {
     return kWide == 4 ? in[c / 2].run[c % 2].value[i] : in[i / kRun].run[c].value[i % kRun];
   }
-  // The same of a tile that is there.
+  // The same from a tile in shared memory.
   BLOCKSCALE_DEVICE void read(const Bf16Tile& tile, PairColumns* in) const {
     const uint32_t* words = words_of(tile);
 #pragma unroll
@@ -88,18 +88,18 @@ struct ColumnPart {
       }
     }
   }
-  // Its first columns in the first of its rows.
+  // The first columns of this part, in its first row.
   BLOCKSCALE_DEVICE const uint32_t* words_of(const Bf16Tile& tile) const {
     return reinterpret_cast<const uint32_t*>(tile.chunk) + (run * kRun * kTile + first) / 2;
   }
-  // The same of one whose rows start anywhere: zeros outside of the matrix.
+  // The same from a tile whose rows start anywhere: zeros outside the matrix.
   BLOCKSCALE_DEVICE void read(const TileAround& tile, const Source& x, const TileAt& at,
                               PairColumns* in) const {
     const auto* row =
         reinterpret_cast<const uint8_t*>(tile.chunk) + run * kRun * TileAround::kPitch + 2 * first;
     const auto stride = static_cast<uint32_t>(x.row_stride);
     uint32_t skew = TileAround::skew(x, at, run * kRun);
-    constexpr int kSame = 8;  // rows that are this many apart differ by 16 in their skews, or not
+    constexpr int kSame = 8;  // skews of rows this many apart differ by 16, or not at all
 #pragma unroll
     for (int i = 0; i < kSame; ++i, skew = (skew + 2 * stride) % 32) {
       uint32_t before = skew;
@@ -122,7 +122,7 @@ struct ColumnPart {
       for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] &= i < rows ? left[j] : 0;
     }
   }
-  // Of a pair of which `count` are there.
+  // The mask of a pair of which `count` elements exist.
   BLOCKSCALE_DEVICE static uint32_t pair_mask(int count) {
     return count >= 2 ? ~0u : count == 1 ? 0xFFFF : 0;
   }

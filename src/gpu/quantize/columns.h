@@ -1,4 +1,4 @@
-// Quantizing a tile down its columns, which leave transposed: codes and scales are collected in
+// Quantizing a tile down its columns, which are stored transposed: codes and scales are staged in
 // shared memory, so that each line of codes is written in pieces of 64 or 128 bytes.
 #pragma once
 
@@ -11,7 +11,7 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-// Codes and scales of a tile's columns on their way out.
+// Staging buffer for the codes and scales of a tile's columns.
 template <Pass kPass>
 struct Stage {
   static constexpr int kCodeBytes = kTile * kTile / (kPass.fp4() ? 2 : 1);
@@ -25,7 +25,7 @@ struct Stage {
 };
 
 // Where run `g` of a line lies in the stage: 16 bytes (8 for FP4) apart within a line, permuted so
-// that neither the writers (every kWide-th line, at one g) nor the readers (one line) share banks.
+// that writers (every kWide-th line, the same g) and readers (one line) have no bank conflicts.
 template <bool kFp4, int kWide>
 BLOCKSCALE_DEVICE int stage_offset(int line, int g) {
   static_assert(kWide == 2 || kWide == 4);
@@ -40,7 +40,7 @@ template <Pass kPass, int kWide>
 BLOCKSCALE_DEVICE uint8_t& staged_fp4(Stage<kPass>& stage, int line, int g) {
   return reinterpret_cast<uint8_t*>(stage.codes)[stage_offset<true, kWide>(line, g)];
 }
-// Codes of run `g` of a line into the stage.
+// Puts the codes of run `g` of a line into the stage.
 template <Pass kPass, int kWide>
 BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Codes& codes, int line,
                                    int g) {
@@ -52,7 +52,7 @@ BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Cod
     *reinterpret_cast<uint4*>(staged + stage_offset<false, kWide>(line, g)) = {
         codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
 }
-// The scale of the block that starts at run `g` of a line.
+// Puts the scale of the block that starts at run `g` of a line into the stage.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void stage_scale(const Side& s, Stage<kPass>& stage, uint32_t scale, int line,
                                    int g) {
@@ -64,8 +64,8 @@ BLOCKSCALE_DEVICE void stage_scale(const Side& s, Stage<kPass>& stage, uint32_t 
         static_cast<uint8_t>(scale);
 }
 
-// Columns c and c + 1 of the tile down one run of rows, and their amaxes. kLater, as Transformed
-// has it, is for those who have registers to keep both as they were.
+// Columns c and c + 1 of the tile down one run of rows, and their amaxes. kLater (see Transformed)
+// is for callers with enough registers to keep both as they were.
 template <Pass kPass, class Tile, bool kMayKeep = false>
 struct ColumnValues {
   static constexpr bool kLater = kMayKeep && kPass.two_level();
@@ -86,8 +86,8 @@ struct ColumnValues {
   BLOCKSCALE_DEVICE auto unpack_plain() const {
     return [this](float* v) { plain.template unpack<kWhich>(v); };
   }
-  // The same, found anew: the compiler would keep what was unpacked before for branches that are
-  // rarely taken, in memory if need be.
+  // The same, unpacked again: the compiler would keep what was unpacked before for branches that
+  // are rarely taken, spilling it if need be.
   template <int kWhich>
   BLOCKSCALE_DEVICE auto unpack_again() const {
     return [this](float* v) {
@@ -99,7 +99,7 @@ struct ColumnValues {
       same.template unpack<kWhich>(v);
     };
   }
-  // What block_of() asks for of one of them, as for a run of a row.
+  // block_of()'s `cut` for one of the columns, as for a run of a row.
   template <int kWhich>
   BLOCKSCALE_DEVICE void cut(const Side& s, Block& b) {
     if constexpr (kPass.fp4()) {
@@ -110,7 +110,7 @@ struct ColumnValues {
           const auto amax_of = [&](const auto& unpack) {
             return run.settled(s.transform, unpack, amax[kWhich]);
           };
-          // To nearest there are registers to keep them: anew takes 2% longer.
+          // Rounding to nearest leaves registers to keep them: unpacking again takes 2% longer.
           if ((kLimits ? amax_of(unpack_plain<kWhich>()) : amax_of(unpack_again<kWhich>())) >=
               kInfBits)
             b = nan_block<kPass.scale>();
@@ -123,7 +123,7 @@ struct ColumnValues {
       }
     }
   }
-  // The values of one.
+  // The values of one column.
   template <int kWhich>
   BLOCKSCALE_DEVICE void unpack(const Side& s, float* v) const {
     if (transforms<kPass>(s))
@@ -137,7 +137,7 @@ struct ColumnValues {
   }
 };
 
-// Scales of blocks of a run from the stage to lines that no word divides.
+// Stores scales of blocks of one run from the stage to lines that are not whole words.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int tile_line,
                                            int first_block, int lines, Stage<kPass>& stage) {
@@ -151,8 +151,8 @@ BLOCKSCALE_DEVICE void store_linear_scales(const Side& s, const MatrixAt& m, int
     *to = stage.template scale<uint8_t>(line, kBlocks, b);
 }
 
-// Those of a whole tile in aiter_scale, which keeps eight blocks of 32 lines together: a word has
-// two blocks of two lines.
+// The same for a whole tile in aiter_scale, which keeps eight blocks of 32 lines together: a word
+// holds two blocks of two lines.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_aiter_scales(const Side& s, const MatrixAt& m, int tile_line,
                                           int first_block, Stage<kPass>& stage) {
@@ -173,14 +173,14 @@ BLOCKSCALE_DEVICE void store_aiter_scales(const Side& s, const MatrixAt& m, int 
   }
 }
 
-// Scales from the stage to memory, by kCount threads.
+// Stores scales from the stage to memory, with kCount threads.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
                                            int tile_pos, int lines, Stage<kPass>& stage) {
   const int block = block_length<kPass>(s), blocks = kTile / block;
   const int first_block = static_cast<int>(static_cast<unsigned>(tile_pos) / block);
   if (!has_wide_scales<kPass>(s) && s.scale_words) {
-    const auto words = static_cast<unsigned>(blocks / 4);  // of a line
+    const auto words = static_cast<unsigned>(blocks / 4);  // per line
     const auto store = [&](unsigned i) {
       const int line = static_cast<int>(i / words);
       const int b = first_block + static_cast<int>(i % words * 4);
@@ -192,7 +192,7 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
                                                            s.scale_columns, tile_line + line, b);
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
     };
-    // Where the compiler knows their number, and there are threads enough, a word each.
+    // Where the compiler knows the number of words and there are enough threads, one word each.
     constexpr int kWords = kPass.any() ? 0 : kTile * (kTile / kPass.block() / 4);
     if constexpr (kWords != 0 && kWords <= kCount) {
       if (kWords == kCount || threadIdx.x < kWords) store(threadIdx.x);
@@ -218,8 +218,8 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
   }
 }
 
-// Codes from the stage to memory, kStep runs of a line at a time, 16 bytes but for single runs of
-// FP4; `lines` and `runs` of the tile are there.
+// Stores codes from the stage to memory, kStep runs of a line at a time: 16 bytes, except for
+// single runs of FP4. `lines` and `runs` of the tile exist.
 template <Pass kPass, int kWide, int kCount, bool kFp4, int kStep>
 BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
                                           int tile_pos, int lines, int runs,
@@ -229,7 +229,7 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
   const int g = static_cast<int>(threadIdx.x % kPerLine) * kStep;
   int line = static_cast<int>(threadIdx.x / kPerLine);
   if (g >= runs) return;
-  // Lines far enough apart are permuted alike: one place tells those of a thread.
+  // Lines far enough apart are permuted alike: one offset gives those of all of a thread's lines.
   constexpr bool kAlike = kLines % ((kFp4 ? 16 : 8) << (kWide / 2)) == 0;
   constexpr int kApart = kLines * (kFp4 ? kTile / 2 : kTile);
   const int first = line;
@@ -264,18 +264,19 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
   }
 }
 
-// Codes from the stage to memory, by kCount threads; `line` and `pos` are those of the tile.
+// Stores codes from the stage to memory, with kCount threads; the tile is at (`tile_line`,
+// `tile_pos`).
 template <Pass kPass, int kWide, int kCount>
 BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
                                           int tile_pos, Stage<kPass>& stage) {
-  // Of a tile behind the matrix, the second of two, none.
+  // None for a tile past the end of the matrix, as the second of two can be.
   const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
   const int lines = min(kTile, s.lines - tile_line);
   auto codes = [&](auto fp4, auto step) {
     store_staged_codes<kPass, kWide, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
         s, m, tile_line, tile_pos, lines, runs, stage);
   };
-  // FP4 goes in pairs of runs where lines are whole multiples of that.
+  // FP4 is stored in pairs of runs where lines are whole multiples of a pair.
   if (!is_fp4<kPass>(s))
     codes(Constant<0>{}, Constant<1>{});
   else if (s.code_pairs)
@@ -283,7 +284,7 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
   else
     codes(Constant<1>{}, Constant<1>{});
 }
-// And scales.
+// Stores codes and scales.
 template <Pass kPass, int kWide, int kCount>
 BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
                                    Stage<kPass>& stage) {

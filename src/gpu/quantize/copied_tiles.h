@@ -1,6 +1,6 @@
-// direct_tiles.h where the copy engine reads the input. A multiprocessor has one block of threads;
-// its rows (threadIdx.y) are what blocks are there: each takes one tile of the block's after
-// another, and while it works on the columns of one, the next is on its way into shared memory.
+// direct_tiles.h with the copy engine reading the input. A multiprocessor has one thread block,
+// whose rows (threadIdx.y) act as thread blocks do there: each takes one of the block's tiles after
+// another, and while it works on the columns of one, the next is being copied into shared memory.
 #pragma once
 
 #include "gpu/quantize/direct_tiles.h"
@@ -10,9 +10,9 @@ namespace blockscale::gpu {
 struct CopiedParams {
   Source x;
   Side row, column;
-  // Tiles go down in bands of kSideways, the last of which may have fewer.
-  Divisor matrix, band, last;  // tiles of a matrix, and of a band; tiles across the last band
-  uint32_t bands, tiles;       // bands of a matrix; tiles of all
+  // Tiles are taken down bands of kSideways tiles across; the last band may have fewer.
+  Divisor matrix, band, last;  // tiles per matrix, and per band; tiles across the last band
+  uint32_t bands, tiles;       // bands per matrix; tiles in all
 
   BLOCKSCALE_DEVICE TileAt at(uint32_t n) const {
     const uint32_t batch = matrix.divide(n), b = band.divide(n);
@@ -26,11 +26,11 @@ struct CopiedParams {
   }
 };
 
-// What a row of threads has besides the tile and the stage.
+// State of a row of threads, besides the tile and the stage.
 struct RowOfThreads : DirectMemory {
   MatrixAt row, column;
-  int batch;     // of these
-  TileAt at[2];  // of tiles by turns; batch -1: of none
+  int batch;     // of both
+  TileAt at[2];  // of tiles in turn; batch -1: none
   CopyBarrier full;
 
   BLOCKSCALE_DEVICE static void sync() { sync_row<kDirectThreads>(); }
@@ -42,14 +42,14 @@ struct CopiedMemory {
     Stage<Column::kPass> stage;
     RowOfThreads here;
   };
-  static constexpr int kRows = 3;  // four do not go faster, with the registers that leaves
+  static constexpr int kRows = 3;  // four are no faster, with the registers that leaves
   static constexpr int kOuters = 64;
   Part part[kRows];
-  uint32_t taken;           // of the block's tiles
-  Outer outer[2][kOuters];  // of the first matrices, as rows and as columns
+  uint32_t taken;           // how many of the block's tiles
+  Outer outer[2][kOuters];  // of the first matrices, for rows and for columns
 };
 
-// What OutputAt is, found once a matrix.
+// The counterpart of OutputAt, found once per matrix.
 struct OutputHere {
   const Side& side;
   const MatrixAt& here;
@@ -59,8 +59,8 @@ struct OutputHere {
     return here;
   }
 };
-// The outer scales of the first matrices, by as many threads: a row of threads that goes from one
-// matrix to the next would wait for the memory.
+// Finds the outer scales of the first matrices, one per thread: a row of threads that goes from one
+// matrix to the next would otherwise wait for memory.
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void find_outers(const Side& s, Outer (&to)[kCount]) {
   const int batch = static_cast<int>(threadIdx.x);
@@ -79,7 +79,7 @@ BLOCKSCALE_DEVICE void find_matrix(const Side& s, const TileAt& at, const Outer 
   }
 }
 
-// What LineReader is for global memory.
+// The counterpart of LineReader, which reads global memory.
 struct TileReader {
   using Tile = Bf16Tile;
   using Run = RunAligned;
@@ -94,8 +94,8 @@ struct TileReader {
   }
 };
 
-// What LoadedColumns is: they are read as they are wanted, and asked for are those of the next tile
-// once all threads have read the last of these.
+// The counterpart of LoadedColumns: columns are read when they are needed, and once all threads
+// have read the last ones, the next tile is asked for.
 template <class Part, class Ask>
 struct TileColumns {
   static constexpr bool kInRegisters = false;
@@ -104,8 +104,8 @@ struct TileColumns {
   const Ask& ask;
   const uint32_t* words = &in_place(*part.words_of(tile));
 
-  // Of four columns, those from `column` on. Behind the first of them, all have done with the stage
-  // of the tile before.
+  // The two of four columns from `column` on. After the first two, all threads have finished with
+  // the previous tile's stage.
   BLOCKSCALE_DEVICE PairColumns next(int column) {
     PairColumns columns;
 #pragma unroll
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
   if (threadIdx.y == 0) find_outers<kRow>(p.row, all.outer[0]);
   if (threadIdx.y == 1) find_outers<kColumn>(p.column, all.outer[1]);
   __syncthreads();
-  // Tiles of a block are gridDim.x apart; whichever row of threads is free takes the next.
+  // A thread block's tiles are gridDim.x apart; whichever row of threads is free takes the next.
   auto ask = [&](uint32_t turn) {
     if (threadIdx.x != 0) return;
     const uint32_t n = blockIdx.x + atomicAdd(&all.taken, 1) * gridDim.x;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
                                                                            ask_next};
     });
     here.sync();
-    const TileAt same = here.at[turn];  // not kept in registers until now
+    const TileAt same = here.at[turn];  // read again, not kept in registers
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         p.column, here.column, same.column, same.row, memory.stage);
   }

@@ -1,10 +1,10 @@
-// Quantizing rows straight from global memory: what a thread works on it loads itself, so that
-// there is nothing to wait for but its own loads, and the hardware hands out the work in small
-// pieces, on odd and small shapes too.
+// Quantizing rows straight from global memory: each thread loads what it works on, so that it waits
+// only for its own loads, and the hardware hands out the work in small pieces, on odd and small
+// shapes too.
 //
-// Along rows a thread takes one run of each of up to 24 lines, of FP8 of four. Down columns, with
-// square blocks, and for both directions at once, a block of threads takes a tile of 128 x 128; the
-// columns leave it in shared memory for the rows.
+// Along rows, a thread takes one run of each of up to 24 lines, or of four lines for FP8. Down
+// columns, with square blocks, and for both directions at once, a thread block takes a tile of 128
+// x 128; the columns leave it in shared memory for the rows.
 #pragma once
 
 #include "divisor.h"
@@ -14,21 +14,21 @@
 namespace blockscale::gpu {
 
 inline constexpr int kDirectThreads = 256;
-inline constexpr int kDirectLines = 4;  // of a thread in a tile, and of FP8 at once
-// Tiles that lie beside each other are this many in a row.
+inline constexpr int kDirectLines = 4;  // per thread in a tile, and at once for FP8
+// This many adjacent tiles of a row are worked on in turn.
 inline constexpr int kSidewaysShift = 3, kSideways = 1 << kSidewaysShift;
 
 struct RowsParams {
   Source x;
   Side row;
   Groups groups;  // of rows, where the kernel is compiled for them
-  Divisor runs;   // of a line
-  uint32_t all;   // threads with work: runs of a line by groups of lines
-  int each;       // lines of a thread: fewer where there is little to do
+  Divisor runs;   // per line
+  uint32_t all;   // threads with work: runs per line times groups of lines
+  int each;       // lines per thread: fewer where there is little to do
 };
 
-// The runs at `pos` of the lines of a thread, one after another from `line` on; `lines` of them are
-// there. What stands for the others is some run that is.
+// Reads the runs at `pos` of a thread's lines, one after another from `line` on; `lines` of them
+// exist. In place of the others, it reads some run that does.
 template <bool kAligned>
 struct LineReader {
   using Tile = Bf16Tile;
@@ -36,7 +36,7 @@ struct LineReader {
   const uint16_t* at;
   int64_t stride;
   int count, left;
-  int most, least;  // of `left`, where all chunks around a run lie in the matrix
+  int most, least;  // `left` for which all chunks around a run lie in the matrix
 
   BLOCKSCALE_DEVICE LineReader(const Source& x, int batch, int line, int pos, int lines)
       : stride(x.row_stride), count(x.columns - pos), left(lines) {
@@ -63,7 +63,7 @@ struct LineReader {
     return run;
   }
 };
-// What the input is: BF16, whose rows start at multiples of 16 bytes or anywhere, or FP32 or FP16.
+// The input: BF16, with rows that start at multiples of 16 bytes or anywhere, or FP32 or FP16.
 template <bool kAligned>
 struct Bf16In {
   static constexpr bool kFloats = false;
@@ -73,7 +73,7 @@ struct Bf16In {
   using Kept = KeptTile;
   using KeptReader = gpu::KeptReader;
 
-  // The same input from row `rows` on.
+  // Moves the start of the input to row `rows`.
   BLOCKSCALE_DEVICE static void skip(Source& x, int64_t rows) {
     x.data = static_cast<const uint16_t*>(x.data) + rows * x.row_stride;
   }
@@ -91,8 +91,8 @@ struct FloatsIn {
   }
 };
 
-// Scales of a byte of four lines. Eight threads have four blocks of each, two threads a block; they
-// exchange them until each has a word of one line.
+// Stores one-byte scales of four lines. Eight threads have four blocks of each line, two threads
+// per block; they exchange scales until each has a word of one line.
 BLOCKSCALE_DEVICE void store_scales_aside(const Side& s, const MatrixAt& m, const Block* b,
                                           int line, int pos) {
   const int run = pos / kRun % kRunsPerLine, mine = run / 2;
@@ -105,17 +105,17 @@ BLOCKSCALE_DEVICE void store_scales_aside(const Side& s, const MatrixAt& m, cons
 }
 
 // Rows of groups in linear layouts lie where they would without groups, so that one matrix is
-// quantized: what counts is where the last group ends and, for outer scales, which one a line is
-// in.
+// quantized: all that matters is where the last group ends and, for outer scales, which group a
+// line is in.
 template <Pass kPass>
 struct LineGroups : MatrixAt {
   Groups groups;
-  int end = 0;           // rows of all
-  bool bad;              // offsets decrease or pass the end: no row is of a group, results are NaN
-  int next = 0;          // the group behind the one whose outer scale this has
-  int end_of_group = 0;  // the latter's
+  int end = 0;           // rows of all groups
+  bool bad;              // offsets decrease or pass the end: no row is in a group, results are NaN
+  int next = 0;          // the group after the one whose outer scale this has
+  int end_of_group = 0;  // where the group of that outer scale ends
 
-  // For a thread that begins at `line`: threads of a warp do so in this order.
+  // For a thread that starts at `line`; the threads of a warp start in line order.
   BLOCKSCALE_DEVICE LineGroups(const Side& s, const Groups& g, int line)
       : MatrixAt(matrix_at(s, 0, no_outer())), groups(g) {
     const uint32_t first = ~warp_max(~static_cast<uint32_t>(line));
@@ -131,7 +131,7 @@ struct LineGroups : MatrixAt {
     bad = last == ~0u;
     if (!bad) end = static_cast<int>(last);
   }
-  // Goes on to a line of a group.
+  // Advances to a line that is in a group.
   BLOCKSCALE_DEVICE void to_line(const Side& s, int line) {
     if constexpr (kPass.two_level()) {
       if (line < end_of_group) return;
@@ -148,7 +148,7 @@ BLOCKSCALE_DEVICE void to_line(LineGroups<kPass>& m, const Side& s, int line) {
   m.to_line(s, line);
 }
 
-// Lines of a thread that lie one below the other, from `line` on.
+// A thread's lines, one below the other, from `line` on.
 template <Pass kPass>
 struct LinesInTurn {
   RowTarget<kPass> target;
@@ -166,9 +166,9 @@ struct LinesInTurn {
   }
 };
 
-// Quantizes `each` runs of FP4, an even number, of which the first is on its way. `lines` tells
-// whose they are, and stores what comes of them. There is work enough to hide the loads of one line
-// behind the line before, and code enough to be kept for two lines.
+// Quantizes `each` runs of FP4, an even number; the first is already being loaded. `lines` knows
+// which lines they are in, and stores the results. There is enough work to hide the loads of one
+// line behind the previous line, and too much code to repeat it for more than two lines.
 template <Pass kPass, class Reader, class Matrix, class Lines>
 BLOCKSCALE_DEVICE void quantize_fp4_lines(Reader& reader, typename Reader::Run even, const Side& s,
                                           Matrix& m, Lines& lines, int pos, int each) {
@@ -180,7 +180,7 @@ BLOCKSCALE_DEVICE void quantize_fp4_lines(Reader& reader, typename Reader::Run e
     const uint32_t amax = row_block_amax<kPass>(s, values.amax);
     if (lines.there_is(i)) to_line<kPass>(m, s, lines.line(i));
     float v[kRun];
-    // With a transform registers would go to memory.
+    // With a transform, registers would spill.
     constexpr bool kAhead = kPass.encoder == Encoder::fp4_stochastic && !kPass.hadamard;
     const Block b = block_of_run<kPass, kAhead>(
         s, m.outer, amax, [&](Block& unusual) { values.cut(s, unusual); },
@@ -198,9 +198,9 @@ BLOCKSCALE_DEVICE void quantize_fp4_lines(Reader& reader, typename Reader::Run e
   }
 }
 
-// Quantizes the runs of a reader, `each` at most; FP8 loads all before it begins. `loaded` gives
-// the matrix, after the first loads are on their way; then `lines` is known. Scales may go to the
-// workspace with kAside: code that is not run costs rows alone up to 4%.
+// Quantizes at most `each` runs of a reader; FP8 loads all of them before it begins. loaded()
+// returns the matrix, after the first loads are issued; from then on `lines` is known. With kAside,
+// scales may go to the workspace: that code, even when not run, costs rows alone up to 4%.
 template <Pass kPass, bool kAside, class Reader, class Loaded>
 BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, int pos,
                                       const int& lines, int each, const Loaded& loaded) {
@@ -225,7 +225,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
       amax[i] = row_block_amax<kPass>(s, values[i].amax);
     }
     if constexpr (kPass.scale == Format::fp32) {
-      // Eight threads have the blocks of the same four lines: each finds one of the scales.
+      // Eight threads share the blocks of the same four lines: each finds one of the scales.
       static_assert(kPass.block() == kRunsPerLine * kRun && kDirectLines == 4);
       const int mine = static_cast<int>(threadIdx.x) % kDirectLines;
       const uint32_t low = mine % 2 == 0 ? amax[0] : amax[1];
@@ -257,11 +257,11 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
   }
 }
 
-// Blocks of threads that a multiprocessor holds.
+// Resident thread blocks per multiprocessor.
 template <Pass kPass, class In>
 inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
 
-// Lines behind the last group: padding, or NaN.
+// Fills lines after the last group: with padding, or NaN.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void fill_lines(const Side& s, const LineGroups<kPass>& m, int line, int pos,
                                   int first, int lines) {
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
       lines = min(m.end - line, there);
       return m;
     });
-    // Few warps have more to do: there are lines behind the groups, or outer scales to be stored.
+    // Few warps have more to do: lines after the groups to fill, or outer scales to store.
     const auto count = static_cast<uint32_t>(p.groups.count);
     if (warp_max(lines < there || n < count) == 0) return;
     const Lines m(s, p.groups, line);
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
     return;
   }
   quantize_lines<Row::kPass, false>(reader, s, line, pos, there, p.each, [&] {
-    // Every thread finds the outer scale for itself: a barrier would cost more.
+    // Every thread computes the outer scale itself: a barrier would cost more.
     const MatrixAt m = matrix_at(s, batch, outer_of(s, batch));
     if (s.out.spec.outer && n == 0) s.out.outer[batch] = m.outer.dec;
     return m;

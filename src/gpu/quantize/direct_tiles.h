@@ -10,15 +10,15 @@ namespace blockscale::gpu {
 struct TilesParams {
   Source x;
   Side row, column;
-  GroupGrid groups;  // or none
-  int sideways;      // of direct_tile()
+  GroupGrid groups;  // if any
+  int sideways;      // for direct_tile()
 };
 
 inline constexpr int kDirectWarps = kDirectThreads / 32;
 static_assert(kDirectWarps * kRun == kTile && 32 * kDirectLines == kTile);
 static_assert(kKeptLines == kDirectLines);
 
-// What the threads of a tile tell each other.
+// What the threads of a tile exchange.
 struct DirectMemory {
   uint32_t row_amax[kDirectWarps * kRunsPerLine];  // of squares, by warp
   uint32_t column_amax[kDirectWarps][kTile];       // by warp
@@ -27,13 +27,13 @@ struct DirectMemory {
 
   BLOCKSCALE_DEVICE static void sync() { __syncthreads(); }
 };
-// One output at a tile: as it was given, or with the extents of the tile's group, of so many rows.
+// One output at a tile: as it was given, or with the extents of the tile's group of `rows` rows.
 template <bool kGrouped, int kOperand>
 struct OutputAt {
   const Side& side;
 
   BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupSide&, int) : side(whole) {}
-  // Its matrix; the first tile of one stores the outer scale.
+  // The tile's matrix; the first tile of a matrix stores its outer scale.
   template <Pass kPass>
   BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt& at, const Outer& outer) const {
     if (!kPass.two_level()) return matrix_at(side, at.batch, no_outer());
@@ -42,8 +42,8 @@ struct OutputAt {
     return matrix_at(side, at.batch, outer);
   }
 };
-// With groups along its rows only their number is known before the group has been placed; along the
-// contraction axis it has to be.
+// With groups along its rows, an output needs only the number of rows before the group has been
+// placed; along the contraction axis, the group must be placed first.
 template <int kOperand>
 struct OutputAt<true, kOperand> {
   Side side;
@@ -69,8 +69,8 @@ struct OutputAt<true, kOperand> {
   }
 };
 
-// The rows of a tile: a warp has 16 lines of 8 runs. reader_at(line and run of the tile, lines that
-// are there) is what reads them.
+// Quantizes the rows of a tile: a warp has 16 lines of 8 runs. reader_at(line and run within the
+// tile, number of lines that exist) returns their reader.
 template <Pass kPass, class Output, class Memory, class ReaderAt, class Loaded>
 BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory& memory,
                                     const ReaderAt& reader_at, const Loaded& loaded) {
@@ -123,7 +123,7 @@ BLOCKSCALE_DEVICE void rows_of_tile(const Output& out, const TileAt& at, Memory&
   }
 }
 
-// 1 / scale of every column, where all warps see a part of its one block; scales go to the stage.
+// Finds 1 / scale of every column, a block that all warps hold parts of; scales go to the stage.
 template <Pass kPass, class Memory>
 BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint32_t* amax,
                                     int first, Memory& memory, Stage<kPass>& stage) {
@@ -143,7 +143,7 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
   memory.sync();
 }
 
-// What a thread has loaded of a tile: two pairs of columns, or two runs of one.
+// What a thread has loaded of a tile: two pairs of columns, or two runs of one pair.
 template <class Columns>
 struct LoadedColumns {
   static constexpr bool kInRegisters = true;
@@ -163,9 +163,9 @@ struct Nobody {
   BLOCKSCALE_DEVICE void operator()(const Args&...) const {}
 };
 
-// The columns of a tile, into the stage; load(part) is what gives them, as LoadedColumns, and then
-// out_at() where they belong. kEnds: runs of rows behind the end are left out. Codes of a byte of
-// squares that are a tile are told besides: made(part, codes of its four columns).
+// Quantizes the columns of a tile into the stage. load(part) returns them, as LoadedColumns, and
+// then out_at() where they belong. kEnds: skips runs of rows past the end. For one-byte codes of
+// squares that are a whole tile, it also calls made(part, codes of its four columns).
 template <Pass kPass, class Tile, bool kEnds = false, class OutAt, class Memory, class Load,
           class Made = Nobody>
 BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Memory& memory,
@@ -185,10 +185,10 @@ BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Me
   for (int i = 0; i < Part::kRuns; ++i)
     random[i] = random_runs<kPass>(s, m, 1, at.row + (part.run + i) * kRun);
   if constexpr (kBlock == kRun && !kPass.square) {
-    // A run is a block. What takes much code is kept once.
+    // A run is a block. Large code is emitted only once.
     [[maybe_unused]] constexpr int kTimes =
         kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
-    // Where results go: from two columns to the next by addition.
+    // Where results go: advanced by addition from two columns to the next two.
     uint32_t line = in_register(m.line + at.column + part.first);
     uint8_t* to[] = {&in_place(staged_fp4<kPass, kWide>(stage, part.first, part.run)),
                      &in_place(staged_fp4<kPass, kWide>(stage, part.first + 1, part.run))};
@@ -279,7 +279,7 @@ BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Me
   }
 }
 
-// The rows of a tile in one square whose codes are those of its columns: four of each of 16 rows.
+// Stores the rows of a tile that is one square, from its columns' codes: four in each of 16 rows.
 template <Pass kPass, class Output, class Part>
 BLOCKSCALE_DEVICE void rows_of_codes(const Output& out, const TileAt& at, const Part& part,
                                      const Codes* columns) {
@@ -302,13 +302,13 @@ BLOCKSCALE_DEVICE void rows_of_codes(const Output& out, const TileAt& at, const 
   }
 }
 
-// Grid: tiles down, 1 << `sideways` of a row by turns; groups of so many across; matrices.
+// Grid: tiles down, with 1 << `sideways` of each row in turn; groups of as many across; matrices.
 BLOCKSCALE_DEVICE TileAt direct_tile(int sideways) {
   const uint32_t down = blockIdx.x >> sideways, across = blockIdx.x - (down << sideways);
   return {static_cast<int>(blockIdx.z), static_cast<int>(down) * kTile,
           static_cast<int>((blockIdx.y << sideways) + across) * kTile};
 }
-// That grid, and whether it fits: it counts matrices, and groups of tiles across, in 16 bits.
+// That grid, and whether it fits: matrices, and groups of tiles across, are counted in 16 bits.
 inline dim3 tiles_grid(int down, const QuantizeParams& p, int sideways) {
   return dim3(static_cast<unsigned>(down) << sideways,
               static_cast<unsigned>(ceil_div(p.tiles_across, int64_t{1} << sideways)),
@@ -317,14 +317,14 @@ inline dim3 tiles_grid(int down, const QuantizeParams& p, int sideways) {
 inline bool fits_grid(const QuantizeParams& p) {
   return p.tiles > 0 && p.batch < 1 << 16 && p.tiles_across < 1 << 16;
 }
-// Whether a tile is one square of both directions, with the same codes.
+// Whether a tile is one square in both directions, with the same codes.
 BLOCKSCALE_HD constexpr bool has_twins(const Pass& row, const Pass& column) {
   return row == column && row.square && row.block() == kTile && row.encoder != Encoder::byte &&
          !row.any();
 }
-// Blocks of threads that a multiprocessor holds: as many as registers allow without spilling, but
+// Resident thread blocks per multiprocessor: as many as registers allow without spilling, except
 // for FP8 in both directions, which waits for memory more than it computes. Rows at odd addresses
-// take many registers on their way.
+// take many registers while they are loaded.
 template <Pass kRow, Pass kColumn, class In>
 inline constexpr int kTileBlocks = In::kFloats ? 2
                                    : kColumn.hadamard ||
@@ -335,7 +335,7 @@ inline constexpr int kTileBlocks = In::kFloats ? 2
                                        ? 3
                                        : 4;
 
-// What a block of threads has in shared memory.
+// Shared memory of a thread block.
 template <class Row, class Column, class In>
 struct TileMemory {
   struct None {};
@@ -354,15 +354,15 @@ struct TileMemory {
   GroupSide group[2];  // of the row and the column operand
 };
 
-// place(operand) says where the tile's group lies in that operand, and is for one warp.
+// place(operand) finds where the tile's group lies in that operand, and is run by one warp.
 template <class Row, class Column, class In, bool kGrouped, class Place>
 BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, const TileAt& at,
                                      TileMemory<Row, Column, In>& memory, const Place& place) {
   using Memory = TileMemory<Row, Column, In>;
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   DirectMemory& direct = memory.direct;
-  // The outer scales, each found by one warp while the first loads are on their way, and by two
-  // others where the group lies.
+  // While the first loads are in flight, one warp each finds the outer scales, and two other warps
+  // find where the group lies.
   auto loaded = [&] {
     constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
     const int warp = static_cast<int>(threadIdx.x / 32);
@@ -387,7 +387,7 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
         wait_for_chunks();
         __syncthreads();
         part.read(memory.around, x, at, columns.in);
-        __syncthreads();  // results lie where it was
+        __syncthreads();  // results overwrite it
       } else {
         part.load(In{}, x, at, columns.in);
         loaded();
@@ -396,8 +396,8 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
       return columns;
     };
     const auto column_at = [&] { return OutputAt<kGrouped, 1>(p.column, memory.group[1], x.rows); };
-    // Half of a group's last tile is behind its end on average. Where registers are missing leaving
-    // that out costs more, and all threads have to share blocks of a whole tile.
+    // On average, half of a group's last tile is past its end. Skipping that half costs more where
+    // registers are scarce, and is not possible where all threads share blocks of a whole tile.
     constexpr bool kEnds = kGrouped && !kRow.present() && kColumn.block() < kTile &&
                            !(kColumn.hadamard && kColumn.encoder == Encoder::fp4_stochastic);
     const auto row_at = [&] { return OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows); };
@@ -407,7 +407,7 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
     columns_of_tile<kColumn, typename In::Tile, kEnds>(column_at, at, direct, results.stage, load,
                                                        made);
     __syncthreads();
-    // Anew: where a group lies would have been kept in registers that are missing above.
+    // Found again: where a group lies would have been kept in registers that are scarce above.
     const auto column = column_at();
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
   if constexpr (!kGrouped) {
     quantize_tile<Row, Column, In, false>(p, p.x, at, memory, [](int) {});
   } else {
-    // The tiles of a group start anew at its first row, and end with its last.
+    // A group's tiles start at its first row and end with its last.
     const int tile_row = at.row / kTile, across = (p.x.columns + kTile - 1) / kTile;
     const int column = at.column / kTile;
     const GroupTile tile = find_tile(p.groups, tile_row);

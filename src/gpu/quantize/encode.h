@@ -1,5 +1,5 @@
-// From values to codes, 16 at a time. The arithmetic is that of rounding.h and formats.h; what is
-// written differently here is shown equal by the tests.
+// Encodes values, 16 at a time. The arithmetic is that of rounding.h and formats.h; where the code
+// here differs, the tests show that results are equal.
 #pragma once
 
 #include "blockscale/hadamard.h"
@@ -8,13 +8,13 @@
 
 namespace blockscale::gpu {
 
-// How a run is encoded. `any` reads everything from the spec at run time: right for every spec,
-// and slower. `byte` knows only that a code takes a byte; the others are the ones that training
+// How a run is encoded. `any` reads everything from the spec at run time: correct for every spec,
+// but slower. `byte` knows only that a code takes one byte; the others are those that training
 // uses.
 enum class Encoder : uint8_t { none, any, byte, e4m3fn, e5m2, fp4_nearest, fp4_stochastic };
 
-// What a kernel knows of a spec when it is compiled, along one axis. The scale format fixes the
-// length of the block; rules, signs and layouts are read at run time: they cost little a block.
+// What a kernel knows of a spec at compile time, for one axis. The scale format fixes the block
+// length; rules, signs and layouts are read at run time, which costs little per block.
 struct Pass {
   Encoder encoder = Encoder::none;
   Format scale = Format::fp32;
@@ -36,7 +36,7 @@ struct Pass {
     return present() && scale != Format::fp32 && scale != Format::e8m0;
   }
 };
-// As an argument of a kernel: nvcc's host stubs do not take values of class type.
+// A Pass as a template argument of a kernel: nvcc's host stubs do not take values of class type.
 template <Encoder kEncoder, Format kScale = Format::fp32, bool kSquare = false,
           bool kHadamard = false>
 struct PassType {
@@ -47,18 +47,18 @@ struct Codes {
   uint32_t word[4];  // 16 bytes, or 8 for FP4
 };
 
-// The two encoders of E2M1 below do not saturate. Up to these magnitudes they give the code of 6
-// for everything above 6. Scales rounded to nearest leave |y| below 6.4 and scales rounded up below
-// 6.00001, but where they underflow.
+// The two E2M1 encoders below do not saturate. Up to these magnitudes they encode everything above
+// 6 as 6. Scales rounded to nearest leave |y| below 6.4, and scales rounded up leave it below
+// 6.00001, except where they underflow.
 inline constexpr float kNearestSafe = 0x1.bffffep+2f, kStochasticSafe = 6.003f;
-// Beyond, elements are cut first: for rounding to nearest to a BF16 within 2^-8 of 6 / inv, which
-// is encoded as 6 like all above it ...
+// Beyond these magnitudes, elements are clamped first: for rounding to nearest, to a BF16 within
+// 2^-8 of 6 / inv, which is encoded as 6 like all above it ...
 BLOCKSCALE_DEVICE uint32_t nearest_limit(float inv) {
   const float largest = __fmul_rn(kE2m1Max, __frcp_rn(inv));
   return to_bf16x2(largest, largest);
 }
-// ... and otherwise v is replaced by what is encoded, and inv by 1; also where inv is so small that
-// it would lose bits in FP16's units.
+// ... and otherwise v is replaced by the values to encode, and inv by 1; likewise where inv is so
+// small that it would lose bits in FP16's units.
 inline constexpr float kStochasticLeast = exp2i(-108);
 BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
 #pragma unroll
@@ -66,13 +66,13 @@ BLOCKSCALE_DEVICE void saturate(float* v, float& inv) {
   inv = 1.0f;
 }
 
-// E2M1, nearest even, of magnitudes below 7. Added to M = P (2^22 + k), with P = 2^k = 1, 2 or 4
-// the power of two at or below max(y, 1), y is rounded by the FP32 addition itself: the last place
-// of M is P/2, the spacing of E2M1 there, and its low bits already count the 2k codes below P. At
-// y = 2.75, M is 2 (2^22 + 1) and the sum's low bits are 2 + 3 = 5, the code of 3. The bits of the
-// three M are 2^23 + 2 apart. k comes from another addition: to 2^25 - 4, where places are 2 wide,
-// rounded towards zero; the sum goes up by a place at 2, at 4 and, as they are 4 wide from then on,
-// at 8.
+// E2M1, nearest even, for magnitudes below 7. With P = 2^k = 1, 2 or 4 the power of two at or below
+// max(y, 1), adding y to M = P (2^22 + k) rounds it in the FP32 addition itself: the last place of
+// M is P/2, the spacing of E2M1 there, and M's low bits already count the 2k codes below P. At y =
+// 2.75, M is 2 (2^22 + 1) and the sum's low bits are 2 + 3 = 5, the code of 3. The bit patterns of
+// the three M are 2^23 + 2 apart. k comes from another addition: to 2^25 - 4, where the last place
+// is 2, rounded towards zero. The sum goes up by one last place at 2, at 4 and, as the last place
+// is 4 from then on, at 8.
 BLOCKSCALE_DEVICE uint32_t fp4_nearest(float v, float inv) {
   constexpr float kEdge = 33554428.0f;  // 2^25 - 4
   constexpr uint32_t kStep = 0x00800002, kFirst = 0x4A800000 - 0x4BFFFFFE * kStep;
@@ -91,16 +91,16 @@ BLOCKSCALE_DEVICE uint32_t fp4_nearest_of_8(const float* v, float inv, const Sig
   return signs.with(permute_bytes(join_nibbles(w), join_nibbles(w + 4), 0x5410));
 }
 
-// E2M1, stochastic (specification, section 6). Times 2^-14, E2M1's magnitudes below its smallest
-// normal are FP16's below its own, so that the bits of FP16 count units of 2^-9 between neighbours,
-// whatever the binade. Cut there, FP32 gives F to ten bits, and no more of them count: the last is
-// the half that t rounds by. What FP32 rounds in y + 1 moves F up where y < 1 is within 2^-24 of
-// the next unit: half of an FP32 unit, added first and cut again, which does nothing to y >= 1.
+// E2M1, stochastic (specification, section 6). Scaled by 2^-14, E2M1's subnormals are FP16's
+// subnormals, so that FP16's bits count units of 2^-9 between neighbours in every binade. Truncated
+// there, FP32 gives F to ten bits, and further bits do not matter: the last is the half that t
+// rounds by. FP32's rounding of y + 1 moves F up where y < 1 is within 2^-24 of the next unit.
+// Adding half an FP32 unit first, and truncating again, does the same and leaves y >= 1 unchanged.
 //
-// A random byte comes behind 0x80 of `beside` (kBesideRandom, in a register), which is the half.
+// A random byte goes above the 0x80 of `beside` (kBesideRandom, in a register), which is the half.
 inline constexpr uint32_t kBesideRandom = 0x80;
-inline constexpr float kFp16Units = exp2i(-14);  // E2M1's in FP16's
-// Two elements in halves of a word, of which bits 9 to 11 become codes: `which` are their bytes.
+inline constexpr float kFp16Units = exp2i(-14);  // E2M1's units in FP16's
+// Two elements, in the halves of a word: bits 9 to 11 of each become codes. `which` selects bytes.
 BLOCKSCALE_DEVICE uint32_t fp4_stochastic(float v, float w, float inv, uint32_t random,
                                           uint32_t beside, uint32_t which) {
   constexpr float kHalf = exp2i(-24) * kFp16Units;
@@ -123,21 +123,21 @@ BLOCKSCALE_DEVICE uint32_t fp4_stochastic_of_8(const float* v, float inv, const 
   return signs.with((even >> 1) + odd * 8);
 }
 
-// What is known of an element format before the kernel starts: constants that instructions take
-// from where parameters lie.
+// What is known of an element format before the kernel starts: constants that instructions read
+// directly from the kernel's parameters.
 struct ElementFacts {
   FormatTraits traits;
   float largest;
   bool four_bits;
   int signless_zero;
   uint32_t sign_bit;
-  int sign_shift;  // from an FP32 sign down to it
+  int sign_shift;  // from the FP32 sign down to it
   // Units in the last place, of which a binade has 2^m.
   float normal, unit;      // the smallest normal, and 2^(23-m)
   int shift;               // 23 - m
   uint32_t below, binade;  // units from the FP32 exponent 0 to the smallest normal's, and 2^m
-  int random_shift;        // from eight random bits to those below a unit
-  uint32_t random_half;    // half of the last of them
+  int random_shift;        // from eight random bits to the bits below a unit
+  uint32_t random_half;    // half of the last of these bits
 
   explicit ElementFacts(Format f)
       : traits(blockscale::traits(f)),
@@ -156,15 +156,15 @@ struct ElementFacts {
   ElementFacts() = default;
 };
 
-// As encode_magnitude() to nearest even, of magnitudes up to the largest, in the low eight bits:
-// with P the power of two at or below y, or the smallest normal, y + P 2^(23-m) has the format's
-// spacing as its last place, and its low bits count units.
+// As encode_magnitude() to nearest even, for magnitudes up to the largest, in the low eight bits:
+// with P the power of two at or below y, but at least the smallest normal, the last place of y + P
+// 2^(23-m) is the format's spacing, and the low bits count units.
 BLOCKSCALE_DEVICE uint32_t encode_nearest(const ElementFacts& e, float y) {
   const float power = bit_cast<float>(bit_cast<uint32_t>(y) & 0x7F800000);
   const float p = fmaxf(power, e.normal);
   return bit_cast<uint32_t>(__fmaf_rn(p, e.unit, y)) + (bit_cast<uint32_t>(p) >> e.shift) - e.below;
 }
-// As encode_magnitude_stochastic(), of magnitudes up to the largest.
+// As encode_magnitude_stochastic(), for magnitudes up to the largest.
 BLOCKSCALE_DEVICE uint32_t encode_stochastic(const ElementFacts& e, float y, uint32_t random) {
   const bool subnormal = y < e.normal;
   const float w = subnormal ? __fadd_rn(y, e.normal) : y;
@@ -201,13 +201,13 @@ BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const
 
 // ---- the Hadamard transform of a run (specification, section 8) ----
 
-// The signs as factors, and with the quarter that follows the sums.
+// The signs as factors: alone, and times the 1/4 that follows the sums.
 struct TransformSigns {
   float whole[kRun], quarter[kRun];
 };
 
-// H_16 diag(signs) x. The signs and + 0.0 cost eight operations: where no first element of a pair
-// is -0, no result is, as a sum is -0 only if its first operand is.
+// H_16 diag(signs) x. The signs and + 0.0 cost eight operations: if no first element of a pair is
+// -0, no result is, because a sum is -0 only if its first operand is.
 BLOCKSCALE_DEVICE void butterflies(const float* signs, float* v) {
 #pragma unroll
   for (int i = 0; i < kRun; i += 2) {
@@ -227,7 +227,7 @@ BLOCKSCALE_DEVICE void butterflies(const float* signs, float* v) {
   }
 }
 
-// The amax, after the transform, of the run that unpack(v) gives.
+// The amax after the transform of the run that unpack(v) gives.
 template <class Unpack>
 BLOCKSCALE_DEVICE uint32_t transformed_amax(const TransformSigns& signs, const Unpack& unpack) {
   FloatRun sums;
@@ -237,12 +237,12 @@ BLOCKSCALE_DEVICE uint32_t transformed_amax(const TransformSigns& signs, const U
 }
 // A run after the transform.
 //
-// Quarters of BF16 are exact before the sums, too, but where a sum is beyond FP32's range. What
-// follows such a sum is as large, so that the amax tells where to look for one: at once, or with
-// kLater when the block is found to be unusual. With two levels it is: no scale is that large.
+// Multiplying BF16 by 1/4 before the sums is exact too, unless a sum exceeds FP32's range. What
+// follows such a sum is as large, so the amax shows when to check for one: at once or, with kLater,
+// when the block is found to be unusual. With two levels it always is: no scale is that large.
 template <bool kBf16, bool kLater>
 struct Transformed : SplitRun {
-  // Returns the amax. again(v) unpacks the same values, for what is rarely done.
+  // Returns the amax. again(v) unpacks the same values, for rare cases.
   template <class Unpack, class Again>
   BLOCKSCALE_DEVICE uint32_t take(const TransformSigns& signs, const Unpack& unpack,
                                   const Again& again) {

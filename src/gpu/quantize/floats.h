@@ -1,15 +1,15 @@
-// FP32 and FP16 rows, worked on as FP32: what load.h and kept.h are for BF16. FP32 may be that of
-// f32_as_bf16.
+// FP32 and FP16 rows, processed as FP32: the counterpart of load.h and kept.h, which are for BF16.
+// FP32 may be f32_as_bf16.
 #pragma once
 
 #include "gpu/quantize/kept.h"
 
 namespace blockscale::gpu {
 
-// Rows in memory, in bytes.
+// Rows in memory; sizes are in bytes.
 struct FloatMemory {
   bool half;      // FP16
-  bool shortens;  // FP32 to the nearest BF16
+  bool shortens;  // rounds FP32 to the nearest BF16
   int size;       // of an element
   int64_t pitch;
 
@@ -38,17 +38,17 @@ BLOCKSCALE_DEVICE void unpack_fp16(uint32_t pair, float* two) {
   two[1] = float_of_fp16(static_cast<uint16_t>(pair >> 16));
 }
 
-// Two values to the nearest BF16.
+// Rounds two values to the nearest BF16.
 BLOCKSCALE_DEVICE void shorten(float& a, float& b) {
   const uint32_t pair = to_bf16x2(a, b);
   a = bit_cast<float>(pair << 16), b = bit_cast<float>(pair & 0xFFFF0000);
 }
 
-// A run on its way.
+// A run being loaded.
 struct RunOfFloats {
   uint4 chunk[4];
   bool half;      // two chunks of FP16
-  bool shortens;  // to the nearest BF16, which single elements have been already
+  bool shortens;  // to the nearest BF16; elements loaded singly already are
 
   BLOCKSCALE_DEVICE FloatRun elements() const {
     FloatRun run;
@@ -74,7 +74,7 @@ struct RunOfFloats {
   }
 };
 
-// What LineReader is for BF16.
+// The counterpart of LineReader, which is for BF16.
 struct FloatReader {
   using Tile = FloatTile;
   using Run = RunOfFloats;
@@ -125,7 +125,7 @@ struct Words {
 BLOCKSCALE_DEVICE Words<4> words_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
 BLOCKSCALE_DEVICE Words<2> words_of(const uint2& v) { return {{v.x, v.y}}; }
 BLOCKSCALE_DEVICE Words<1> words_of(uint32_t v) { return {{v}}; }
-// kRows rows of kWide columns, of which `rows` and `count` are there, to place(row, column).
+// Loads kRows rows of kWide columns into place(row, column); `rows` and `count` of them exist.
 template <int kWide, int kRows, class Place>
 BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* row, int rows,
                                     int count, const Place& place) {
@@ -172,9 +172,9 @@ BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* ro
   }
 }
 
-// A tile kept in shared memory by threads that have read it by columns, for its rows: rows of 32
-// chunks of 16 bytes, of which those of each 8 change places, so that eight threads that read every
-// fourth one meet no bank twice.
+// A tile that threads read by columns and keep in shared memory for its rows: rows of 32 chunks of
+// 16 bytes. Chunks trade places within each group of 8, so that eight threads reading every fourth
+// chunk have no bank conflicts.
 struct KeptFloats {
   static constexpr int kChunks = kTile / 4;
   uint4 chunk[kTile * kChunks];

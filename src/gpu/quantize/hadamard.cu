@@ -1,11 +1,11 @@
-// Hadamard transforms wider than a run, as a pass of their own: see transformed() in launch.h.
+// Hadamard transforms wider than a run, as a separate pass: see transformed() in launch.h.
 #include "gpu/launch.h"
 #include "gpu/quantize/loaders.h"
 
 namespace blockscale::gpu {
 namespace {
 
-// The group of position `pos` along the contraction axis; behind the last one, one without rows.
+// The group at position `pos` along the contraction axis; past the last group, one without rows.
 BLOCKSCALE_DEVICE const GroupAt& group_of(const Plan& plan, int64_t pos) {
   const GroupAt* at = plan.side[plan.side[0] ? 0 : 1];
   int low = 0, high = plan.count + 1;
@@ -16,7 +16,7 @@ BLOCKSCALE_DEVICE const GroupAt& group_of(const Plan& plan, int64_t pos) {
   return at[low];
 }
 
-// One warp transforms one block of kDim elements, element lane + 32 j in lane's value[j].
+// One warp transforms one block of kDim elements; element lane + 32 j is in the lane's v[j].
 template <int kDim>
 __global__ void __launch_bounds__(kThreads)
     hadamard_kernel(const __grid_constant__ Source source, Hadamard h, int axis, int64_t lines,
@@ -77,7 +77,7 @@ void hadamard(const ConstMatrix& x, const Hadamard& h, int axis, const ConstMatr
   const int64_t lines = axis == -1 ? y.rows : y.columns;
   const int64_t blocks = (axis == -1 ? y.columns : y.rows) / h.dim;
   if (lines * blocks * y.batch == 0) return;
-  constexpr int64_t kMost = 65535;  // matrices of a grid
+  constexpr int64_t kMost = 65535;  // matrices per grid
   auto run = [&](auto kernel) {
     for (int64_t first = 0; first < y.batch; first += kMost) {
       const dim3 grid(static_cast<unsigned>(ceil_div(lines * blocks * 32, kThreads)),

@@ -1,4 +1,4 @@
-// What the parts of the table of quantizers are made of.
+// Building blocks for the parts of the table of quantizers.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace blockscale::gpu {
 
-// Lines of a thread, of `lines` with `runs` runs each. A thread of FP4 has much to do before its
-// first line, so there are no more threads than run at a time while each has kMost lines at most.
-// Beyond that each has kOften lines, or half of them if the work is light and there would be fewer
-// than kRounds rounds of threads, the last of which may be almost empty. With groups, which a
-// thread finds its own among, each has as many as whole rounds allow.
+// Lines per thread, for `lines` lines of `runs` runs each. An FP4 thread has much to do before its
+// first line, so there are no more threads than run at a time as long as each has at most kMost
+// lines. Beyond that, each has kOften lines, or half as many if the work is light and there would
+// be fewer than kRounds rounds of threads, the last of which may be almost empty. With groups,
+// among which a thread must find its own, each has as many lines as whole rounds allow.
 template <Pass kPass, bool kGrouped>
 int lines_of_a_thread(int64_t runs, int64_t lines) {
   if (!kPass.fp4()) return lines_of_a_thread(runs * lines, kDirectLines);
@@ -39,10 +39,10 @@ void launch_rows(QuantizeParams& p, NativeStream stream) {
                   static_cast<unsigned>(p.row.out.batch));
   start(rows_kernel<Row, In, kGrouped>, grid, kDirectThreads, 0, stream, d);
 }
-// How many tiles that lie beside each other are worked on in turn before the row below, as a shift.
-// Rows alone, and both directions of FP8 with at most 64 tiles in a row: the whole row, up to 128
-// tiles, as memory takes whole rows faster. Else kSideways, as tiles below each other share sectors
-// of the columns' scales.
+// How many adjacent tiles of a row are worked on in turn before the row below, as a shift. For rows
+// alone, and for both directions of FP8 with at most 64 tiles in a row: the whole row, up to 128
+// tiles, as memory takes whole rows faster. Otherwise kSideways, as tiles below each other share
+// sectors of the columns' scales.
 template <Pass kRow, Pass kColumn, bool kGrouped>
 int sideways_of(const QuantizeParams& p) {
   constexpr int kFew = kSidewaysShift, kMost = 7;
@@ -71,7 +71,7 @@ void launch_layout_rows(QuantizeParams& p, NativeStream stream) {
   start(layout_rows_kernel<Row>, grid, kDirectThreads, 0, stream, d);
 }
 
-// Rows of groups where their places do not depend on the groups; else by tiles.
+// Row by row where the places of groups' rows do not depend on the groups; otherwise by tiles.
 template <class Row, class In>
 void launch_grouped_rows(QuantizeParams& p, NativeStream stream) {
   if (p.row.plain && p.row.lines > 0 && p.row.padded > 0)
@@ -83,7 +83,7 @@ void launch_grouped_rows(QuantizeParams& p, NativeStream stream) {
 using Aligned = Bf16In<true>;
 using Anywhere = Bf16In<false>;
 
-// Tiles in twos, where there are so many that pairs keep every multiprocessor busy.
+// Tiles in pairs, where there are enough for pairs to keep every multiprocessor busy.
 template <class Column>
 void launch_joined(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = joined_kernel<Column>;
@@ -96,7 +96,7 @@ void launch_joined(QuantizeParams& p, NativeStream stream) {
         TilesParams{p.x, p.row, p.column, p.groups, kHalf});
 }
 
-// Tiles by the copy engine, where there are enough for its longer start not to count.
+// Tiles read by the copy engine, where there are enough for its longer startup not to matter.
 template <class Row, class Column>
 void launch_copied(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = copied_kernel<Row, Column>;
@@ -119,13 +119,13 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
   start(kKernel, dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows), kBytes,
         stream, d);
 }
-// Whether that is faster: by a few percent, where a tile takes many instructions.
+// Whether the copy engine is faster: by a few percent, where a tile takes many instructions.
 template <Pass kRow, Pass kColumn>
 inline constexpr bool kCopied = kCopyEngine&& kColumn.fp4() &&
                                 ((kColumn.hadamard && (kRow.present() || kColumn.two_level() ||
                                                        kColumn.encoder == Encoder::fp4_nearest)) ||
                                  (kRow.square && kColumn.square));
-// Whether a tile's columns have a word of scales each, which takes long beside their codes.
+// Whether each of a tile's columns has one word of scales, slow to store next to its codes.
 template <Pass kRow, Pass kColumn>
 inline constexpr bool kJoins =
     !kRow.present() && !kColumn.square &&
@@ -156,9 +156,9 @@ using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
 template <Format kScale>
 using StochasticHadamard = PassType<Encoder::fp4_stochastic, kScale, false, true>;
 
-// Of FP32 and FP16, kernels with a transform or stochastic rounding are compiled for both
-// directions at once alone, as the gradients of layers have them. The rest runs as `any`, which
-// keeps the number of kernels down.
+// For FP32 and FP16, kernels with a transform or stochastic rounding are compiled only for both
+// directions at once, as layers need them for gradients. The rest runs as `any`, which keeps the
+// number of kernels down.
 template <class Row, class Column>
 constexpr bool common() {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
@@ -166,7 +166,7 @@ constexpr bool common() {
   return (kRow.present() && kColumn.present()) ||
          (!kOne.hadamard && kOne.encoder != Encoder::fp4_stochastic);
 }
-// Groups of floats, which no layer has in square blocks.
+// Groups of FP32 and FP16, which no layer has in square blocks.
 template <class Row, class Column>
 constexpr Launcher<QuantizeParams> float_groups() {
   if constexpr (Row::kPass.square || Column::kPass.square)
@@ -219,7 +219,7 @@ inline constexpr Entry kFp8Entries[] = {
     kEntry<Fp8<kElement, kScale>, Fp8<kElement, kScale>>,
     kEntry<Fp8Square<kElement, kScale>, Fp8Square<kElement, kScale>>,
 };
-// Of an x whose rows the forward reads, and whose squares the weight's gradient.
+// For an x whose rows the forward pass reads, and whose squares the weight's gradient reads.
 template <Encoder kElement, Format kScale>
 inline constexpr Entry kFp8MixedEntries[] = {
     kEntry<Fp8<kElement, kScale>, Fp8Square<kElement, kScale>>,

@@ -1,5 +1,5 @@
-// direct_tiles.h down columns, where a block of threads has two tiles, one below the other: of each
-// column they leave a word of scales, and the two words leave together.
+// direct_tiles.h down columns, with two tiles per thread block, one below the other: each column
+// has one word of scales per tile, and the two words are stored together.
 #pragma once
 
 #include "gpu/quantize/direct_tiles.h"
@@ -8,7 +8,7 @@ namespace blockscale::gpu {
 
 inline constexpr int kJoined = 2;
 
-// A row of threads (threadIdx.y) has a tile.
+// Each row of threads (threadIdx.y) has one tile.
 template <class Column>
 struct JoinedMemory {
   struct Part {
@@ -18,12 +18,12 @@ struct JoinedMemory {
   Part part[kJoined];
 };
 
-// The scales of both tiles; false where their words are not an aligned pair of each line.
+// Stores the scales of both tiles; false where a line's two words are not an aligned pair.
 template <class Column>
 BLOCKSCALE_DEVICE bool store_joined_scales(const Side& s, const MatrixAt& m, const TileAt& at,
                                            const JoinedMemory<Column>& memory) {
   constexpr bool kWide = Column::kPass.scale == Format::fp32;
-  const int words = kWide ? s.scale_columns : s.scale_columns / 4;  // of a line
+  const int words = kWide ? s.scale_columns : s.scale_columns / 4;  // per line
   if (!s.linear_scales || !(kWide || s.scale_words) || words % kJoined != 0 ||
       reinterpret_cast<uintptr_t>(m.scales) % sizeof(uint2) != 0)
     return false;

@@ -1,5 +1,4 @@
-// The quantizers that are compiled. The parts of the table are files of their own, which compile
-// side by side.
+// The table of compiled quantizers. Its parts are separate files, which compile in parallel.
 #pragma once
 
 #include <span>
@@ -8,11 +7,11 @@
 
 namespace blockscale::gpu {
 
-// Kernels of inputs with contiguous columns: what recipes ask for, along rows, along columns, or
-// both at once. Whatever is not in the table, or null, runs as `any`.
+// Kernels for inputs with contiguous columns, as recipes ask for them: along rows, along columns,
+// or both at once. Whatever is not in the table, or null, runs as `any`.
 //
-// BLOCKSCALE_SAMPLE leaves out those that differ by a format alone: what is compiled for a chip
-// without being run there, or under sanitizers, has one of each kind.
+// BLOCKSCALE_SAMPLE leaves out those that differ only in a format: builds for a chip that are not
+// run there, or that run under sanitizers, have one of each kind.
 struct Floats {
   Launcher<QuantizeParams> matrix = nullptr, grouped = nullptr;
 };

@@ -1,6 +1,6 @@
-// Rows into layouts that put together what a matrix has lines apart: a thread takes eight
-// lines whose scales lie beside each other, and what it and its neighbours have of a sector is
-// joined before it is stored. Line by line it would be written by bytes.
+// Quantizing rows into layouts that store together what lies several lines apart in the matrix:
+// each thread takes eight lines whose scales are adjacent, and it and its neighbours join their
+// parts of a sector before storing it. Line by line, the sector would be written byte by byte.
 #pragma once
 
 #include "gpu/quantize/direct.h"
@@ -9,18 +9,18 @@ namespace blockscale::gpu {
 
 inline constexpr int kJoinedLines = 8;
 
-// One of them, from the first one on: lines, and bytes of what is read, of codes, and of scales in
-// linear layouts.
+// Offsets of one such line from the first: in lines, and in bytes of the input, of codes, and of
+// scales in linear layouts.
 struct alignas(16) LineAt {
   uint32_t line, x, codes, scale;
 };
-// Which lines these are. A layout has lines that are a run apart beside each other, as many as a
-// tile has runs, and then the next line of each run (LayoutTraits).
+// Which lines a thread takes. A layout stores lines that are one run apart next to each other, as
+// many as a tile has runs, and then the next line of each run (LayoutTraits).
 struct LineOrder {
-  int runs_shift, sets_shift;  // of the runs of a tile, and of the threads that take one
+  int runs_shift, sets_shift;  // log2 of the runs per tile, and of the threads per tile
   int run_rows;
 
-  // Of sets of eight lines, counted from the first tile.
+  // First line of a set of eight lines; sets are counted from the first tile.
   BLOCKSCALE_HD constexpr int first(uint32_t set) const {
     const uint32_t tile = set >> sets_shift, within = set - (tile << sets_shift);
     return static_cast<int>((tile << sets_shift) * kJoinedLines +
@@ -29,7 +29,7 @@ struct LineOrder {
   constexpr uint32_t line(int i) const {
     return static_cast<uint32_t>(i % (1 << runs_shift) * run_rows + (i >> runs_shift));
   }
-  // For whole tiles.
+  // The number of sets, for whole tiles.
   constexpr int64_t sets(int64_t lines) const {
     return ceil_div(lines, int64_t{kJoinedLines} << sets_shift) << sets_shift;
   }
@@ -41,8 +41,8 @@ constexpr LineOrder line_order(Layout scales) {
           t.run_rows};
 }
 
-// What JoinedLines takes of the layouts: where the lines of a thread lie, in their order, and the
-// blocks of its neighbours beside them.
+// What JoinedLines assumes of the layouts: where a thread's lines lie, in order, with its
+// neighbours' blocks next to them.
 static_assert([] {
   constexpr Layout nv = Layout::nv_128x4, aiter = Layout::aiter_scale;
   for (int i = 0; i < kJoinedLines; ++i)
@@ -59,11 +59,11 @@ struct LayoutRowsParams {
   Side row;
   LineOrder order;
   LineAt lines[kJoinedLines];
-  // Codes are joined, two runs of two lines as mfma_16x16 has them beside each other, and scales
-  // are linear; else it is scales.
+  // Whether codes are joined (two runs of two lines, adjacent in mfma_16x16) and scales are linear;
+  // otherwise scales are joined.
   int joins_codes;
-  Divisor runs;  // of a line
-  uint32_t all;  // threads with work: runs of a line by sets of lines
+  Divisor runs;  // per line
+  uint32_t all;  // threads with work: runs per line times sets of lines
 
   LayoutRowsParams(const Source& source, const Side& s)
       : x(source),
@@ -82,13 +82,13 @@ struct LayoutRowsParams {
   }
 };
 
-// The runs at `pos` of the lines of a thread; some other run for those that are not there.
+// Reads the runs at `pos` of a thread's lines; for lines that do not exist, some other run.
 struct OrderedReader {
   using Tile = Bf16Tile;
   using Run = RunAligned;
   const uint8_t* at;
   const LayoutRowsParams& p;
-  int count, there;  // elements from `pos` on; lines from the first one on
+  int count, there;  // elements from `pos` on; lines from the first on
   int i = 0;
 
   BLOCKSCALE_DEVICE OrderedReader(const LayoutRowsParams& p, int batch, int line, int pos,
@@ -105,14 +105,14 @@ struct OrderedReader {
   }
 };
 
-// Takes what comes of them, line after line, and stores it.
+// Takes the results of these runs, line by line, and stores them.
 template <Pass kPass>
 struct JoinedLines {
-  static constexpr int kRuns = kPass.block() / kRun;  // of a block
+  static constexpr int kRuns = kPass.block() / kRun;  // per block
   const LayoutRowsParams& p;
   uint8_t *codes, *scale;  // of the first line; scale: in linear layouts
-  int first, there, pos;   // `there` lines from the first one on
-  Codes even;              // of the line before
+  int first, there, pos;   // `there` lines from the first on exist
+  Codes even;              // of the previous line
   uint32_t even_scale;
   uint32_t scales[2] = {};  // of four lines each
 
@@ -126,7 +126,7 @@ struct JoinedLines {
     keep(scale);
   }
   BLOCKSCALE_DEVICE int block() const { return pos / kPass.block(); }
-  // Of two runs beside each other.
+  // Whether this is the second of two adjacent runs.
   BLOCKSCALE_DEVICE int second() const { return pos / kRun % 2; }
   BLOCKSCALE_DEVICE int line(int i) const { return first + static_cast<int>(p.lines[i].line); }
   BLOCKSCALE_DEVICE bool there_is(int i) const { return static_cast<int>(p.lines[i].line) < there; }
@@ -153,7 +153,7 @@ struct JoinedLines {
       scales[1] = permute_bytes(scales[1], permute_bytes(even_scale, stored, 0x0040), 0x5432);
     }
   }
-  // The first of two threads takes the first line of two, the second the other.
+  // The first of two threads stores the first of two lines, the second thread the other.
   BLOCKSCALE_DEVICE void store_two_lines(const Codes& odd, int i) {
     const bool other = second();
     uint4 joined;
@@ -167,14 +167,14 @@ struct JoinedLines {
     }
     if (i + second() < there) *reinterpret_cast<uint4*>(codes + p.lines[i].codes) = joined;
   }
-  // After the last line: eight bytes that lie together, of 32 that four blocks of a line have with
-  // those of as many other lines (nv_128x4), or of 16 that two blocks have (aiter_scale).
+  // After the last line: stores eight adjacent bytes, out of the 32 that four blocks of the lines
+  // fill together (nv_128x4), or out of the 16 that two blocks fill (aiter_scale).
   BLOCKSCALE_DEVICE void store_scales(const Side& s, const MatrixAt& m) const {
     if (p.joins_codes) return;
     const bool nv = s.out.layout.scales == Layout::nv_128x4;
     const int apart = nv ? 2 : 4;
     const bool high = block() & apart;
-    // Four lines of two blocks, of which one is as far from the other.
+    // Four lines of two blocks that lie `apart` blocks apart.
     const uint32_t mine = high ? scales[1] : scales[0];
     const uint32_t given = shuffle_xor(high ? scales[0] : scales[1], apart * kRuns);
     uint32_t low = high ? given : mine, upper = high ? mine : given;
@@ -198,7 +198,7 @@ struct JoinedLines {
   }
 };
 
-// Quantizes the eight runs of a thread that are of bytes, four of which are loaded at once.
+// Quantizes a thread's eight runs into one-byte codes, loading four runs at a time.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void quantize_byte_lines(OrderedReader& reader, const Side& s, const MatrixAt& m,
                                            JoinedLines<kPass>& lines) {
@@ -223,13 +223,13 @@ BLOCKSCALE_DEVICE void quantize_byte_lines(OrderedReader& reader, const Side& s,
   }
 }
 
-// Whether neighbouring threads have what is joined, at whole multiples of what is stored.
+// Whether neighbouring threads hold the parts to be joined, and stores are aligned to their size.
 template <Pass kPass>
 bool joins_lines(const Side& s) {
   const bool linear = s.linear_scales;
   const int runs = s.padded / kRun, together = s.out.layout.scales == Layout::nv_128x4 ? 4 : 8;
   const auto at = [](const uint8_t* p) { return reinterpret_cast<uintptr_t>(p); };
-  constexpr int64_t kFar = int64_t{1} << 32;  // beyond the offsets of lines
+  constexpr int64_t kFar = int64_t{1} << 32;  // beyond line offsets
   return !s.plain && kTile * int64_t{s.line_bytes} < kFar &&
          runs % (linear ? 2 : together * JoinedLines<kPass>::kRuns) == 0 &&
          at(s.out.scales) % (linear ? 1 : sizeof(uint2)) == 0 &&

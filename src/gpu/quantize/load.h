@@ -1,17 +1,17 @@
-// Rows of BF16 that start anywhere, by whole 16 bytes of memory.
+// BF16 rows that start anywhere, loaded in aligned chunks of 16 bytes.
 #pragma once
 
 #include "gpu/quantize/tile.h"
 
 namespace blockscale::gpu {
 
-// A run on its way, as the chunks of 16 bytes around it; `skew` elements lie before it, and those
-// from `count` on are not of its row.
+// A run being loaded, as the 16-byte chunks around it; `skew` elements precede it, and those from
+// `count` on are not in its row.
 struct RunAround {
   uint4 chunk[3];
   int skew, count;
 
-  // All of it moves down by the skew: by 4 elements, by 2, and by 1.
+  // Shifts everything down by the skew: by 4 elements, by 2, and by 1.
   BLOCKSCALE_DEVICE PairRun elements() const {
     const uint32_t w[12] = {chunk[0].x, chunk[0].y, chunk[0].z, chunk[0].w, chunk[1].x, chunk[1].y,
                             chunk[1].z, chunk[1].w, chunk[2].x, chunk[2].y, chunk[2].z, chunk[2].w};
@@ -36,7 +36,7 @@ struct RunAround {
   }
 };
 
-// Eight BF16 at p, of which `count` are there, and zeros.
+// Eight BF16 at p: `count` of them, then zeros.
 BLOCKSCALE_DEVICE uint4 load_some(const uint16_t* p, int count) {
   uint32_t word[4] = {};
 #pragma unroll
@@ -44,8 +44,8 @@ BLOCKSCALE_DEVICE uint4 load_some(const uint16_t* p, int count) {
     if (i < count) word[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
   return {word[0], word[1], word[2], word[3]};
 }
-// The run at p, zeros beyond the `count` elements of its row. `inside`: of the 24 elements from the
-// chunk of p on, all lie in the matrix, so that they can be read whatever their rows.
+// The run at p, with zeros beyond the `count` elements of its row. `inside`: all 24 elements from
+// p's chunk on lie in the matrix, so they can be read whichever rows they belong to.
 BLOCKSCALE_DEVICE RunAround load_around(const uint16_t* p, int count, bool inside) {
   RunAround run{{}, 0, count};
   if (inside) {

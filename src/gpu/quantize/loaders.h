@@ -1,4 +1,4 @@
-// How tiles come into shared memory, for kernels whose blocks of threads walk over them.
+// How tiles are loaded into shared memory, for kernels whose thread blocks walk over them.
 #pragma once
 
 #include <type_traits>
@@ -7,21 +7,21 @@
 
 namespace blockscale::gpu {
 
-// A loader brings tiles into a few stages of shared memory by turns: begin() starts one on its way;
-// after finish() the calling thread may read it; release() says that its warp has.
+// A loader brings tiles into a few stages of shared memory in turn: begin() starts loading one;
+// after finish() the calling thread may read it; release() says that its warp has done so.
 //
-// Rows at multiples of 16 bytes, by the copy engine: one thread asks, and what lies outside of the
-// matrix comes as zero. No warp waits for another but the one that asks.
+// Rows at multiples of 16 bytes, by the copy engine: one thread issues the copy, and what lies
+// outside the matrix arrives as zero. No warp waits for another, except the one that issues copies.
 struct CopyLoader {
   using Tile = Bf16Tile;
-  static constexpr int kBlocks = 2;  // of threads, on one multiprocessor
-  static constexpr int kStages = 3;  // tiles in shared memory at most
+  static constexpr int kBlocks = 2;  // thread blocks per multiprocessor
+  static constexpr int kStages = 3;  // most tiles in shared memory
   struct Shared {
     CopyBarrier full[kStages], empty[kStages];
   };
   Shared& shared;
   uint32_t full_parity = 0,
-           empty_parity = ~0u;  // of the next wait, bit by stage; new ones are empty
+           empty_parity = ~0u;  // of the next wait, one bit per stage; new stages are empty
 
   BLOCKSCALE_DEVICE explicit CopyLoader(Shared& s) : shared(s) {
     if (threadIdx.x == 0) {
@@ -39,7 +39,7 @@ struct CopyLoader {
     }
     empty_parity ^= 1u << stage;
   }
-  // Whether the calling thread has part in begin().
+  // Whether the calling thread takes part in begin().
   BLOCKSCALE_DEVICE bool asks() const { return threadIdx.x == 0; }
   BLOCKSCALE_DEVICE void finish(Tile&, int stage) {
     wait(shared.full[stage], full_parity >> stage & 1);
@@ -51,7 +51,7 @@ struct CopyLoader {
   }
 };
 
-// BF16 rows anywhere: aligned words, joined in registers.
+// BF16 rows that start anywhere: aligned words, joined in registers.
 struct UnalignedLoader {
   using Tile = Bf16Tile;
   static constexpr int kBlocks = 2, kStages = 2;
@@ -101,7 +101,7 @@ struct UnalignedLoader {
   BLOCKSCALE_DEVICE bool asks() const { return true; }
 };
 
-// What rows at multiples of 16 bytes are loaded by.
+// The loader for rows at multiples of 16 bytes.
 using AlignedLoader = std::conditional_t<kCopyEngine, CopyLoader, UnalignedLoader>;
 
 // Any dtype, any strides.
@@ -128,7 +128,7 @@ struct AnyLoader {
                               ? bits_at(static_cast<const float*>(x.data) + at)
                               : bits_at(static_cast<const uint16_t*>(x.data) + at));
   }
-  // A thread has one place along the first extent, and every kThreads / kTile-th of the other.
+  // A thread has one position along the first extent and every kThreads / kTile-th of the other.
   BLOCKSCALE_DEVICE static int first() { return static_cast<int>(threadIdx.x) % kTile; }
   BLOCKSCALE_DEVICE static int second(int step) {
     return static_cast<int>(threadIdx.x) / kTile + step * (kThreads / kTile);
@@ -152,8 +152,8 @@ struct AnyLoader {
     else
       bring(static_cast<const uint16_t*>(x.data) + start);
   }
-  // The barrier is for the readers of both tiles: of this one, and of the one before, which the
-  // next finish() overwrites.
+  // The barrier is for the readers of both tiles: this one, and the previous one, which the next
+  // finish() overwrites.
   BLOCKSCALE_DEVICE void finish(Tile& tile, int) {
     float* to =
         &tile.value[down ? first() * Tile::kPitch + second(0) : second(0) * Tile::kPitch + first()];

@@ -1,5 +1,5 @@
-// direct_tiles.h for the two inputs of a linear layer's product in one launch, where there is so
-// little to do that the device waits for the host.
+// direct_tiles.h for both inputs of a linear layer's product in one launch, where there is so
+// little work that the device waits for the host.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace blockscale::gpu {
 
-// Where the values of a row operand go: rows so many elements apart. No address: nowhere.
+// Where the values of a row operand go: rows `stride` elements apart; nowhere if `to` is null.
 struct ValuesAt {
   uint16_t* to;
   int64_t stride;
@@ -24,10 +24,10 @@ struct PairParams {
   WordCopy word;
 };
 
-// Whose values it writes, what no GEMM reads as codes: FP32 scales leave BF16.
+// Whether it writes values, for codes that no GEMM reads: FP32 scales leave BF16.
 BLOCKSCALE_HD constexpr bool writes_values(const Pass& row) { return row.scale != Format::fp32; }
 
-// The values of a tile, whose codes this block of threads has just written.
+// Decodes the values of a tile whose codes this thread block has just written.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void decode_tile(const Source& x, const Side& s, const TileAt& at,
                                    const ValuesAt& values) {
@@ -66,12 +66,12 @@ BLOCKSCALE_DEVICE void tile_of_pair(const TilesParams& p, const ValuesAt& values
   quantize_tile<Row, Column, Bf16In<true>, false>(p, p.x, at, memory, [](int) {});
   if constexpr (writes_values(Row::kPass)) {
     if (!values.to) return;
-    __syncthreads();  // the codes are there for the whole block
+    __syncthreads();  // makes the codes visible to the whole thread block
     decode_tile<Row::kPass>(p.x, p.row, at, values);
   }
 }
 
-// Grid: the tiles of either; which of the two.
+// Grid: x and y are the tiles of either input; z selects the input.
 template <class RowA, class ColumnA, class RowB, class ColumnB>
 __global__ void __launch_bounds__(
     kDirectThreads, (std::min(kTileBlocks<RowA::kPass, ColumnA::kPass, Bf16In<true>>,
@@ -97,8 +97,8 @@ void launch_pair(const PairParams& p, const dim3& grid, NativeStream stream) {
   start(kKernel, grid, kDirectThreads, kBytes, stream, p);
 }
 
-// The pairs that are compiled: x and W as the named recipes quantize them, with the operands of the
-// backward and without.
+// The compiled pairs: x and W as the named recipes quantize them, with and without the operands of
+// the backward pass.
 struct PairEntry {
   Pass row[2], column[2];
   void (*launch)(const PairParams&, const dim3&, NativeStream);

@@ -50,12 +50,12 @@ void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeSt
 // The compiled quantizer for these passes and this input, or null.
 Launcher<QuantizeParams> launcher_for(const QuantizeParams& p, const Pass& row, const Pass& column,
                                       bool grouped) {
-  // Grids count runs in 31 bits; kernels count the bytes of 128 rows in 32, unsigned.
+  // Grids count runs in 31 bits; kernels count the bytes of 128 rows in 32 bits, unsigned.
   const int64_t runs = p.row.shape.lines * (p.row.shape.padded / kRun);
   const int64_t size = dtype_bytes(p.x.dtype);
   const bool fits = fits_grid(p) && runs < kGpuLimit && p.x.row_stride >= 0 &&
                     size * kTile * p.x.row_stride < int64_t{1} << 32;
-  // Twins are encoded once, by one spec.
+  // Twins are encoded once, with one spec.
   const bool differ = has_twins(row, column) && p.row.out.spec != p.column.out.spec;
   const Entry* e = fits && p.x.column_stride == 1 && !differ ? find(row, column) : nullptr;
   if (!e) return nullptr;
@@ -67,7 +67,7 @@ Launcher<QuantizeParams> launcher_for(const QuantizeParams& p, const Pass& row, 
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
   if (const Launcher<QuantizeParams> compiled = launcher_for(p, row, column, false))
     return compiled(p, stream);
-  if (p.tiles == 0) {  // no element, but an outer scale for every matrix
+  if (p.tiles == 0) {  // no elements, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = p.batch;
   }
@@ -147,7 +147,7 @@ Side side_of(const Output& operand) {
   else if (out.layout.scales == Layout::mn_major)
     s.rows_behind =
         static_cast<int>(padded_rows(Layout::mn_major, s.shape.scale_rows) - s.shape.scale_rows);
-  // Of every matrix; where groups lie is told on the device.
+  // For every matrix; where groups lie is known only on the device.
   const auto aligned = [](const uint8_t* p, int64_t size, int64_t to) {
     return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(size)) % to == 0;
   };
@@ -162,11 +162,12 @@ Side side_of(const Output& operand) {
   return s;
 }
 
-// Gives specs with an outer scale the amaxes that the caller has not given: both of an input from
-// one read where at most one of them follows a transform. In parts, if what comes next reads them.
+// Finds the amaxes that specs with an outer scale need and the caller has not given: both of an
+// input in one read if at most one of them follows a transform. In parts, if the next kernel reads
+// them.
 void find_amaxes(std::span<Work> works, bool reads_parts, const Stream& stream) {
   Amax asked[4];
-  Output* of[4][2];  // what `out` is for, and `before`
+  Output* of[4][2];  // the outputs that `out` and `before` are for
   size_t count = 0;
   int64_t words = 0;
   for (Work& w : works) {
@@ -210,11 +211,11 @@ void find_amaxes(std::span<Work> works, bool reads_parts, const Stream& stream) 
   add_amaxes({asked, count}, stream);
 }
 
-// Whether scales of both directions go to the workspace first, as words, and are turned then: where
-// a kernel more is less than what it saves. Both leave one kernel, so that neither side may have a
-// transform that is a pass of its own.
+// Whether scales of both directions first go to the workspace, as words, and are turned afterwards:
+// where one more kernel costs less than it saves. One kernel writes both, so neither side may have
+// a transform that is a separate pass.
 bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
-  constexpr int64_t kTilesEach = 10;  // of a multiprocessor
+  constexpr int64_t kTilesEach = 10;  // per multiprocessor
   const auto may = [](const Quantized& q) {
     const bool words = q.spec.scale == Format::fp32 ||
                        (q.spec.scale == Format::e8m0 && codes_per_byte(q.spec.element) == 1);
@@ -244,7 +245,7 @@ void quantize_into(const ConstMatrix& x, const Output& row_of, const Output& col
                    const Stream& stream) {
   const Quantized *row_out = row_of.to, *column_out = column_of.to;
   const bool wide = (row_out && row_of.wide()) || (column_out && column_of.wide());
-  if (wide && row_out && column_out) {  // two different inputs then
+  if (wide && row_out && column_out) {  // their inputs differ then
     quantize_into(x, row_of, {}, aside, stream);
     quantize_into(x, {}, column_of, aside, stream);
     return;
@@ -306,8 +307,8 @@ void quantize_one(const Work& w, const Stream& stream) {
   turn_scales(aside, to, stream);
 }
 
-// Whether a small input, of few tiles, is for a kernel that takes one of them in a block of
-// threads: such blocks read amaxes in parts.
+// Whether a small input, of few tiles, goes to a kernel with one tile per thread block: such
+// kernels read amaxes in parts.
 bool goes_by_tiles(const Work& w) {
   const auto takes = [](const Output& o) { return o.to && !o.to->groups && !o.wide(); };
   return takes(w.row) && takes(w.column) && w.x.batch == 1 && w.x.column_stride == 1 &&
@@ -315,9 +316,9 @@ bool goes_by_tiles(const Work& w) {
          find(pass_of(w.row.to->spec), pass_of(w.column.to->spec));
 }
 
-// The compiled kernel for both inputs at once, or null: small ones, in one launch.
+// The compiled kernel for two small inputs in one launch, or null.
 const PairEntry* pair_of(std::span<const Work> inputs) {
-  constexpr int64_t kTilesEach = 4;  // of a multiprocessor
+  constexpr int64_t kTilesEach = 4;  // per multiprocessor
   if (inputs.size() != 2) return nullptr;
   Pass row[2], column[2];
   int64_t tiles = 0;
@@ -366,10 +367,10 @@ void quantize_pair(const PairEntry& pair, std::span<const Work> inputs, const Wo
   pair.launch(p, grid, native(stream));
 }
 
-// An input that lies by columns, told as the transpose that lies by rows: its operand along the
-// rows is the transpose's down the columns, byte for byte. `made` are the operands in these words.
-// Random bits are drawn by axis, and groups are of rows; such inputs stay what they are. No kernel
-// writes values of an operand down the columns: they are left to the caller.
+// An input stored by columns, described as its transpose, which is stored by rows: its operand
+// along the rows is the transpose's down the columns, byte for byte. `made` holds the operands so
+// described. Random bits are drawn by axis, and groups are of rows, so such inputs stay as they
+// are. No kernel writes values of an operand down the columns: that is left to the caller.
 Work by_rows(const Quantization& q, Quantized (&made)[2]) {
   const Work as_given{q.x, {q.row, q.row_options}, {q.column, q.column_options}, q.row_values};
   if (q.x.row_stride != 1 || q.x.column_stride == 1) return as_given;
@@ -395,7 +396,7 @@ Work by_rows(const Quantization& q, Quantized (&made)[2]) {
           {}};
 }
 
-// The values that are asked for.
+// Decodes the values that are asked for.
 void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
   ConstQuantized q[2];
   size_t count = 0;
@@ -430,11 +431,11 @@ void quantize(std::span<const Quantization> inputs, const Stream& stream, const 
   if (pair) {
     quantize_pair(*pair, {all, count}, word, stream);
     for (size_t i = 0; i < count; ++i)
-      if (all[i].row_values.data) given[i].row_values = {};  // written
+      if (all[i].row_values.data) given[i].row_values = {};  // already written
   } else {
     if (word.to) copy(word, stream);
     for (size_t i = 0; i < count; ++i) quantize_one(all[i], stream);
-    check_launch("quantize");  // in the name of what failed
+    check_launch("quantize");  // so that an error names what failed
   }
   decode_rows({given, count}, stream);
   check_launch("quantize");

@@ -20,7 +20,8 @@ struct RowValues {
   BLOCKSCALE_DEVICE auto unpack_plain() const {
     return [this](float* v) { plain.unpack(v); };
   }
-  // What block_of() asks for. Rounding to nearest takes pairs, the other way floats: unpack().
+  // block_of()'s `cut`: clamps pairs for rounding to nearest; stochastic rounding clamps floats
+  // later.
   BLOCKSCALE_DEVICE void cut(const Side& s, Block& b) {
     if constexpr (kPass.fp4()) {
       const auto cut_run = [&](auto& run) {
@@ -59,9 +60,9 @@ BLOCKSCALE_DEVICE uint32_t row_block_amax(const Side& s, uint32_t amax) {
   return amax;
 }
 
-// Where the codes and the scale of a run go. In linear layouts that is found from one line to the
-// next by addition. In others the scale's is the sum of the position's part, found once, and the
-// line's, by steps; the codes' is found run by run.
+// Where a run's codes and scale go. In linear layouts, they are found from one line to the next by
+// addition. In others, the scale's place is the sum of the position's part, found once, and the
+// line's, by steps; the codes' place is found for every run.
 template <Pass kPass>
 struct RowTarget {
   uint8_t *codes, *scale;
@@ -77,16 +78,16 @@ struct RowTarget {
     keep(codes);
     keep(scale);
   }
-  // To the next line.
+  // Moves to the next line.
   BLOCKSCALE_DEVICE void advance(const Side& s) {
     codes += s.line_bytes;
     scale += s.scale_step;
   }
   BLOCKSCALE_DEVICE uint8_t* codes_of(const Side& s, const MatrixAt& m, int line, int pos) const {
-    // Of bytes all codes are linear, which the compiler cannot see.
+    // One-byte codes are always linear, which the compiler cannot see.
     return !kPass.fp4() || s.linear_codes ? codes : codes_at<kPass>(s, m, line, pos);
   }
-  // Of scales of a byte.
+  // For one-byte scales.
   BLOCKSCALE_DEVICE uint8_t* scale_of(const Side& s, int line) const {
     return s.linear_scales ? scale : scale + static_cast<uint32_t>(s.scale_steps.at(line));
   }
@@ -115,7 +116,7 @@ BLOCKSCALE_DEVICE void store_row_codes(const Side& s, const MatrixAt& m, const R
   store_codes<kPass>(to.codes_of(s, m, line, pos), s,
                      encode_row_run<kPass>(s, m, random, values, b, line));
 }
-// Those of the run at (line, pos), if it is there.
+// Stores codes and scale of the run at (line, pos), if it exists.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void store_row(const Side& s, const MatrixAt& m, const Codes& codes,
                                  const Block& b, bool there, int line, int pos,

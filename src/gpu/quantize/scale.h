@@ -6,33 +6,32 @@
 
 namespace blockscale::gpu {
 
-// One output: where it goes and everything about it that a kernel asks for.
+// One output: where it goes, and everything that a kernel needs to know about it.
 struct Side {
   Quantized out;
   StoredShape shape;
   ElementFacts element;
   const float* amax;  // of every matrix of the batch; for specs with an outer scale
-  int amax_parts;     // not 0: of one matrix, the largest of so many
+  int amax_parts;     // not 0: one matrix's amax is the largest of this many
   const int64_t* seed;
-  const int64_t* offset;  // device memory, or null: then `rng`
-  Rng rng;                // else its seed is added
+  const int64_t* offset;  // device memory; if null, `rng` is used
+  Rng rng;                // otherwise its seed is added
   int64_t origin_line, origin_pos;
-  // Those of `shape`, or of the group at hand; line_bytes and scale_columns are what layouts ask
-  // for.
+  // Those of `shape`, or of the current group; layouts ask for line_bytes and scale_columns.
   int lines, padded, blocks, line_bytes, scale_columns;
-  GroupRule groups;  // where there are
-  // What kernels ask of every run, as words: a byte of a parameter takes two more instructions.
+  GroupRule groups;  // if any
+  // Words, as kernels read them for every run: a one-byte parameter takes two more instructions.
   int scales_up, linear_codes, linear_scales, plain;  // plain: both linear
-  // Scales from one line to the next: bytes in linear layouts, else 0, and the steps of the others.
+  // From one line's scales to the next: bytes in linear layouts, else 0; and other layouts' steps.
   int scale_step;
   RowSteps scale_steps;
-  // Scales go to the workspace, for turn.cu, as words: of FP32, or of four blocks of a line. Words
-  // of a line are so many apart, those of neighbouring lines lie together. 0: they do not.
+  // Scales go to the workspace, for turn.cu, as words: one FP32, or four blocks of a line. Words of
+  // a line are this far apart; those of neighbouring lines are adjacent. 0: scales do not go there.
   int aside_pitch;
-  // Whether 16 bytes of FP4 codes, and four scales of a byte, of a line lie together and aligned.
+  // Whether 16 bytes of a line's FP4 codes, and four of its one-byte scales, lie aligned together.
   int code_pairs, scale_words;
   int aiter_words;  // whether words of aiter_scale are aligned, without groups
-  int rows_behind;  // of padding, behind the scales of mn_major without groups
+  int rows_behind;  // of padding, after the scales of mn_major without groups
   TransformSigns transform;
 
   void set_transform(const Hadamard& h) {
@@ -48,8 +47,8 @@ struct Side {
 struct Outer {
   float sixth;  // fl(S_enc * fl(1 / kE2m1Max))
   float dec;
-  uint32_t limit;  // amaxes from here on make blocks of NaN; 0 when `dec` is NaN
-  float unusual;   // 0, or NaN where 1 / (scale * dec) may be no normal number
+  uint32_t limit;  // amaxes from here on give NaN blocks; 0 when `dec` is NaN
+  float unusual;   // 0, or NaN where 1 / (scale * dec) may not be a normal number
 };
 BLOCKSCALE_DEVICE Outer no_outer() { return {1.0f / kE2m1Max, 1, kInfBits, 0}; }
 BLOCKSCALE_DEVICE Outer outer_from(const Side& s, float a) {
@@ -63,8 +62,8 @@ BLOCKSCALE_DEVICE Outer outer_from(const Side& s, float a) {
 BLOCKSCALE_DEVICE Outer outer_of(const Side& s, int64_t batch) {
   return s.out.spec.outer ? outer_from(s, s.amax[batch]) : no_outer();
 }
-// The same by a whole warp, which may find its amax in parts. The order of bits is that of
-// magnitudes, NaN above all.
+// The same by a whole warp, for an amax that may come in parts. Bits are ordered as magnitudes are,
+// with NaN above all.
 BLOCKSCALE_DEVICE Outer outer_by_warp(const Side& s, int64_t batch) {
   if (s.amax_parts == 0) return outer_of(s, batch);
   uint32_t largest = 0;
@@ -73,7 +72,7 @@ BLOCKSCALE_DEVICE Outer outer_by_warp(const Side& s, int64_t batch) {
   return outer_from(s, bit_cast<float>(warp_max(largest)));
 }
 
-// The matrix at hand: what changes with the batch.
+// The current matrix: what changes with the batch.
 struct MatrixAt {
   Outer outer;
   uint8_t* codes;
@@ -92,7 +91,7 @@ BLOCKSCALE_DEVICE MatrixAt matrix_at(const Side& s, int batch, const Outer& oute
           static_cast<uint32_t>(s.origin_line + batch * s.shape.lines), rng_of(s)};
 }
 
-// Group `group` instead: its extents go to `s`, a copy of `whole`.
+// The same for group `group`: its extents go to `s`, a copy of `whole`.
 BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan, int side,
                                     int group, const Outer& outer) {
   const GroupAt at = plan.side[side][group];
@@ -109,7 +108,7 @@ BLOCKSCALE_DEVICE MatrixAt group_at(Side& s, const Side& whole, const Plan& plan
           static_cast<uint32_t>(whole.origin_line + at.line), rng_of(whole)};
 }
 
-// Where the group of a tile lies in operand kOperand; 1 has groups along the contraction axis.
+// Where a tile's group lies in operand kOperand; operand 1 has groups along the contraction axis.
 template <int kOperand>
 BLOCKSCALE_DEVICE GroupSide group_side(const Side& whole, const GroupRows& before, int begin,
                                        int rows) {
@@ -138,8 +137,8 @@ BLOCKSCALE_DEVICE GroupSide group_side(const Side& whole, const GroupRows& befor
 
 struct Block {
   float inv;
-  uint32_t stored;  // of a scale of one byte, the low eight bits
-  int far = false;  // elements have to be saturated before stochastic rounding
+  uint32_t stored;  // of a one-byte scale, the low eight bits
+  int far = false;  // elements must be saturated before stochastic rounding
 };
 
 template <Format kScale>
@@ -148,13 +147,13 @@ BLOCKSCALE_DEVICE Block nan_block() {
 }
 
 // As two_level_scale(). Rounds to the scale format by an addition: with P the power of two at or
-// below the value, or the smallest normal, v + P 2^(23-m) has the format's spacing as its last
-// place. 1 / scale is that of the usual scale, and not always right.
+// below the value, but at least the smallest normal, the last place of v + P 2^(23-m) is the
+// format's spacing. 1 / scale is computed as for the usual scale, which is not always right.
 template <Format kScale>
 BLOCKSCALE_DEVICE Block two_level_block(bool up, float amax, const Outer& outer, float& decoded) {
   constexpr FormatTraits t = traits(kScale);
   constexpr float kLargest = max_value(kScale), kNormal = exp2i(t.min_exponent());
-  // The codes below the smallest normal's binade come off here, but for whole multiples of 256.
+  // Codes below the smallest normal's binade are subtracted here, but for whole multiples of 256.
   constexpr int kBelow = (127 + t.min_exponent()) % (256 >> t.mantissa_bits) << t.mantissa_bits;
   constexpr float kUnit = exp2i(23 - t.mantissa_bits) + (256 - kBelow) / exp2i(t.mantissa_bits);
   const float v = fminf(__fmul_rn(amax, outer.sixth), kLargest);
@@ -176,8 +175,8 @@ BLOCKSCALE_DEVICE Block e8m0_block(ScaleRule rule, const ElementFacts& e, float 
   return {bit_cast<float>((254 - byte) << 23), byte};
 }
 
-// The block of this amax; `cut` takes it where elements are beyond `safe`, or not finite: then
-// 1 / scale is 0. No finite block has that.
+// The block of this amax. Calls cut(block) where elements are beyond `safe` or not finite; if not
+// finite, 1 / scale is 0, which no finite block has.
 template <Format kScale, class Cut>
 BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t amax_bits,
                                    float safe, const Cut& cut) {
@@ -190,7 +189,7 @@ BLOCKSCALE_DEVICE Block block_with(const Side& s, const Outer& outer, uint32_t a
     b = {f.inv, bit_cast<uint32_t>(f.scale)};
     return amax_bits < outer.limit ? b : nan_block<kScale>();
   } else {
-    // The usual block is told by one comparison, which a NaN does not pass.
+    // One comparison identifies the usual block; NaN fails it.
     float decoded = 0;
     if constexpr (kScale == Format::e8m0)
       b = e8m0_block(spec.rule, s.element, amax);
@@ -251,12 +250,12 @@ BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
   return kPass.any() ? s.out.spec.scale == Format::fp32 : kPass.scale == Format::fp32;
 }
 
-// Whether scales go to the workspace: those of FP4 never do, and are not asked.
+// Whether scales go to the workspace. Those of FP4 never do, so nothing is read for them.
 template <Pass kPass>
 BLOCKSCALE_DEVICE bool goes_aside(const Side& s) {
   return !kPass.square && !kPass.fp4() && s.aside_pitch != 0;
 }
-// Where a scale lies in a linear layout: there may be 2^32 of a matrix.
+// Where a scale lies in a linear layout; a matrix may have 2^32 of them.
 BLOCKSCALE_DEVICE uint32_t linear_offset(int line, int columns, int block) {
   return static_cast<uint32_t>(line) * static_cast<uint32_t>(columns) +
          static_cast<uint32_t>(block);
@@ -270,21 +269,24 @@ BLOCKSCALE_DEVICE void store_aside(const Side& s, const MatrixAt& m, int line, i
   store_to_stay(reinterpret_cast<uint32_t*>(m.scales) + aside_offset(s, line, which), word);
 }
 
-// Scale of (line, block) of a matrix.
+// Stores the scale of (line, block) of a matrix.
 template <Pass kPass>
 BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, int block,
                                    uint32_t stored) {
   const StoredShape& shape = s.shape;
   if (goes_aside<kPass>(s)) {
+    // Of inputs as large as kernels are compiled for there are fewer than 2^28 words.
+    using Index = std::conditional_t<kPass.any(), int64_t, uint32_t>;
     if (has_wide_scales<kPass>(s))
       store_aside(s, m, line, block, stored);
     else
-      m.scales[4 * aside_offset(s, line, block / 4) + block % 4] = static_cast<uint8_t>(stored);
+      m.scales[Index{4} * aside_offset(s, line, block / 4) + block % 4] =
+          static_cast<uint8_t>(stored);
     return;
   }
   int row = line;
   if (is_square<kPass>(s) && shape.scale_lines != 1) {
-    // The grid of square blocks: one row for a block of lines.
+    // A grid of square blocks has one row of scales per block of lines.
     if (line % block_length<kPass>(s) != 0) return;
     row = line / block_length<kPass>(s);
   }

@@ -1,6 +1,6 @@
-// A tile of the input in shared memory, and how 16 consecutive elements along an axis, a run, come
-// out of it. A run is the unit of work of a thread: one Philox call, one Hadamard transform of 16,
-// one block of the two-level formats.
+// A tile of the input in shared memory, and how a run, which is 16 consecutive elements along an
+// axis, is read from it. A run is a thread's unit of work: one Philox call, one Hadamard transform
+// of 16, one block of the two-level formats.
 #pragma once
 
 #include <type_traits>
@@ -14,12 +14,12 @@ inline constexpr int kRun = 16;
 inline constexpr int kTile = 128;  // rows and columns of a tile
 inline constexpr int kThreads = 512;
 inline constexpr int kRunsPerLine = kTile / kRun;
-// Runs along the rows that a thread of kThreads has, so many rows apart.
+// With kThreads threads, each has kRowRuns runs along the rows, kRowStep rows apart.
 inline constexpr int kRowStep = kThreads / kRunsPerLine;
 inline constexpr int kRowRuns = kTile / kRowStep;
 
 struct Source {
-  CopyMap map;  // of CopyLoader
+  CopyMap map;  // for CopyLoader
   const void* data;
   int64_t row_stride, column_stride, batch_stride;
   int rows, columns;
@@ -33,11 +33,11 @@ struct TileAt {
 
 // ---- BF16 tiles ----
 
-// Signs of eight elements at the tops of the bytes of four even and four odd ones.
+// Signs of eight elements, in the top bits of the bytes of four even and four odd ones.
 struct Signs {
   uint32_t even, odd;
 
-  // Packed codes of FP4 with them, whose own sign bits mean nothing.
+  // Packed FP4 codes with these signs; the codes' own sign bits are ignored.
   BLOCKSCALE_DEVICE uint32_t with(uint32_t codes) const {
     return select_bits(0x88888888, select_bits(0x0F0F0F0F, even >> 4, odd), codes);
   }
@@ -46,7 +46,7 @@ struct RunSigns {
   Signs of_8[2];
 };
 
-// The two of a BF16 pair.
+// The two elements of a BF16 pair.
 BLOCKSCALE_DEVICE float low_of(uint32_t pair) { return bit_cast<float>(pair << 16); }
 BLOCKSCALE_DEVICE float high_of(uint32_t pair) { return bit_cast<float>(pair & 0xFFFF0000); }
 
@@ -60,7 +60,7 @@ struct Pairs {
     for (int i = 2; i < kRun / 2; ++i) m = max_magnitude_bf16x2(m, pair[i]);
     return max_magnitude(low_of(m), high_of(m));
   }
-  // Cuts magnitudes to those of the pair `largest`.
+  // Clamps magnitudes to those of the pair `largest`.
   BLOCKSCALE_DEVICE void limit(uint32_t largest) {
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) pair[i] = min_magnitude_bf16x2(pair[i], largest);
@@ -92,9 +92,9 @@ struct PairRun : Pairs {
     }
   }
 };
-// Elements 0 2, 1 3, 4 6, 5 7 and so on: signs of even and of odd ones lie beside each other.
+// Elements 0 2, 1 3, 4 6, 5 7 and so on: the signs of even elements, and of odd ones, are adjacent.
 struct SplitRun : Pairs {
-  // The first element of a pair; the second is two further.
+  // The first element of a pair; the second is two elements further.
   BLOCKSCALE_DEVICE static constexpr int first(int i) { return i / 2 * 4 + i % 2; }
 
   BLOCKSCALE_DEVICE void pack(const float* v) {
@@ -130,7 +130,7 @@ struct PairColumns {
     largest[0] = m << 16 & 0x7FFF0000;
     largest[1] = m & 0x7FFF0000;
   }
-  // Cuts magnitudes of one of the two to those of `largest`.
+  // Clamps magnitudes of one of the two columns to those of `largest`.
   template <int kWhich>
   BLOCKSCALE_DEVICE void limit(uint32_t largest) {
     const uint32_t both = permute_bytes(largest, 0x7F7F, kWhich == 0 ? 0x5410 : 0x1054);
@@ -212,7 +212,7 @@ struct FloatRun {
     }
     return signs;
   }
-  // As of PairRun.
+  // As in PairRun.
   BLOCKSCALE_DEVICE void limit(uint32_t largest) {
     const float most = bit_cast<float>(largest & 0x7FFF0000);
 #pragma unroll

@@ -1,5 +1,5 @@
-// A tile of BF16 rows that start anywhere, in shared memory as the whole sectors of 32 bytes around
-// its rows: no register holds them on their way, and who reads the tile shifts.
+// A tile of BF16 rows that start anywhere, kept in shared memory as the whole 32-byte sectors
+// around its rows: loading it takes no registers, and readers do the shifting.
 #pragma once
 
 #include "gpu/quantize/direct.h"
@@ -7,12 +7,12 @@
 namespace blockscale::gpu {
 
 struct TileAround {
-  static constexpr int kInside = kTile / 8, kMore = 2;  // chunks of 16 bytes: of a row, and behind
+  static constexpr int kInside = kTile / 8, kMore = 2;  // 16-byte chunks: of a row, and after it
   static constexpr int kChunks = kInside + kMore, kPitch = kChunks * 16;
   uint4 chunk[kTile * kChunks];
 
-  // Starts it on its way: there after wait_for_chunks() and a barrier. Of chunks that are not all
-  // in the matrix, what lies in it; elements of other rows come as they are.
+  // Starts loading the tile, which is there after wait_for_chunks() and a barrier. Of chunks partly
+  // outside the matrix, loads what lies in it; elements of other rows come as they are.
   BLOCKSCALE_DEVICE void begin(const Source& x, const TileAt& at) {
     const Place place(x, at);
     const int thread = static_cast<int>(threadIdx.x);
@@ -44,11 +44,11 @@ struct TileAround {
     return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p)) % 32;
   }
   struct Place {
-    const uint16_t *matrix, *end;  // the first element, and behind the last one
+    const uint16_t *matrix, *end;  // the first element, and past the last one
     const uint16_t* first;         // of the tile
     int64_t stride;
     int count;   // elements of a row of the matrix from the tile's first column on
-    bool whole;  // all of its chunks are in the matrix
+    bool whole;  // all of the tile's chunks are in the matrix
 
     BLOCKSCALE_DEVICE Place(const Source& x, const TileAt& at)
         : matrix(static_cast<const uint16_t*>(x.data) + at.batch * x.batch_stride),

@@ -1,7 +1,7 @@
-// Scales from words that lie as FP32 ones in `mn_major` to `linear`. In both directions at once a
-// tile leaves its scales as words of 256 lines; written where they belong, each is a sector of L2
-// of its own, and together they take as long as a sixth of the codes
-// (docs/performance/quantizers.md).
+// Moves scales from words that lie as FP32 scales do in `mn_major` to `linear`. With both
+// directions at once, a tile produces a word of scales for each of 256 lines; written where they
+// belong, each word takes an L2 sector of its own, and together they take as long as a sixth of the
+// codes (docs/performance/quantizers.md).
 #include "gpu/launch.h"
 
 namespace blockscale::gpu {
@@ -9,14 +9,14 @@ namespace {
 
 constexpr int kTurnThreads = 256, kTurnLines = 64, kTurnWords = 32;
 
-// One operand: matrices of `across` lines of `pitch` words, and of `lines` lines of `bytes`.
+// One operand: from matrices of `across` lines of `pitch` words, to `lines` lines of `bytes` bytes.
 struct Turned {
   const uint32_t* from;
   uint8_t* to;
   int lines, across, pitch, bytes;
   int words;              // lines are whole words
-  uint32_t down, beside;  // parts of a matrix
-  uint32_t parts;         // of all
+  uint32_t down, beside;  // parts per matrix
+  uint32_t parts;         // in all
 };
 struct TurnParams {
   Turned side[2];

@@ -1,4 +1,4 @@
-// How blocks of threads walk over the tiles of their input, and the buffers they use by turns.
+// How thread blocks walk over the tiles of their input, and the buffers they use in turn.
 #pragma once
 
 #include <type_traits>
@@ -14,17 +14,17 @@ struct QuantizeParams {
   int tiles_down, tiles_across;
   int tiles;  // of all matrices
   int batch;  // matrices
-  // gridDim.x tiles further on, in tiles of Walk's two directions and in matrices.
+  // A step of gridDim.x tiles, in tiles of Walk's two directions and in matrices.
   int step_first, step_second, step_batch;
   bool copies;   // whether x.map describes x
   bool aligned;  // whether rows start at multiples of 16 bytes
-  // Of groups; tiles_down is not known then, and tiles the most there can be.
+  // With groups, tiles_down is not known, and `tiles` is the most there can be.
   GroupGrid groups;
   Plan plan;
 };
 
-// Walks over tiles, gridDim.x at a time. Down first when columns leave: neighbours in time then
-// write neighbouring pieces of a line.
+// Walks over tiles, gridDim.x at a time. Goes down first when columns are stored, so that tiles
+// close in time write neighbouring pieces of a line.
 template <bool kDown>
 struct Walk {
   int first, second;  // tile within the matrix, `first` moving faster
@@ -50,15 +50,15 @@ struct Walk {
     return {batch, (kDown ? first : second) * kTile, (kDown ? second : first) * kTile};
   }
   BLOCKSCALE_DEVICE TileAt source() const { return at(); }
-  // Tiles of this block of threads.
+  // Number of tiles for this thread block.
   BLOCKSCALE_DEVICE static int count(const QuantizeParams& p) {
     const int grid = static_cast<int>(gridDim.x);
     return (p.tiles - static_cast<int>(blockIdx.x) + grid - 1) / grid;
   }
 };
 
-// The same over the tiles of groups: those of one start anew at its first row. A block of threads
-// takes every gridDim.x-th tile, or consecutive ones, so that it rarely meets another group.
+// The same over the tiles of groups; those of each group start at its first row. A thread block
+// takes every gridDim.x-th tile, or consecutive ones, so that it rarely moves to another group.
 template <bool kDown, bool kConsecutive>
 struct GroupWalk {
   int first, second;  // `first` moving faster; one of them counts rows of tiles through all groups
@@ -80,12 +80,12 @@ struct GroupWalk {
     if (first >= firsts) first -= firsts;
     look(p);
   }
-  // Past the end, where nobody asks, there is no row.
+  // Past the end there is no row, and none is asked for.
   BLOCKSCALE_DEVICE void look(const QuantizeParams& p) {
     const int tile_row = kDown ? first : second;
     if (tile_row < p.plan.most_tile_rows) row = p.plan.tile_rows[tile_row];
   }
-  // Within the group, `batch` being its number; and in what is read.
+  // at(): within the group, whose number is `batch`; source(): within the input.
   BLOCKSCALE_DEVICE TileAt at() const {
     return {row.group, row.row, (kDown ? second : first) * kTile};
   }
