@@ -101,13 +101,16 @@ void check_apart(const char* op, const ConstQuantized& from, const Quantized& to
     fail(op, "to", "the memory of from", "memory of its own");
 }
 
+void check_present(const char* op, const Groups& groups) {
+  if (groups && (groups.count < 0 || !groups.offsets))
+    fail(op, "offsets", groups.offsets ? "a negative count" : "null", "the end of every group");
+}
 // Offsets in host memory are checked here. On a device the kernels check them: if one is wrong, the
 // result is NaN.
 void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t batch,
                   Memory memory) {
   if (!groups) return;
-  if (groups.count < 0 || !groups.offsets)
-    fail(op, "offsets", groups.offsets ? "a negative count" : "null", "the end of every group");
+  check_present(op, groups);
   if (batch != 1) fail(op, "batch", batch, "one matrix: offsets cut the rows of one");
   if (memory == Memory::host) check_offsets(op, groups, rows);
 }
@@ -159,7 +162,7 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
   if (!q.scales && s.scale_count * q.batch != 0)
     fail(op, name, "null scales", "a pointer to scales");
   if (!q.outer && q.spec.outer && q.matrices() != 0)
-    fail(op, name, "null outer", "a pointer to one FP32 a matrix: the spec has an outer scale");
+    fail(op, name, "null outer", "a pointer to one FP32 per matrix: the spec has an outer scale");
   if (memory == Memory::host) return;
   check_counts(op, name, q, s);
   if (reinterpret_cast<uintptr_t>(q.codes) % 16 != 0)
@@ -252,7 +255,7 @@ void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const 
          "extents below 2^31, in whole transforms, on a GPU", "take the amax of parts of it");
   check_groups("amax", groups, x.rows, x.batch, memory);
   if (!out && (groups ? groups.count : x.batch) != 0)
-    fail("amax", "out", "null", "a pointer to one FP32 a matrix, or a group");
+    fail("amax", "out", "null", "a pointer to one FP32 per matrix or group");
   if (memory == Memory::device) check_group_tiles("amax", groups, x.rows, x.columns);
 }
 
@@ -358,7 +361,7 @@ void gpu::check_decodable(const char* op, const char* name, const ConstQuantized
 
 void check_offsets(const char* op, const Groups& groups, int64_t rows) {
   const auto name = [](int64_t g) { return "offsets[" + std::to_string(g) + "]"; };
-  if (groups.count > 0 && !groups.offsets) fail(op, "offsets", "null", "the end of every group");
+  check_present(op, groups);
   int64_t before = 0;
   for (int64_t g = 0; g < groups.count; before = groups.end(g++)) {
     const int64_t end = groups.end(g);

@@ -7,7 +7,6 @@ import functools
 import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any
 
 import blockscale as bs
@@ -114,118 +113,6 @@ def test_steps_and_forwards_count() -> None:
     assert bs.rng_state(model) == {"step": 1, "forward": 0, "seed": 0}
     bs.set_step(model, 2**40)
     assert bs.rng_state(model) == {"step": 2**40, "forward": 0, "seed": 0}
-
-
-def test_an_attached_optimizer_advances() -> None:
-    model = net(seed=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    bs.attach(model, optimizer)
-    bs.attach(model, optimizer)  # changes nothing
-    for step in range(3):
-        assert bs.rng_state(model) == {"step": step, "forward": 0, "seed": 4}
-        model(batch(step)).sum().backward()
-        optimizer.step()
-
-
-def test_an_optimizer_around_another_is_attached() -> None:
-    """As Accelerate's, which is no more of an Optimizer than this one."""
-
-    class Prepared(torch.optim.Optimizer):
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-        def step(self) -> None:  # type: ignore[override]
-            self.optimizer.step()
-
-    model = net()
-    optimizer = Prepared(torch.optim.SGD(model.parameters(), lr=1e-3))
-    bs.attach(model, optimizer)
-    bs.attach(model, optimizer.optimizer)  # changes nothing
-    optimizer.step()
-    assert bs.rng_state(model)["step"] == 1
-
-
-def test_pytorchs_own_wrapper_is_attached() -> None:
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
-    class NoAverager(PeriodicModelAverager):
-        def __init__(self) -> None:
-            pass
-
-        def average_parameters(self, params: object) -> None:
-            pass
-
-    model = net()
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = PostLocalSGDOptimizer(inner, NoAverager())
-    bs.attach(model, optimizer)
-    optimizer.step()  # type: ignore[no-untyped-call]
-    assert bs.rng_state(model)["step"] == 1
-
-
-class Passes(torch.optim.AdamW):
-    """A subclass whose step is its parent's."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-def test_a_step_of_a_subclass_counts_once() -> None:
-    """PyTorch gives hooks to `step` of each class that has had an instance."""
-    for _ in range(2):
-        model = net()
-        optimizer = Passes(model.parameters())
-        bs.attach(model, optimizer)
-        for step in (1, 2):
-            optimizer.step()
-            assert bs.rng_state(model)["step"] == step
-        torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # now the parent's has hooks too
-
-
-def test_a_step_that_raised_does_not_stop_the_count() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    bs.attach(model, optimizer)
-
-    def closure() -> float:
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        optimizer.step(closure)
-    optimizer.step()
-    assert bs.rng_state(model)["step"] == 1
-
-
-class Lookahead(torch.optim.Optimizer):
-    """As these are often written: without a call of Optimizer.__init__."""
-
-    def __init__(self, base: torch.optim.Optimizer, name: str) -> None:
-        setattr(self, name, base)
-        self.param_groups = base.param_groups
-        self.step_of_base = base.step
-
-    def step(self, closure: Any = None) -> Any:
-        return self.step_of_base(closure)
-
-
-def test_wrappers_of_optimizers() -> None:
-    for name in ("base_optimizer", "_base_optimizer", "_optimizer"):
-        model = net()
-        optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-3), name)
-        bs.attach(model, optimizer)
-        optimizer.step()
-        assert bs.rng_state(model)["step"] == 1
-    # Or without being optimizers themselves.
-    model = net()
-    base = torch.optim.SGD(model.parameters(), lr=1e-3)
-    bs.attach(model, SimpleNamespace(optimizer=base))  # type: ignore[arg-type]
-    base.step()
-    assert bs.rng_state(model)["step"] == 1
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-3), "elsewhere")
-    said = r"^attach: optimizer = Lookahead, whose step calls no hooks; need .*; call bs.advance"
-    with pytest.raises(ValueError, match=said):
-        bs.attach(model, optimizer)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -354,25 +241,6 @@ def test_a_process_is_started_with_a_model(method: str) -> None:
     assert child.exitcode == 0
     y = model(batch(0)).tolist()
     assert results.get() == (y, bs.rng_state(model)["forward"])
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
-    """A fused optimizer is called for it all the same, and finds out on the device."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    bs.attach(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu")
-    steps = []
-    for factor in (1.0, torch.inf, 1.0):
-        scaler.scale(model(batch(0)).mean() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        state = bs.rng_state(model)
-        steps.append((state["step"], state["forward"]))
-        assert optimizer.state[model.head.weight]["step"] == state["step"]
-    assert steps == [(1, 0), (1, 1), (2, 0)]
 
 
 def test_the_offset_changes_in_place_only() -> None:
