@@ -164,8 +164,8 @@ TEST(Formats, NanEncodesToNanOrToZeroWhereThereIsNone) {
   }
 }
 
-// All floats (every `step`-th) of the halves of binades where the code changes, and one in 61 of the
-// others, which are below half of the smallest value or beyond the largest. Codes grow with the
+// All floats (every `step`-th) of the halves of binades where the code changes, and one in 61 of
+// the others, which are below half of the smallest value or beyond the largest. Codes grow with the
 // magnitude, so the FP32 line is cut into runs at exact midpoints and every encode within a run has
 // to give that run's code: one comparison a float. Returns the number of floats that differ.
 template <Format kFormat, RoundingDirection kDirection>
