@@ -19,7 +19,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 # Kernels that will not be run here need not be optimised, nor all be compiled: GPU=sample, from the
-# first command in a new folder on.
+# first command in a new folder on (src/gpu/quantize/kernels.h).
 # --- setup: stamps carry the state; each is redone when what it was made from is newer ------------
 $(BUILD)/.system-packages: tools/system_packages.sh
 	@mkdir -p $(BUILD)
@@ -76,7 +76,7 @@ archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (not
 	for arch in $(archs); do for source in $(gpu_sources) $(wildcard src/cuda/*.cu); do echo $$arch $$source; done; done | \
 	    xargs -P $(JOBS) -L 1 sh -c 'nvcc -std=c++20 -Ofc max -fmad=false -Werror all-warnings \
 	        -gencode arch=compute_$$0,code=sm_$$0 -Iinclude -Isrc \
-	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -DBLOCKSCALE_SAMPLE -cubin -o /dev/null $$1' && \
+	        -DBLOCKSCALE_GPU_TARGETS=\"sm_$$0\" -DBLOCKSCALE_SAMPLE=2 -cubin -o /dev/null $$1' && \
 	echo "compiled src/gpu and src/cuda for: $(archs)"
 
 # The same code as HIP: by Debian's hipcc, host side and all, and for a newer chip by a newer clang.
@@ -84,13 +84,13 @@ archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (not
 # ask for, keeps instructions of other chips.
 hip_gfx90a := env HIP_PLATFORM=amd hipcc -c --offload-arch=gfx90a
 hip_gfx942 := clang++-19 -O0 -nogpulib --offload-device-only -S --offload-arch=gfx942
-hip:  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run)
+hip: | $(BUILD)/.system-packages  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run)
 	@PYTHON=$(PYTHON) tools/system_packages.sh hip
 	@for source in $(gpu_sources); do \
 	    case $$source in */groups/*) level=-O1;; *) level=-O0;; esac; \
 	    echo "'$(hip_gfx90a) $$level' $$source"; echo "'$(hip_gfx942)' $$source"; done | \
 	    xargs -P $(JOBS) -L 1 sh -c '$$0 -x hip -std=c++20 -ffp-contract=off -Wall -Wextra -Werror \
-	        -Wno-pass-failed -Iinclude -Isrc -DBLOCKSCALE_GPU_TARGETS=\"AMD\" -DBLOCKSCALE_SAMPLE -o /dev/null $$1' && \
+	        -Wno-pass-failed -Iinclude -Isrc -DBLOCKSCALE_GPU_TARGETS=\"AMD\" -DBLOCKSCALE_SAMPLE=2 -o /dev/null $$1' && \
 	echo "compiled src/gpu as HIP for gfx90a and gfx942; nothing was run"
 
 asan: $(venv)/.requirements  ## the C++ tests of the CPU under AddressSanitizer and UBSan

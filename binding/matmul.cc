@@ -250,11 +250,10 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   }
   Tensor out =
       into || ends || out_dtype != sum_dtype ? room_of(at, target) : with_shape(sums, target.sizes);
-  if (into && !bias && sa.extent == 0) return out;  // what has no sum stays as it is, even -0
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = into.has_value();
-  if (sa.extent == 0) epilogue.a_outer = epilogue.b_outer = nullptr;  // 0, whatever those are
+  epilogue.empty = sa.extent == 0;
   if (ends) epilogue.groups = ends->view(b.groups.count != 0);
   const Matrix d = result_view(at, a, b, out);
   gpu::finish({sums.const_data_ptr(), dtype_of(at.op(), "sums", sum_dtype), d.rows, d.columns,

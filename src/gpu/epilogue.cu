@@ -60,7 +60,7 @@ struct GroupRows {
   int64_t until = 0;  // the first row after them
   int64_t group = 0;
   bool outside = false;  // of all groups
-  bool empty = false;    // of a group without a sum
+  bool empty = false;    // without a sum
   double factor = 0;
 };
 BLOCKSCALE_DEVICE double factor_of(const Epilogue& e, int64_t group) {
@@ -71,10 +71,11 @@ BLOCKSCALE_DEVICE GroupRows rows_at(const FinishParams& p, int64_t row) {
   const GroupEnds& groups = p.e.groups;
   const auto begin = [&](int64_t g) { return g == 0 ? 0 : groups.ends[g - 1]; };
   GroupRows r;
+  r.empty = p.e.empty;
   if (groups.contraction) {
     r.group = row / p.group_rows;
     r.until = (r.group + 1) * p.group_rows;
-    r.empty = groups.ends[r.group] == begin(r.group);
+    r.empty |= groups.ends[r.group] == begin(r.group);
   } else {
     int64_t high = groups.count;  // the first group that ends behind the row
     while (r.group < high) {
@@ -157,6 +158,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const bool wrong = kGrouped && *e.groups.wrong;
   const bool plain = !wrong && !e.bias && !e.accumulate;
   GroupRows rows;
+  rows.empty = e.empty;
   if (!kGrouped) rows.factor = factor_of(e, 0);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {

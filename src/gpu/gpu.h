@@ -100,7 +100,7 @@ void group_ends(const Groups& groups, int64_t rows, int64_t unit, int32_t* ends,
 // What a GEMM does with its sums S: D = alpha * a_outer * b_outer * S + bias [+ D], rounded once to
 // FP32 and then to D's dtype, like the CPU backend. With groups there are an outer scale and a row
 // of bias per group; elements without a sum (rows of no group, an empty group) become 0 or stay as
-// they are, and wrong offsets make all of D NaN.
+// they are, and wrong offsets make all of D NaN. Whatever the outer scales, no sum is no NaN.
 struct Epilogue {
   float alpha = 1.0f;
   const float* a_outer = nullptr;  // outer scales of the operands; null: 1
@@ -108,6 +108,7 @@ struct Epilogue {
   const void* bias = nullptr;  // one value per column, of bias_dtype, added to every row
   DType bias_dtype = DType::f32;
   bool accumulate = false;  // add to D, which must be FP32
+  bool empty = false;       // no element has a sum: the contraction axis is empty
   GroupEnds groups{};
 };
 // `sums` has the extents of D (a batch is one matrix below the other), is FP32 or BF16, and starts

@@ -149,6 +149,31 @@ TEST_P(EpilogueTest, HidesNoNan) {
   }
 }
 
+// A contraction axis of no elements: 0, or D as it was, even -0, whatever the outer scales.
+TEST_P(EpilogueTest, TakesNothingFromNoSums) {
+  const float sums[6] = {}, outer = NAN, before[] = {-0.0f, 0.0f, 1.0f, -2.0f, 3.0f, 4.0f};
+  const float bias[] = {-0.0f, 0.5f, -1.0f};
+  for (int choice = 0; choice < 4; ++choice) {
+    const bool accumulate = choice % 2, biased = choice / 2;
+    OnDevice s(sums, sizeof sums), o(&outer, 4), b(bias, sizeof bias), d(before, sizeof before);
+    const TestStream stream;
+    gpu::Epilogue e;
+    e.a_outer = o.data<float>();
+    if (biased) e.bias = b.data();
+    e.accumulate = accumulate;
+    e.empty = true;
+    gpu::finish({s.data(), DType::f32, 2, 3, 3}, {d.data(), DType::f32, 2, 3, 3, 1, 1, 6}, e,
+                stream);
+    stream.wait();
+    std::vector<float> want(before, before + 6);
+    for (int i = 0; i < 6; ++i) {
+      const float kept = accumulate ? before[i] : 0.0f;
+      want[i] = biased ? 0.0f + bias[i % 3] + kept : kept;
+    }
+    EXPECT_EQ(d.read(), stored(want, DType::f32)) << choice;
+  }
+}
+
 }  // namespace
 }  // namespace blockscale::testing
 #else

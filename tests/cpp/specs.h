@@ -101,7 +101,7 @@ inline bool same_kernel(const QuantSpec& a, const QuantSpec& b) {
          a.stochastic() == b.stochastic() && (a.hadamard.dim != 0) == (b.hadamard.dim != 0);
 }
 inline bool is_compiled(const QuantSpec& s) {
-#if defined(BLOCKSCALE_SAMPLE)  // kernels_*.cu
+#if BLOCKSCALE_SAMPLE > 0  // kernels_*.cu
   const Format kept = s.element != Format::e2m1 ? shares_encoder(s) ? Format::e8m0 : Format::fp32
                       : s.scale == Format::e8m0 ? Format::e8m0
                                                 : Format::e4m3;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -12,13 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import CONTEXT
 from torch.multiprocessing.spawn import start_processes
-
-# Ranks are forked from a process that has imported these and done nothing else, as importing them
-# takes several seconds.
-multiprocessing.set_forkserver_preload(
-    ["blockscale", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-)
 
 
 def devices(ranks: int) -> list[Any]:
@@ -58,4 +52,5 @@ def on_ranks(
     """Call a function of a module with these arguments in so many processes, one thread each; fails
     where it raises."""
     call = (function, device, str(folder / "meeting"), ranks, args)
-    start_processes(_run, args=call, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+    method = CONTEXT.get_start_method()
+    start_processes(_run, args=call, nprocs=ranks, start_method=method)  # type: ignore[no-untyped-call]

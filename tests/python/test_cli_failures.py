@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -16,22 +15,15 @@ import torch
 from blockscale.cli import trainer
 from blockscale.cli.errors import out_of_memory
 from blockscale.cli.main import main
+from commands import Command, Done
 from safetensors.torch import save_file
 
 H200 = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json"
 SMALL = ["--recipes", "bf16", "--seq-len", "16", "--batch-size", "1", "--steps", "4"]
 
 
-def blockscale(*words: str, limit: int | None = None) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, whose files cannot grow beyond `limit` bytes: writing
-    then fails in the midst of a file, as on a full disk."""
-
-    def hold() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    words = (sys.executable, "-m", "blockscale", *words)
-    return subprocess.run(words, capture_output=True, text=True, preexec_fn=hold)
+def blockscale(*words: str, limit: int | None = None) -> Done:
+    return Command(*words, limit=limit).end()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from blockscale.cli import bench_chart
 from blockscale.cli.bench_read import fault_of
 from blockscale.cli.inspect import Result, as_table
 from blockscale.cli.output import Output
-from commands import refusal
+from commands import Command, refusal
 from safetensors.torch import save_file
 
 SMALL = ["--recipes", "bf16", "--seq-len", "16", "--batch-size", "1", "--steps", "2"]
@@ -30,8 +30,7 @@ def test_a_run_within_its_text_goes_on(tmp_path: Path) -> None:
         ["--out", "runs/one", "--resume"],
         ["--data", ".", "--out", "two", *SMALL],
     ):
-        command = [sys.executable, "-m", "blockscale", "train", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = Command("train", *words, cwd=tmp_path).end()
         assert (done.returncode, done.stderr) == (0, "")
     hashes = [
         json.loads((tmp_path / run / "settings.json").read_text())["data_sha256"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from blockscale.cli.main import main
 from blockscale.cli.run_folder import open_run, save_state
-from commands import refusal
+from commands import Command, refusal
 
 
 def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,10 +194,7 @@ def test_ctrl_c_while_a_checkpoint_is_written(where: str, tmp_path: Path) -> Non
 
 
 def test_metrics_that_are_whole_are_not_written_again(run_folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "blockscale", "train", "--resume", "--out", str(run_folder)],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = Command("train", "--resume", "--out", str(run_folder)).end()
     assert done.returncode == 0, done.stderr
     stamp = (run_folder / "metrics.jsonl").stat().st_mtime_ns
     open_run(run_folder, json.loads((run_folder / "settings.json").read_text()))

@@ -8,8 +8,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -25,7 +23,7 @@ from blockscale.cli.provenance import ORIGIN
 from blockscale.cli.report import command, deviation_of, draw, results, smoothed
 from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
 from blockscale.cli.trainer import Trainer, learning_rate
-from commands import refusal
+from commands import Command, refusal
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -36,23 +34,10 @@ SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps"
 SMALL += ["--eval-every", "8", "--checkpoint-every", "4"]
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    """The real command, in a process of its own, which Ctrl-C reaches even where the tests run in
-    the background of a shell that ignores it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "blockscale", "train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 def train(*words: str) -> str:
-    process = start(*words)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return out
+    done = Command("train", *words).end()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -107,10 +92,10 @@ def test_run_leaves_report_plot_metrics_and_weights(whole: tuple[Path, str]) -> 
     assert kept == ["bf16-seed0.safetensors", "nvfp4-seed0.safetensors"]
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, running: Command) -> None:
     deadline = time.monotonic() + 120
     while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
+        assert running.process.is_alive(), running.end().stderr
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -120,17 +105,17 @@ def test_sigkill_and_resume_change_no_bit(
 ) -> None:
     """Killed in each training; a torn metrics line and a torn temporary file are left behind."""
     out = tmp_path / "killed"
-    process = start("--out", str(out), "--data", text, *SMALL)
+    running = Command("train", "--out", str(out), "--data", text, *SMALL)
     for awaited in ("bf16-seed0.pt", "nvfp4-seed0.pt"):
-        wait_for(out / "checkpoints" / awaited, process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        wait_for(out / "checkpoints" / awaited, running)
+        running.send(signal.SIGKILL)
+        assert running.end().returncode == -signal.SIGKILL
         with open(out / "metrics.jsonl", "a") as file:
             file.write('{"seed": 0, "recipe": "bf16", "st')
         (out / "checkpoints" / f"{awaited}.tmp").write_bytes(b"torn")
-        process = start("--out", str(out), "--resume")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+        running = Command("train", "--out", str(out), "--resume")
+    done = running.end()
+    assert done.returncode == 0, done.stderr
     assert metrics(out) == metrics(whole[0])
     for name in ("bf16-seed0.safetensors", "nvfp4-seed0.safetensors"):
         paths = [folder / "checkpoints" / name for folder in (out, whole[0])]
@@ -164,13 +149,13 @@ def test_a_gpu_that_is_not_used_is_noted(
 def test_ctrl_c_tells_how_to_resume(tmp_path: Path, text: str) -> None:
     out = tmp_path / "stopped"
     # Far more steps than it gets to do before the signal, however late that is on a busy machine.
-    process = start("--out", str(out), "--data", text, *SMALL, "--steps", "100000")
-    wait_for(out / "checkpoints" / "bf16-seed0.pt", process)
-    process.send_signal(signal.SIGINT)
-    printed, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"continue with: blockscale train --out {out} --resume" in printed
-    assert "Traceback" not in err
+    running = Command("train", "--out", str(out), "--data", text, *SMALL, "--steps", "100000")
+    wait_for(out / "checkpoints" / "bf16-seed0.pt", running)
+    running.send(signal.SIGINT)
+    done = running.end(timeout=60)
+    assert done.returncode == 130
+    assert f"continue with: blockscale train --out {out} --resume" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_resuming_a_finished_run_reports_again(whole: tuple[Path, str]) -> None:

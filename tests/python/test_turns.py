@@ -44,6 +44,7 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     done = turns(PACKAGE, PACKAGE, "--rounds", "0")
     assert done.returncode == 2
     assert "argument --rounds: 0; need a whole number from 1 to 2^63 - 1" in done.stderr
-    done = turns(PACKAGE, PACKAGE, "--device", "cpu", "--only", "of no case")
+    words = ("--device", "cpu", "--shape", "40x64", "--only", "of no case")
+    done = turns(PACKAGE, PACKAGE, *words)
     assert done.returncode == 1
     assert "--only = of no case (found in no case's name)" in done.stderr

@@ -213,11 +213,13 @@ inline constexpr Entry kColumns = kEntry<None, P>;
 template <Encoder kElement, Format kScale>
 inline constexpr Entry kFp8Entries[] = {
     kRows<Fp8<kElement, kScale>>,
-    kSquareRows<Fp8Square<kElement, kScale>>,
     kColumns<Fp8<kElement, kScale>>,
+    kEntry<Fp8Square<kElement, kScale>, Fp8Square<kElement, kScale>>,
+#if BLOCKSCALE_SAMPLE < 2
+    kSquareRows<Fp8Square<kElement, kScale>>,
     kColumns<Fp8Square<kElement, kScale>>,
     kEntry<Fp8<kElement, kScale>, Fp8<kElement, kScale>>,
-    kEntry<Fp8Square<kElement, kScale>, Fp8Square<kElement, kScale>>,
+#endif
 };
 // For an x whose rows the forward pass reads, and whose squares the weight's gradient reads.
 template <Encoder kElement, Format kScale>
@@ -226,21 +228,23 @@ inline constexpr Entry kFp8MixedEntries[] = {
 };
 template <Format kScale>
 inline constexpr Entry kFp4Entries[] = {
+    kRows<StochasticHadamard<kScale>>,
+    kColumns<Fp4Hadamard<kScale>>,
+    kEntry<Fp4Square<kScale>, Fp4Square<kScale>>,
+    kEntry<Stochastic<kScale>, StochasticHadamard<kScale>>,
+#if BLOCKSCALE_SAMPLE < 2
     kRows<Fp4<kScale>>,
     kSquareRows<Fp4Square<kScale>>,
     kRows<Fp4Hadamard<kScale>>,
     kRows<Stochastic<kScale>>,
-    kRows<StochasticHadamard<kScale>>,
     kColumns<Fp4<kScale>>,
     kColumns<Fp4Square<kScale>>,
-    kColumns<Fp4Hadamard<kScale>>,
     kColumns<Stochastic<kScale>>,
     kColumns<StochasticHadamard<kScale>>,
     kEntry<Fp4<kScale>, Fp4<kScale>>,
-    kEntry<Fp4Square<kScale>, Fp4Square<kScale>>,
     kEntry<Fp4<kScale>, Fp4Hadamard<kScale>>,
     kEntry<Stochastic<kScale>, Fp4Hadamard<kScale>>,
-    kEntry<Stochastic<kScale>, StochasticHadamard<kScale>>,
+#endif
 };
 
 }  // namespace blockscale::gpu

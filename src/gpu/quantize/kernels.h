@@ -10,8 +10,9 @@ namespace blockscale::gpu {
 // Kernels for inputs with contiguous columns, as recipes ask for them: along rows, along columns,
 // or both at once. Whatever is not in the table, or null, runs as `any`.
 //
-// BLOCKSCALE_SAMPLE leaves out those that differ only in a format: builds for a chip that are not
-// run there, or that run under sanitizers, have one of each kind.
+// A BLOCKSCALE_SAMPLE leaves some out: 1, where they run under sanitizers, those that differ only
+// in a format; 2, for a chip on which none will run, all but a few, which have all of the code
+// between them.
 struct Floats {
   Launcher<QuantizeParams> matrix = nullptr, grouped = nullptr;
 };

@@ -7,7 +7,7 @@ std::span<const Table> fp8_kernels() {
     Table(kFp8Entries<Encoder::e4m3fn, Format::fp32>),
     Table(kFp8MixedEntries<Encoder::e4m3fn, Format::fp32>),
     Table(kFp8Entries<Encoder::byte, Format::e8m0>),
-#if !defined(BLOCKSCALE_SAMPLE)
+#if BLOCKSCALE_SAMPLE < 1
     Table(kFp8Entries<Encoder::e4m3fn, Format::e8m0>),
     Table(kFp8Entries<Encoder::e5m2, Format::fp32>),
     Table(kFp8Entries<Encoder::e5m2, Format::e8m0>),

@@ -28,7 +28,7 @@ std::span<const PairEntry> pair_kernels() {
     kBoth<X8, W8, W8>,
     kForward<Fp4<e4m3>, Fp4Hadamard<e4m3>, Fp4Square<e4m3>>,
     kBoth<Fp4<e4m3>, Fp4Hadamard<e4m3>, Fp4Square<e4m3>>,
-#if !defined(BLOCKSCALE_SAMPLE)
+#if BLOCKSCALE_SAMPLE < 1
     kForward<Mx8, Mx8, Mx8>,
     kBoth<Mx8, Mx8, Mx8>,
     kForward<Fp4<e8m0>, Fp4Hadamard<e8m0>, Fp4Square<e8m0>>,
