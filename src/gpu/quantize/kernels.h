@@ -11,8 +11,8 @@ namespace blockscale::gpu {
 // or both at once. Whatever is not in the table, or null, runs as `any`.
 //
 // A BLOCKSCALE_SAMPLE leaves some out: 1, where they run under sanitizers, those that differ only
-// in a format; 2, for a chip on which none will run, all but a few, which have all of the code
-// between them.
+// in a format; 2, for a chip on which none will run, all but a few, which have nearly all of
+// the code between them.
 struct Floats {
   Launcher<QuantizeParams> matrix = nullptr, grouped = nullptr;
 };
