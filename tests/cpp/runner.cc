@@ -1,5 +1,7 @@
 #include "runner.h"
 
+#include <algorithm>
+
 #include "device.h"
 
 namespace blockscale::testing {
@@ -163,19 +165,19 @@ std::vector<std::string> test_backends() {
 }
 
 namespace {
-std::vector<Run> runs(bool one_seed_of_cpu) {
+std::vector<Run> runs(size_t most_of_cpu) {
   std::vector<Run> all;
-  for (const std::string& backend : test_backends())
-    for (const uint64_t seed : test_seeds()) {
-      all.emplace_back(backend, seed);
-      if (one_seed_of_cpu && backend == "cpu") break;
-    }
+  for (const std::string& backend : test_backends()) {
+    std::vector<uint64_t> seeds = test_seeds();
+    if (backend == "cpu") seeds.resize(std::min(seeds.size(), most_of_cpu));
+    for (const uint64_t seed : seeds) all.emplace_back(backend, seed);
+  }
   return all;
 }
 }  // namespace
 
-std::vector<Run> all_runs() { return runs(false); }
-std::vector<Run> kernel_runs() { return runs(true); }
+std::vector<Run> all_runs() { return runs(SIZE_MAX); }
+std::vector<Run> kernel_runs() { return runs(kSweepStep > 1 ? 0 : 1); }
 
 std::unique_ptr<Runner> make_runner(const std::string& backend) {
   if (backend == "cpu") return std::make_unique<CpuRunner>();
