@@ -81,7 +81,7 @@ archs:  ## compile the GPU code for other NVIDIA chips, where nvcc is found (not
 
 # The same code as HIP: by Debian's hipcc, host side and all, and for a newer chip by a newer clang.
 # Optimised, a file of FP4 kernels takes minutes; not at all, ROCm's __syncthreads_or, which groups
-# ask for, keeps instructions of other chips.
+# ask for, keeps instructions of other chips. (Two make targets must not install packages at a time.)
 hip_gfx90a := env HIP_PLATFORM=amd hipcc -c --offload-arch=gfx90a
 hip_gfx942 := clang++-19 -O0 -nogpulib --offload-device-only -S --offload-arch=gfx942
 hip: | $(BUILD)/.system-packages  ## compile the GPU code as HIP for AMD's gfx90a and gfx942 (nothing is run)

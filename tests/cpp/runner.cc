@@ -177,7 +177,7 @@ std::vector<Run> runs(size_t most_of_cpu) {
 }  // namespace
 
 std::vector<Run> all_runs() { return runs(SIZE_MAX); }
-std::vector<Run> kernel_runs() { return runs(kSweepStep > 1 ? 0 : 1); }
+std::vector<Run> kernel_runs() { return runs(1); }
 
 std::unique_ptr<Runner> make_runner(const std::string& backend) {
   if (backend == "cpu") return std::make_unique<CpuRunner>();

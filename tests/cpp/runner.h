@@ -49,7 +49,7 @@ std::unique_ptr<Runner> make_runner(const std::string& backend);
 // A backend, and a seed of a test's random cases.
 using Run = std::tuple<std::string, uint64_t>;
 // All of both; and for tests of what is compiled for GPUs, which has no meaning on a CPU, one seed
-// there, or none where tests take samples.
+// there.
 std::vector<Run> all_runs(), kernel_runs();
 
 // A property test of one backend and one seed: BLOCKSCALE_BACKEND_TESTS(Name, all_runs())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -67,7 +66,7 @@ class Command:
 
 
 def _text(end: Connection) -> str:
-    with contextlib.closing(end), os.fdopen(os.dup(end.fileno()), errors="surrogateescape") as file:
+    with end, open(end.fileno(), errors="surrogateescape", closefd=False) as file:
         return file.read()
 
 
