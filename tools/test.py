@@ -15,10 +15,12 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SHARDS = 8  # of a C++ binary for each processor, so that no processor waits long for another
 
 
 @dataclass(frozen=True)
@@ -77,28 +79,28 @@ def verdict(name: str, status: int, count: Count | None, shards: int = 1) -> Cou
     return count
 
 
-def run_gtest(binary: Path, folder: Path, shards: int, under: Sequence[str] = ()) -> Count:
-    """The binary's tests in as many processes as `shards`, `under` a program such as an emulator;
-    what each says is printed whole."""
+def run_gtest(
+    binary: Path, folder: Path, shards: int, under: Sequence[str] = (), at_once: int | None = None
+) -> Count:
+    """The binary's tests in as many processes as `shards`, `at_once` or all at a time, `under` a
+    program such as an emulator; what each says is printed whole."""
     print(f"C++ tests: {binary}", flush=True)
     if not binary.exists():
         return verdict("C++ tests", 127, None)
-    running = []
-    for shard in range(shards):
+
+    def run(shard: int) -> Count:
         report, log = (folder / f"{binary.name}.{shard}.{end}" for end in ("json", "log"))
         environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
         with log.open("w") as output:
-            process = subprocess.Popen(
+            status = subprocess.call(
                 [*under, binary, "--gtest_brief=1", f"--gtest_output=json:{report}"],
                 cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        running.append((process, report, log))
-    total = Count()
-    for process, report, log in running:
-        status = process.wait()
         print(log.read_text(errors="replace"), end="", flush=True)
-        count = count_gtest(report) if report.exists() else None
-        total += verdict("C++ tests", status, count, shards)
+        return verdict("C++ tests", status, count_gtest(report) if report.exists() else None, shards)
+
+    with ThreadPoolExecutor(at_once or shards) as pool:
+        total = sum(pool.map(run, range(shards)), Count())
     return total if total != Count() else verdict("C++ tests", 0, total)
 
 
@@ -124,7 +126,7 @@ def main() -> int:
     total = Count()
     with tempfile.TemporaryDirectory() as folder:
         for binary in options.gtest:
-            total += run_gtest(binary, Path(folder), cores, options.under)
+            total += run_gtest(binary, Path(folder), SHARDS * cores, options.under, cores)
         if options.pytest:
             total += run_pytest(Path(folder, "python.xml"), min(cores, 8))
     print(total, flush=True)

@@ -72,6 +72,21 @@ BLOCKSCALE_DEVICE void wait_for_chunks() {
 #endif
 }
 
+// Brings a kernel's parameters p, from byte kFrom on, into the constant cache: every warp that has
+// time reads a word of each line, as each scheduler has a cache of its own.
+template <uint32_t kFrom = 0, class P>
+BLOCKSCALE_DEVICE void bring_parameters([[maybe_unused]] const P& p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr uint32_t kLine = 64;
+  uint32_t words = 0;
+#pragma unroll
+  for (uint32_t i = kFrom / kLine; i < sizeof(P) / kLine; ++i)
+    words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
+  // Something has to depend on the words, or nothing is read.
+  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
+#endif
+}
+
 // Every kernel begins with this: afterwards the next kernel may be launched, and the preceding ones
 // have ended and their writes are visible. Threads that have not passed it must touch no memory but
 // parameters, unless more was promised (Previous).
@@ -81,21 +96,13 @@ BLOCKSCALE_DEVICE void after_previous() {
 #endif
 }
 
-// The same for a kernel with parameters p. While the thread blocks that a device holds at once
-// (some hundreds) wait, they bring the parameters into the constant cache: every warp reads a word
-// of each line, as each scheduler has a cache of its own.
+// The same for a kernel with parameters p, which the thread blocks that a device holds at once
+// (some hundreds) bring meanwhile.
 template <class P>
 BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  constexpr uint32_t kFirstBlocks = 1024, kLine = 64;
-  if (blockIdx.x < kFirstBlocks && blockIdx.y == 0 && blockIdx.z == 0) {
-    uint32_t words = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < sizeof(P) / kLine; ++i)
-      words ^= reinterpret_cast<const uint32_t*>(&p)[i * kLine / 4];
-    // Something has to depend on the words, or nothing is read.
-    asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0; @q nanosleep.u32 0; }" ::"r"(words));
-  }
+  constexpr uint32_t kFirstBlocks = 1024;
+  if (blockIdx.x < kFirstBlocks && blockIdx.y == 0 && blockIdx.z == 0) bring_parameters(p);
 #endif
   after_previous();
 }

@@ -189,6 +189,8 @@ cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStre
 
   cudaLaunchConfig_t config{};
   const int clusters = cluster_count<T>(p.problem, multiprocessors);
+  p.out.early = p.problem.grouping == Grouping::dense &&
+                static_cast<int>(p.problem.group_units.by()) <= clusters;
   if (g.schedule == Schedule::dynamic) {
     p.problem.counter = counter_of(stream, g.previous);
     if (p.problem.counter < 0)  // none left after thousands of threads

@@ -273,6 +273,21 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
   if (lane == 0) stores_wait_read();
 }
 
+// By one thread: barriers, and the tensor maps where the copy engine finds them.
+template <class T, bool kSquare>
+BLOCKSCALE_DEVICE void set_up(const GemmParams& p, const Shared<T, kSquare>& shared,
+                              const Mailbox& mailbox) {
+  for (int i = 0; i < T::kStages; ++i) {
+    // Arrivals: the thread that loads codes, and the warp that loads scales.
+    barrier_init(shared.full(i), kBringsScales<T, kSquare> ? 1 : 1 + 32);
+    barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
+  }
+  mailbox.init(T::kGroups * 4 + (kBringsScales<T, kSquare> ? 0 : 1));  // plus the one for scales
+  barrier_init_done();
+  if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
+  if (p.out.boxes) prefetch_map(p.d);
+}
+
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2>
 BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
   extern __shared__ uint8_t memory[];
@@ -284,20 +299,18 @@ BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
   const Mailbox mailbox{shared.base + kMailboxAt<T, kSquare>,
                         reinterpret_cast<Work*>(tables + kWorkAt)};
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < T::kStages; ++i) {
-      // Arrivals: the thread that loads codes, and the warp that loads scales.
-      barrier_init(shared.full(i), kBringsScales<T, kSquare> ? 1 : 1 + 32);
-      barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
-    }
-    mailbox.init(T::kGroups * 4 + (kBringsScales<T, kSquare> ? 0 : 1));  // plus the one for scales
-    barrier_init_done();
-    if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
+  // One thread sets up the barriers while another, which will load codes, looks for its first work.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp == 4 * T::kGroups) {
+    cluster_arrive();
+    if (elect_one()) find_first<T>(p.problem, mailbox, rank);
+  } else {
+    if (threadIdx.x == 0) set_up<T, kSquare>(p, shared, mailbox);
+    __syncwarp();
+    cluster_arrive();
   }
-  if constexpr (T::kCluster > 1)
-    cluster_meet();
-  else
-    __syncthreads();
+  __syncwarp();
+  cluster_wait();
   if (p.problem.grouping != Grouping::dense) {
     before_units(p.problem);
     if (!list_groups<T>(p.problem, starts)) {
@@ -312,19 +325,20 @@ BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
 
   if (threadIdx.x >= 128 * T::kGroups) {
     registers_down<T::kCopyRegisters>();
-    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * T::kGroups;
-    if (warp == 0 && elect_one())
+    const int copying = warp - 4 * T::kGroups;
+    if (copying == 0 && elect_one())
       bring_tiles<T, kSquare>(p, shared, {p.problem, starts, mailbox, rank});
-    if (!kBringsScales<T, kSquare> && warp == 1) bring_scales<T, kSquare>(p, shared, mailbox);
+    if (!kBringsScales<T, kSquare> && copying == 1) bring_scales<T, kSquare>(p, shared, mailbox);
     // No other warp writes the rows of no group.
-    if (warp >= 2 && p.problem.grouping == Grouping::rows && !p.out.add) {
+    if (copying >= 2 && p.problem.grouping == Grouping::rows && !p.out.add) {
       after_previous();
-      fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, warp - 2);
+      fill_rows<2>(p, group_end(p.problem, p.problem.groups - 1), p.problem.m, 0, copying - 2);
     }
     __syncwarp();
     if constexpr (T::kSplit) cluster_sync();  // the one in add_parts()
   } else {
     registers_up<T::kMathRegisters>();
+    gpu::bring_parameters<offsetof(GemmParams, a_scales)>(p);  // before there is anything to do
     multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, mailbox, rank);
     __syncwarp();
   }

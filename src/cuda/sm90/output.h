@@ -101,66 +101,96 @@ BLOCKSCALE_DEVICE void finish(float (&sum)[T::kWaves][T::kN / 2], const GemmPara
   }
 }
 
+// Puts 64 rows x 128 bytes of a wave's sums, from the columns 8 * `eight` on, into a chunk: 16-byte
+// piece x of row r lies at x ^ r % 8, the copy engine's 128-byte swizzle.
+template <bool kF32>
+BLOCKSCALE_DEVICE void stage_chunk(const float* sum, int eight, uint32_t chunk) {
+  constexpr int kEights = kF32 ? 4 : 8;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_row = static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+  if constexpr (kF32) {
+    // Neighbouring lanes exchange halves: even lanes then hold four columns of the upper row, odd
+    // lanes of the lower. (Sums stored as pairs would have to lie in pairs of registers, which the
+    // main loop's multiply-adds would pay for in bank conflicts.)
+    const bool odd = lane % 2 != 0;
+    const int r = warp_row + lane / 4 + (odd ? 8 : 0);
+#pragma unroll
+    for (int g = 0; g < kEights; ++g) {
+      const float* v = sum + 4 * (eight + g);
+      const float x = __shfl_xor_sync(~0u, odd ? v[0] : v[2], 1);
+      const float y = __shfl_xor_sync(~0u, odd ? v[1] : v[3], 1);
+      store_shared4(chunk + r * 128 + ((g * 2 + lane % 4 / 2) ^ (r % 8)) * 16, odd ? x : v[0],
+                    odd ? y : v[1], odd ? v[2] : x, odd ? v[3] : y);
+    }
+  } else {
+    const int r = warp_row + lane % 16;
+#pragma unroll
+    for (int g = 0; g < kEights; g += 2) {
+      const float* v = sum + 4 * (eight + g);
+      const uint32_t words[4] = {to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]),
+                                 to_bf16x2(v[4], v[5]), to_bf16x2(v[6], v[7])};
+      store_matrices(chunk + r * 128 + ((g + lane / 16) ^ (r % 8)) * 16, words);
+    }
+  }
+}
+
 // Stores through shared memory, from which the copy engine writes while the next tile is computed;
-// it clips what lies outside D.
+// it clips what lies outside D. As many chunks at once as there is room for.
 template <class T, bool kSquare, bool kF32>
 BLOCKSCALE_DEVICE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], const GemmParams& p,
                                    const Shared<T, kSquare>& shared, int group, const Work& w,
                                    int row, int column) {
-  constexpr int kColumns = kF32 ? 32 : 64, kEights = kColumns / 8;
-  constexpr int kAcross = T::kN / kColumns, kTotal = T::kWaves * kAcross;
-  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
-  const int warp_row = thread / 32 * 16;
-  // In a single round each warp stores its own chunks: one thread would take longer.
-  constexpr bool kSpread = kTotal <= T::kChunks;
-  const bool stores = lane == 0 && (kSpread || thread == 0);
-#pragma unroll
-  for (int done = 0; done < kTotal; done += T::kChunks) {
+  constexpr int kColumns = kF32 ? 32 : 64, kAcross = T::kN / kColumns;
+  constexpr int kTotal = T::kWaves * kAcross;
+  const int warp = static_cast<int>(threadIdx.x) % 128 / 32, lane = lane_index();
+  const auto stage = [&](int i, int chunk) {
+    stage_chunk<kF32>(sum[i / kAcross], i % kAcross * kColumns / 8, shared.chunk(group, chunk));
+  };
+  const auto store = [&](int i, int chunk) {
+    store_box(shared.chunk(group, chunk), p.d, column + i % kAcross * kColumns,
+              row + i / kAcross * T::kWaveRows,
+              p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
+  };
+  const auto begin = [&](bool stores) {
     if (stores) stores_wait_read();  // of what the chunks held before
     named_sync(1 + group, 128);
-#pragma unroll
-    for (int i = 0; i < T::kChunks; ++i) {
-      if (done + i >= kTotal) break;
-      const int wave = (done + i) / kAcross, first = (done + i) % kAcross * kEights;
-      const uint32_t chunk = shared.chunk(group, i);
-      // 16-byte piece x of row r lies at x ^ r % 8: the copy engine's 128-byte swizzle.
-      if constexpr (kF32) {
-        // Neighbouring lanes exchange halves: even lanes then hold four columns of the upper row,
-        // odd lanes of the lower. (Sums stored as pairs would have to lie in pairs of registers,
-        // which the main loop's multiply-adds would pay for in bank conflicts.)
-        const bool odd = lane % 2 != 0;
-        const int r = warp_row + lane / 4 + (odd ? 8 : 0);
-#pragma unroll
-        for (int g = 0; g < kEights; ++g) {
-          const float* v = sum[wave] + 4 * (first + g);
-          const float x = __shfl_xor_sync(~0u, odd ? v[0] : v[2], 1);
-          const float y = __shfl_xor_sync(~0u, odd ? v[1] : v[3], 1);
-          store_shared4(chunk + r * 128 + ((g * 2 + lane % 4 / 2) ^ (r % 8)) * 16, odd ? x : v[0],
-                        odd ? y : v[1], odd ? v[2] : x, odd ? v[3] : y);
-        }
-      } else {
-        const int r = warp_row + lane % 16;
-#pragma unroll
-        for (int g = 0; g < kEights; g += 2) {
-          const float* v = sum[wave] + 4 * (first + g);
-          const uint32_t words[4] = {to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]),
-                                     to_bf16x2(v[4], v[5]), to_bf16x2(v[6], v[7])};
-          store_matrices(chunk + r * 128 + ((g + lane / 16) ^ (r % 8)) * 16, words);
-        }
-      }
-    }
+  };
+  const auto staged = [&] {
     gpu::fence_copies();
     named_sync(1 + group, 128);
-    if (stores) {
-#pragma unroll
-      for (int i = 0; i < T::kChunks; ++i) {
-        if (done + i >= kTotal) break;
-        if (kSpread && i % 4 != thread / 32) continue;
-        store_box(shared.chunk(group, i), p.d, column + (done + i) % kAcross * kColumns,
-                  row + (done + i) / kAcross * T::kWaveRows,
-                  p.problem.grouping == Grouping::contraction ? w.group : 0, p.out.add);
+  };
+  if constexpr (kTotal <= T::kChunks) {
+    // Each warp stores a chunk: one thread would take longer. Before the end of a CTA, nothing
+    // hides that the copy engine reads them, so one half leaves while the other is staged.
+    constexpr int kHalf = kTotal / 2;
+    static_assert(kTotal <= 4);
+    const auto leave = [&](int first, int last) {
+      staged();
+      if (lane == 0 && first <= warp && warp < last) {
+        store(warp, warp);
+        stores_commit();
       }
-      stores_commit();
+    };
+    begin(lane == 0);
+#pragma unroll
+    for (int i = 0; i < kTotal; ++i) {
+      stage(i, i);
+      if (i + 1 == kHalf && p.out.early) leave(0, kHalf);
+    }
+    leave(p.out.early ? kHalf : 0, kTotal);
+  } else {
+    const bool stores = warp == 0 && lane == 0;
+#pragma unroll
+    for (int done = 0; done < kTotal; done += T::kChunks) {
+      begin(stores);
+#pragma unroll
+      for (int i = 0; i < T::kChunks && done + i < kTotal; ++i) stage(done + i, i);
+      staged();
+      if (stores) {
+#pragma unroll
+        for (int i = 0; i < T::kChunks && done + i < kTotal; ++i) store(done + i, i);
+        stores_commit();
+      }
     }
   }
 }

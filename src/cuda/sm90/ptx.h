@@ -199,10 +199,12 @@ BLOCKSCALE_DEVICE uint32_t cluster_rank() {
 BLOCKSCALE_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The same where only barriers have been written before: it avoids a GPU-wide fence.
-BLOCKSCALE_DEVICE void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+// The two halves of the same, where only barriers have been written before: no GPU-wide fence.
+BLOCKSCALE_DEVICE void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+BLOCKSCALE_DEVICE void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 template <int kCount>
 BLOCKSCALE_DEVICE void registers_down() {

@@ -46,6 +46,11 @@ struct Mailbox {
       barrier_init(number_full(i), 1), barrier_init(number_empty(i), 1);
     }
   }
+  // The first work may be written before the barriers exist, and is posted once they do.
+  BLOCKSCALE_DEVICE Work post_first() const {
+    barrier_arrive(full(0));
+    return posted[0];
+  }
   BLOCKSCALE_DEVICE void post(int turn, const Work& w) const {
     barrier_wait(empty(turn), phase(turn) ^ 1);
     posted[turn % kSlots] = w;
@@ -59,6 +64,25 @@ struct Mailbox {
     return w;
   }
 };
+
+// A schedule is dynamic if it has a counter. With K split, the launch has a cluster for every unit.
+template <class T>
+BLOCKSCALE_DEVICE bool is_dynamic(const Problem& p) {
+  return !T::kSplit && p.counter >= 0;
+}
+// Whether a CTA's first unit depends on parameters alone: then the launch has no more clusters than
+// units, and find_first() writes that work before the barriers exist.
+template <class T>
+BLOCKSCALE_DEVICE bool knows_first(const Problem& p) {
+  return p.grouping == Grouping::dense && !is_dynamic<T>(p);
+}
+template <class T>
+BLOCKSCALE_DEVICE void find_first(const Problem& p, const Mailbox& mailbox, int rank) {
+  int place = 0;
+  if (knows_first<T>(p))
+    mailbox.posted[0] =
+        work_of<T>(p, nullptr, static_cast<int>(blockIdx.x) / T::kCluster, rank, place);
+}
 
 // Follows its CTA's units, one after another until there are none.
 struct Reader {
@@ -82,6 +106,8 @@ class Scheduler {
     ask();
   }
   BLOCKSCALE_DEVICE Work next(int turn) {
+    // In this order: in the other, ptxas spills registers of the loop that loads codes.
+    if (knows_first<T>(problem_) && turn == 0) return mailbox_.post_first();
     const int unit = dynamic() ? next_drawn(turn) : cluster() + turn * clusters();
     const Work w = unit < count_ ? work_of<T>(problem_, starts_, unit, rank_, place_) : no_work();
     mailbox_.post(turn, w);
@@ -98,8 +124,7 @@ class Scheduler {
  private:
   static BLOCKSCALE_DEVICE int clusters() { return static_cast<int>(gridDim.x) / T::kCluster; }
   static BLOCKSCALE_DEVICE int cluster() { return static_cast<int>(blockIdx.x) / T::kCluster; }
-  // With K split, the launch has a cluster for every unit.
-  BLOCKSCALE_DEVICE bool dynamic() const { return !T::kSplit && problem_.counter >= 0; }
+  BLOCKSCALE_DEVICE bool dynamic() const { return is_dynamic<T>(problem_); }
 
   BLOCKSCALE_DEVICE int next_drawn(int turn) {
     if constexpr (T::kCluster > 1) first() ? tell(turn) : hear(turn);
