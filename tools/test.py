@@ -97,7 +97,8 @@ def run_gtest(
                 cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         print(log.read_text(errors="replace"), end="", flush=True)
-        return verdict("C++ tests", status, count_gtest(report) if report.exists() else None, shards)
+        count = count_gtest(report) if report.exists() else None
+        return verdict("C++ tests", status, count, shards)
 
     with ThreadPoolExecutor(at_once or shards) as pool:
         total = sum(pool.map(run, range(shards)), Count())
