@@ -14,13 +14,11 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARDS = 8  # of a C++ binary for each processor, so that no processor waits long for another
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,14 @@ def count_pytest(report: Path) -> Count:
     return total
 
 
+def read(report: Path, count: Callable[[Path], Count]) -> Count | None:
+    """What a report says; none where there is no whole one."""
+    try:
+        return count(report)
+    except (OSError, ValueError, KeyError, ET.ParseError):
+        return None
+
+
 def verdict(name: str, status: int, count: Count | None, shards: int = 1) -> Count:
     """The count to believe, given the exit status of the runner; one shard of many may be empty."""
     if count is None:
@@ -79,29 +85,27 @@ def verdict(name: str, status: int, count: Count | None, shards: int = 1) -> Cou
     return count
 
 
-def run_gtest(
-    binary: Path, folder: Path, shards: int, under: Sequence[str] = (), at_once: int | None = None
-) -> Count:
-    """The binary's tests in as many processes as `shards`, `at_once` or all at a time, `under` a
-    program such as an emulator; what each says is printed whole."""
+def run_gtest(binary: Path, folder: Path, shards: int, under: Sequence[str] = ()) -> Count:
+    """The binary's tests in as many processes as `shards`, `under` a program such as an emulator;
+    what each says is printed whole."""
     print(f"C++ tests: {binary}", flush=True)
     if not binary.exists():
         return verdict("C++ tests", 127, None)
-
-    def run(shard: int) -> Count:
+    running = []
+    for shard in range(shards):
         report, log = (folder / f"{binary.name}.{shard}.{end}" for end in ("json", "log"))
         environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)}
         with log.open("w") as output:
-            status = subprocess.call(
+            process = subprocess.Popen(
                 [*under, binary, "--gtest_brief=1", f"--gtest_output=json:{report}"],
                 cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
+        running.append((process, report, log))
+    total = Count()
+    for process, report, log in running:
+        status = process.wait()
         print(log.read_text(errors="replace"), end="", flush=True)
-        count = count_gtest(report) if report.exists() else None
-        return verdict("C++ tests", status, count, shards)
-
-    with ThreadPoolExecutor(at_once or shards) as pool:
-        total = sum(pool.map(run, range(shards)), Count())
+        total += verdict("C++ tests", status, read(report, count_gtest), shards)
     return total if total != Count() else verdict("C++ tests", 0, total)
 
 
@@ -110,7 +114,7 @@ def run_pytest(report: Path, workers: int) -> Count:
     print("Python tests: tests/python", flush=True)
     options = ["-n", str(workers), "--dist=loadfile", f"--junitxml={report}"]
     status = subprocess.call([sys.executable, "-m", "pytest", *options], cwd=ROOT)
-    return verdict("Python tests", status, count_pytest(report) if report.exists() else None)
+    return verdict("Python tests", status, read(report, count_pytest))
 
 
 def main() -> int:
@@ -127,7 +131,7 @@ def main() -> int:
     total = Count()
     with tempfile.TemporaryDirectory() as folder:
         for binary in options.gtest:
-            total += run_gtest(binary, Path(folder), SHARDS * cores, options.under, cores)
+            total += run_gtest(binary, Path(folder), cores, options.under)
         if options.pytest:
             total += run_pytest(Path(folder, "python.xml"), min(cores, 8))
     print(total, flush=True)

@@ -79,6 +79,16 @@ def test_a_crash_of_the_gtest_binary_is_one_failure(summary: ModuleType, tmp_pat
     assert str(summary.run_gtest(binary, tmp_path, 1)).startswith("0 passed, 1 ")
 
 
+@pytest.mark.parametrize("report", ['{"testsuites": [', '{"tests": 3}', ""])
+def test_a_report_that_is_cut_off_is_one_failure(
+    summary: ModuleType, tmp_path: Path, report: str
+) -> None:
+    """As by a disk that is full, even if the runner says that all is well."""
+    (tmp_path / "cut.json").write_text(report)
+    binary = gtest_binary(tmp_path, f'cp {tmp_path}/cut.json "${{2#--gtest_output=json:}}"')
+    assert str(summary.run_gtest(binary, tmp_path, 1)) == "0 passed, 1 failed, 0 skipped"
+
+
 def test_shards_are_counted_together_and_one_that_crashes_is_a_failure(
     summary: ModuleType, tmp_path: Path
 ) -> None:

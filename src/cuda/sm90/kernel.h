@@ -29,7 +29,7 @@ struct Output {
   bool f32 = false;
   bool add = false;    // to the previous D; FP32 only
   bool boxes = false;  // the copy engine can write D
-  bool early = false;  // in halves, see store_boxes()
+  bool early = false;  // a hint: no cluster has a second unit
   bool pairs = false;  // pairs of neighbouring elements of D are aligned to their size
 };
 

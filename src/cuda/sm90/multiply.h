@@ -1,6 +1,7 @@
 // The kernel's math warpgroups: multiply, promote, and walk over the tiles.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 #include "cuda/sm90/output.h"

@@ -160,7 +160,7 @@ BLOCKSCALE_DEVICE void store_boxes(const float (&sum)[T::kWaves][T::kN / 2], con
     named_sync(1 + group, 128);
   };
   if constexpr (kTotal <= T::kChunks) {
-    // Each warp stores a chunk: one thread would take longer. Before the end of a CTA, nothing
+    // Each warp stores a chunk: one thread would take longer. After a CTA's only tile, nothing
     // hides that the copy engine reads them, so one half leaves while the other is staged.
     constexpr int kHalf = kTotal / 2;
     static_assert(kTotal <= 4);

@@ -199,7 +199,8 @@ BLOCKSCALE_DEVICE uint32_t cluster_rank() {
 BLOCKSCALE_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The two halves of the same, where only barriers have been written before: no GPU-wide fence.
+// The two halves of the same without its GPU-wide fence: what was written before stays
+// unpublished, but for barriers after barrier_init_done().
 BLOCKSCALE_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

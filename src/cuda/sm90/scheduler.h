@@ -39,7 +39,7 @@ struct Mailbox {
   BLOCKSCALE_DEVICE uint32_t number_empty(int turn) const { return full(turn) + 24; }
   BLOCKSCALE_DEVICE uint32_t number(int turn) const { return full(turn) + 32; }
 
-  // Called by one thread, before anything else. `readers`: warps that read the posted work.
+  // Called by one thread, before any barrier is used. `readers`: warps that read the posted work.
   BLOCKSCALE_DEVICE void init(int readers) const {
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(full(i), 1), barrier_init(empty(i), 32 * readers);
