@@ -67,9 +67,11 @@ struct Tile {
   static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kSharing);  // of a cluster
   static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kSharing : 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
-  // Together no more than the launch gives all threads: 168 or 128 per thread.
-  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 152;
-  static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 56;
+  // Two waves of sums need every register that the threads that load can spare.
+  static constexpr int kMathRegisters = kGroups == 3 ? 152 : kWaves > 1 ? 232 : 224;
+  // What is left of the launch's 168 or 128 per thread.
+  static constexpr int kCopyRegisters =
+      (kGroups + 1) * (kGroups == 3 ? 128 : 168) - kGroups * kMathRegisters;
 
   // Shared memory, in bytes.
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
@@ -170,8 +172,8 @@ BLOCKSCALE_DEVICE void for_each_block(const GemmParams& p, const Shared<T, kSqua
   for (int turn = 0;; ++turn) {
     const Work w = units.next(turn);
     if (w.blocks < 0) break;
-    if (turn == 0) before_operands(p.problem);  // the first tile may be found before the wait
     const auto bring = start(w, p.problem.grouping == Grouping::rows ? w.group : 0);
+    if (turn == 0) before_operands(p.problem);  // what comes before may come before the wait
     if (w.blocks == 0) units.ask();
     for (int i = 0; i < w.blocks; ++i, ring.next()) {
       if (i == w.blocks - 1) units.ask();  // the answer arrives while the stage becomes free
