@@ -4,7 +4,11 @@ namespace blockscale::gpu {
 
 std::span<const Table> mxfp4_kernels() {
   static constexpr Table kTables[] = {
-      Table(kFp4Entries<Format::e8m0>),
+#if BLOCKSCALE_SAMPLE < 2
+    Table(kFp4Entries<Format::e8m0>),
+#else
+    Table(&kColumns<Fp4Hadamard<Format::e8m0> >, 1),
+#endif
   };
   return kTables;
 }
