@@ -9,7 +9,7 @@ std::span<const Table> fp8_kernels() {
 #if BLOCKSCALE_SAMPLE < 2
     Table(kFp8Entries<Encoder::byte, Format::e8m0>),
 #else
-    Table(&kColumns<Fp8<Encoder::byte, Format::e8m0> >, 1),
+    Table(&kColumns<Fp8<Encoder::byte, Format::e8m0>>, 1),
 #endif
 #if BLOCKSCALE_SAMPLE < 1
     Table(kFp8Entries<Encoder::e4m3fn, Format::e8m0>),

@@ -7,7 +7,7 @@ std::span<const Table> mxfp4_kernels() {
 #if BLOCKSCALE_SAMPLE < 2
     Table(kFp4Entries<Format::e8m0>),
 #else
-    Table(&kColumns<Fp4Hadamard<Format::e8m0> >, 1),
+    Table(&kColumns<Fp4Hadamard<Format::e8m0>>, 1),
 #endif
   };
   return kTables;
