@@ -22,12 +22,12 @@ constexpr PairEntry kBoth = kPair<Row, Column, W, W>;
 
 std::span<const PairEntry> pair_kernels() {
   static constexpr PairEntry kEntries[] = {
-    kBoth<X8, W8, W8>,
+    kForward<X8, W8, W8>,
     kBoth<Fp4<e4m3>, Fp4Hadamard<e4m3>, Fp4Square<e4m3>>,
 #if BLOCKSCALE_SAMPLE < 2
     kForward<X8, X8, W8>,
     kBoth<X8, X8, W8>,
-    kForward<X8, W8, W8>,
+    kBoth<X8, W8, W8>,
     kForward<Fp4<e4m3>, Fp4Hadamard<e4m3>, Fp4Square<e4m3>>,
 #endif
 #if BLOCKSCALE_SAMPLE < 1
