@@ -51,8 +51,8 @@ TEST(QuantizationError, IsWhatTheGridAndTheScalesPredict) {
   const std::vector<float> x = gaussians(11, kRows * kColumns);
   size_t number = 0;
   for (const QuantSpec& spec : valid_specs()) {
-    if (spec.hadamard.dim) continue;  // dequantize gives the transformed operand
-    if (kSweepStep > 1 && number++ % 5 != 0) continue;
+    if (spec.hadamard.dim) continue;                    // dequantize gives the transformed operand
+    if (kSweepStep > 1 && number++ % 5 != 0) continue;  // under sanitizers, a sample
     const Quantization q(spec, x, kRows, kColumns, {5, 6});
     const std::vector<double>& grid = model_magnitudes(spec.element);
     double predicted = 0, measured = 0;

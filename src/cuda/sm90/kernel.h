@@ -69,9 +69,9 @@ struct Tile {
   static constexpr int kThreads = 128 * (kGroups + 1);
   // Two waves of sums need every register that the threads that load can spare.
   static constexpr int kMathRegisters = kGroups == 3 ? 152 : kWaves > 1 ? 232 : 224;
-  // What is left of the launch's 168 or 128 per thread.
-  static constexpr int kCopyRegisters =
-      (kGroups + 1) * (kGroups == 3 ? 128 : 168) - kGroups * kMathRegisters;
+  // What is left of the launch's, as many per thread as a multiprocessor has: 168 or 128.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kCopyRegisters = (kGroups + 1) * kLaunchRegisters - kGroups * kMathRegisters;
 
   // Shared memory, in bytes.
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
