@@ -78,15 +78,15 @@ def sustained(replay: Callable[[], Any], calls: int, took: float) -> tuple[float
     finally:
         over.set()
         watcher.join()
-    # The first half was to warm it.
+    # The first half only warms the device up.
     return each / calls, statistics.median(clock for at, clock in seen if (begin + end) / 2 < at)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, what: object) -> float:
-    """The relative error of a product, of its norm; ends the run where it is no such product."""
+    """The error of a product relative to its Frobenius norm; exits if it is above 5e-3."""
     difference = (got.double() - want.double()).norm()
     error = float(difference / want.double().norm()) if want.numel() else 0.0
-    if not error <= 5e-3:  # NaN is no number of these
+    if not error <= 5e-3:  # also if it is NaN
         raise SystemExit(f"{what}: relative error {error}")
     return error
 
@@ -99,7 +99,7 @@ def speeds(
     calls: int,
 ) -> dict[str, Any]:
     """TFLOP/s for `work` of 10^12 operations: ours and the peers' in bursts, or why they refuse;
-    then ours that lasts, with its clock, which comes last because it warms the device."""
+    then our sustained speed and its clock; last, because that heats the device."""
     took, replay = replayed(ours, runs, calls)
     found: dict[str, Any] = {"blockscale": work / took}
     for name, peer in peers.items():

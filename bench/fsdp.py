@@ -100,14 +100,14 @@ class Training:
         self.times: dict[int, list[float]] = {batch: [] for batch in BATCHES}
 
     def step(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[int, int]:
-        """Of `model.py`; weights and optimizer were there before."""
+        """`model.step`; its sizes leave out weights and optimizer."""
         found = step(self.model, x, dy, self.optimizer.step)
         self.case.after_step(self.model)
         return found
 
 
 def check(x: torch.Tensor) -> None:
-    """That a forward with codes is one with values."""
+    """Check that gathering codes gives the bits of gathering values."""
     for case in cases():
         if case.gathers == "codes" and not case.name.startswith("torchao"):
             y = [Training(ours(case.name, it), False).model(x) for it in ("values", "codes")]
@@ -119,7 +119,7 @@ def main() -> None:
     dist.init_process_group("nccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
-    torch._dynamo.config.recompile_limit = 64  # each model is another code for the same block
+    torch._dynamo.config.recompile_limit = 64  # each model compiles the same block anew
     torch.manual_seed(rank)
     shape = (LENGTH, WIDTH)
     data = {

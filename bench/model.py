@@ -118,8 +118,8 @@ def step(
     dy: torch.Tensor,
     update: Callable[[], object] = lambda: None,
 ) -> tuple[int, int]:
-    """A forward, a backward and what comes of the gradients; bytes that the forward left for the
-    backward, and most of all, beside what was there before."""
+    """One forward, backward and `update`. Returns two sizes in bytes, beyond what was allocated
+    before: what the forward keeps for the backward, and the peak."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = model(x)
@@ -135,7 +135,8 @@ def step(
 def figures(
     times: list[float], of_bf16: list[float], tokens: int, memory: tuple[int, int]
 ) -> dict[str, Any]:
-    """Of steps of so many ms and BF16's in turn, and of what `step` returned."""
+    """One row: the median time, the speed relative to BF16's steps of the same turns, and the sizes
+    from `step`."""
     ms = statistics.median(times)
     ratio = statistics.median(a / b for a, b in zip(of_bf16, times, strict=True))
     held, most = (round(size / 1e9, 3) for size in memory)
@@ -145,7 +146,7 @@ def figures(
 
 def main() -> None:
     given = options(__doc__.splitlines()[0])
-    torch._dynamo.config.recompile_limit = 64  # each model is another code for the same block
+    torch._dynamo.config.recompile_limit = 64  # each model compiles the same block anew
     x = torch.randn(BATCH, LENGTH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     models: dict[tuple[str, bool], nn.Sequential] = {}

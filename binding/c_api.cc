@@ -5,10 +5,11 @@
 // length >= n means that the text was cut: call again with more room. On failure the length is
 // negated and the text is the error.
 #include <algorithm>
+#include <charconv>
 #include <cstring>
-#include <functional>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "blockscale/ops.h"
@@ -97,7 +98,7 @@ std::string backends_json() {
   });
 }
 
-long write(const std::string& text, bool ok, char* out, long n) {
+long write(std::string_view text, bool ok, char* out, long n) {
   if (n > 0) {
     const size_t count = std::min(text.size(), static_cast<size_t>(n - 1));
     std::memcpy(out, text.data(), count);
@@ -108,12 +109,23 @@ long write(const std::string& text, bool ok, char* out, long n) {
 }
 
 // No exception crosses the C boundary.
-long answer(const std::function<std::string()>& make, char* out, long n) {
+template <class Make>
+long answer(const Make& make, char* out, long n) noexcept {
   try {
     return write(make(), true, out, n);
   } catch (const std::exception& error) {
     return write(error.what(), false, out, n);
+  } catch (...) {
+    return write("unknown error", false, out, n);
   }
+}
+
+int64_t count_of(const char* op, const char* name, std::string_view text) {
+  int64_t count = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
+  if (error != std::errc() || end != text.data() + text.size() || count < 0)
+    fail(op, name, text, "a number from 0 on");
+  return count;
 }
 
 }  // namespace
@@ -158,12 +170,14 @@ BLOCKSCALE_EXPORT long bs_matmul_path(const char* op, const char* spec, const ch
   return answer([&] { return binding::matmul_path(op, parse_spec(spec), device); }, out, n);
 }
 
-// Whether a weight of spec `weight` that is made ahead of products with operands of spec `a`, whose
-// rows so many groups (or 0) divide, is widened on the current GPU.
+// Whether the operands of a layer's products are widened on the current GPU, where the left ones
+// have spec `a` and rows in so many groups (or 0), and the right ones have spec `weight`.
 BLOCKSCALE_EXPORT long bs_widens(const char* a, const char* weight, const char* groups, char* out,
                                  long n) {
   using namespace blockscale;
-  return answer(
-      [&] { return boolean(gpu::widens(parse_spec(a), parse_spec(weight), std::stoll(groups))); },
-      out, n);
+  const auto widens = [&] {
+    const int64_t count = count_of("widens", "groups", groups);
+    return boolean(gpu::widens(parse_spec(a), parse_spec(weight), count));
+  };
+  return answer(widens, out, n);
 }

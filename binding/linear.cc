@@ -143,22 +143,25 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& w, const std::optiona
   const int64_t* const seed_at = key_or_none(at, "seed", seed);
   const int64_t* const offset_at = key_or_none(at, "offset", offset);
   const int64_t n = w.size(w.dim() - 2), k = w.size(w.dim() - 1);
+  const bool x_widens = goes_wide(at, recipe.fprop_x, recipe.fprop_w, groups.count);
   std::optional<Making> xs, ws;
   std::optional<Operand> whole_w;
   std::optional<Side> left, right;
   if (!quantized_x) {
-    xs.emplace(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x, Wanted::here,
-               outside_if(dw && recipe.wgrad_x), Key{Role::x, seed_at, offset_at}, x_cut);
+    xs.emplace(at, x, false, groups, Wish{recipe.fprop_x, Wanted::here, x_widens},
+               Wish{recipe.wgrad_x, outside_if(dw && recipe.wgrad_x)},
+               Key{Role::x, seed_at, offset_at}, x_cut);
     left = xs->row;
   } else {
     require(recipe.fprop_x && !quantized_x->empty(), at.op(), "quantized_x", "none",
             "what quantize_input returned");
-    left = made_before(at, "quantized_x", quantized_x->front(), *recipe.fprop_x, -1,
-                       {rows, k, 1, groups});
+    left = made_before(at, "quantized_x", quantized_x->front(),
+                       x_widens ? gpu::kWidened : *recipe.fprop_x, -1, {rows, k, 1, groups});
   }
   if (!quantized_w) {
-    ws.emplace(at, w, grouped, Groups{}, recipe.fprop_w, recipe.dgrad_w, Wanted::here,
-               outside_if(dx && recipe.dgrad_w), Key{Role::w, seed_at, offset_at}, w_cut);
+    ws.emplace(at, w, grouped, Groups{}, Wish{recipe.fprop_w, Wanted::here},
+               Wish{recipe.dgrad_w, outside_if(dx && recipe.dgrad_w)},
+               Key{Role::w, seed_at, offset_at}, w_cut);
     right = ws->row;
   } else {
     right = made_ahead(at, w, *quantized_w, recipe, groups.count, whole_w);
@@ -218,9 +221,9 @@ std::vector<Tensor> quantize_weight_op(Tensor w, Text recipe_text, bool dgrad,
   const bool column_wide = lies_wide(at, recipe.dgrad_dy, recipe.dgrad_w, groups);
   // What is widened is quantized into memory of this call.
   const auto wanted = [](bool made, bool wide) { return wide ? here_if(made) : outside_if(made); };
-  Making made(at, w, batched, {}, recipe.fprop_w, recipe.dgrad_w,
-              wanted(recipe.fprop_w.has_value(), row_wide),
-              wanted(dgrad && recipe.dgrad_w, column_wide),
+  Making made(at, w, batched, {},
+              Wish{recipe.fprop_w, wanted(recipe.fprop_w.has_value(), row_wide)},
+              Wish{recipe.dgrad_w, wanted(dgrad && recipe.dgrad_w, column_wide)},
               {Role::w, key_or_none(at, "seed", seed), key_or_none(at, "offset", offset)});
   std::vector<Tensor> results;
   const auto allocate = [&](std::optional<Made>& operand, bool wide) {
@@ -250,9 +253,10 @@ std::vector<Tensor> quantize_input_op(Tensor x, Text recipe_text, bool dw,
   const Place at(name_of(offsets.has_value()), "x", x);
   require(x.dim() >= 1, at.op(), "x.dim()", x.dim(), "1 or more, [..., K]");
   const Groups groups = groups_of(at, offsets, std::nullopt, rows_of(x));
-  Making made(at, x, false, groups, recipe.fprop_x, recipe.wgrad_x,
-              outside_if(recipe.fprop_x.has_value()), outside_if(dw && recipe.wgrad_x),
-              Key{Role::x, nullptr, nullptr});
+  const bool widens = goes_wide(at, recipe.fprop_x, recipe.fprop_w, groups.count);
+  Making made(
+      at, x, false, groups, Wish{recipe.fprop_x, outside_if(recipe.fprop_x.has_value()), widens},
+      Wish{recipe.wgrad_x, outside_if(dw && recipe.wgrad_x)}, Key{Role::x, nullptr, nullptr});
   std::vector<Tensor> results;
   for (std::optional<Made>* operand : {&made.made_row, &made.made_column})
     if (*operand) results.push_back(hand_out(at, operand).memory);
@@ -390,12 +394,17 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
   const bool dx = needs.dx && !skip_dx, dw = needs.dw && !skip_dw;
 
   const ScalarType dtype = dy.scalar_type();
-  const Making dys(at, dy, false, groups, recipe.dgrad_dy, recipe.wgrad_dy, here_if(dx),
-                   here_if(dw), {Role::dy, from.seed, from.offset}, cut);
+  // Turned round, the product for dw has dy on the right.
+  const bool dx_widens = goes_wide(at, recipe.dgrad_dy, recipe.dgrad_w, groups.count);
+  const bool dw_widens =
+      (!w_turned || into) && goes_wide(at, recipe.wgrad_dy, recipe.wgrad_x, groups.count, m);
+  const Making dys(at, dy, false, groups, Wish{recipe.dgrad_dy, here_if(dx), dx_widens},
+                   Wish{recipe.wgrad_dy, here_if(dw), dw_widens},
+                   {Role::dy, from.seed, from.offset}, cut);
   std::optional<Making> ws;
   if (dx && from.w_values)
-    ws.emplace(at, *from.w_values, static_cast<bool>(groups), Groups{}, Spec(), recipe.dgrad_w,
-               Wanted::no, Wanted::here, Key{Role::w, nullptr, nullptr});
+    ws.emplace(at, *from.w_values, static_cast<bool>(groups), Groups{}, Wish{Spec(), Wanted::no},
+               Wish{recipe.dgrad_w, Wanted::here}, Key{Role::w, nullptr, nullptr});
   // Before anything is added to `into`: a call that lacks memory leaves that as it was.
   std::optional<Tensor> bias_gradient;
   if (db) {
@@ -423,8 +432,8 @@ std::vector<Tensor> backward(const Tensor& dy, const std::vector<Tensor>& saved,
     check_into(at, into, sizes);
     std::optional<Making> xs;
     if (from.x_values) {
-      xs.emplace(at, *from.x_values, false, groups, Spec(), recipe.wgrad_x, Wanted::no,
-                 Wanted::here, Key{Role::x, nullptr, nullptr});
+      xs.emplace(at, *from.x_values, false, groups, Wish{Spec(), Wanted::no},
+                 Wish{recipe.wgrad_x, Wanted::here}, Key{Role::x, nullptr, nullptr});
       previous = make(at, &*xs);
     }
     const Target to{w_dtype.value_or(dtype), sizes, into, previous};

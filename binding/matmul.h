@@ -36,7 +36,7 @@ struct Target {
 Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, const Target& target,
               const Decoded* values = nullptr);
-// The same of a in MXFP4, and a b that was widened before.
+// The same of two MXFP4 operands that were widened before.
 Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
               const std::optional<Tensor>& bias, const Target& target);
 // Whether the core's GEMM reads codes, those of the operands or wider ones; else both are decoded.

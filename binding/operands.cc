@@ -107,6 +107,10 @@ bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t group
   return gpu::widens(*a, *weight, groups);
 }
 
+bool goes_wide(const Place& at, const Spec& a, const Spec& b, int64_t groups, int64_t rows) {
+  return lies_wide(at, a, b, groups) && rows + groups * gpu::kWidened.block < gpu::kGpuLimit;
+}
+
 Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
                  int axis, const Extent& e) {
   const Plan plan(spec, axis, e);
@@ -139,8 +143,8 @@ Tensor matrix(const Tensor& x) {
   return x.is_contiguous() ? with_shape(x, sizes) : torch::stable::reshape(x, sizes);
 }
 
-Made::Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wanted wanted)
-    : plan(spec, axis, e), view(plan.q) {
+Made::Made(const Place& at, const QuantSpec& stored, int axis, const Extent& e, Wanted wanted)
+    : plan(stored, axis, e), view(plan.q) {
   if (wanted == Wanted::outside) return;
   uint8_t* const base = at.memory().take(plan.codes + plan.outer + plan.scales);
   view.codes = base;
@@ -149,26 +153,26 @@ Made::Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wa
 }
 
 Making::Making(const Place& at, const Tensor& x, bool batched, const Groups& groups,
-               const Spec& row_spec, const Spec& column_spec, Wanted want_row, Wanted want_column,
-               const Key& key, const Cut& cut)
+               const Wish& row_wish, const Wish& column_wish, const Key& key, const Cut& cut)
     : in(input(at, x.dim() == 1 ? matrix(x) : x, -1, batched)) {
   const Extent extent{in.view.rows, in.view.columns, in.view.batch, groups};
-  const auto prepare = [&](const Spec& spec, int axis, Wanted wanted, const float* amax,
-                           std::optional<Made>& made, QuantizeOptions& o,
-                           std::optional<Side>& side) {
-    if (wanted == Wanted::no) return;
+  const auto prepare = [&](const Wish& wish, int axis, const float* amax, std::optional<Made>& made,
+                           QuantizeOptions& o, std::optional<Side>& side) {
+    const Spec& spec = wish.spec;
+    if (wish.wanted == Wanted::no) return;
     if (!spec) {
       side = Side{batched ? x : matrix(x), axis, std::nullopt};
       return;
     }
-    made.emplace(at, *spec, axis, extent, wanted);
+    made.emplace(at, wish.widens ? gpu::kWidened : *spec, axis, extent, wish.wanted);
     if (spec->stochastic()) o = drawn(at, key);
+    if (wish.widens) o.widened = spec;
     o.origin_row = cut.row, o.origin_column = cut.column;
     if (spec->outer) o.amax = amax;
-    if (wanted == Wanted::here) side = Side{std::nullopt, axis, as_const(made->view)};
+    if (wish.wanted == Wanted::here) side = Side{std::nullopt, axis, as_const(made->view)};
   };
-  prepare(row_spec, -1, want_row, cut.row_amax, made_row, row_options, row);
-  prepare(column_spec, -2, want_column, cut.column_amax, made_column, column_options, column);
+  prepare(row_wish, -1, cut.row_amax, made_row, row_options, row);
+  prepare(column_wish, -2, cut.column_amax, made_column, column_options, column);
 }
 
 Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second,

@@ -63,6 +63,10 @@ class Kept {
 // many groups (or 0) divide, lies as the GEMM reads it: one in MXFP4 is widened then, once for all
 // calls.
 bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups);
+// The left operand of a product with one of spec `b` is made as the GEMM reads it, too: in one
+// pass, or by the quantizer itself where a kernel is compiled. `groups` divide its rows or, `rows`
+// of them, the contraction axis.
+bool goes_wide(const Place& at, const Spec& a, const Spec& b, int64_t groups, int64_t rows = 0);
 // An operand that an earlier call has made alone.
 Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
                  int axis, const Extent& e);
@@ -79,6 +83,11 @@ Tensor matrix(const Tensor& x);
 enum class Wanted { no, here, outside };
 inline Wanted here_if(bool wanted) { return wanted ? Wanted::here : Wanted::no; }
 inline Wanted outside_if(bool wanted) { return wanted ? Wanted::outside : Wanted::no; }
+struct Wish {
+  const Spec& spec;
+  Wanted wanted;
+  bool widens = false;  // see goes_wide()
+};
 
 // Where a piece of a larger matrix starts in it, and, for specs with an outer scale, the largest
 // |x| of the whole one, as its operands along the rows and down the columns see it; null: the piece
@@ -98,7 +107,7 @@ struct Key {
 
 // Where a quantizer writes.
 struct Made {
-  Made(const Place& at, const QuantSpec& spec, int axis, const Extent& e, Wanted wanted);
+  Made(const Place& at, const QuantSpec& stored, int axis, const Extent& e, Wanted wanted);
 
   Plan plan;
   Quantized view;
@@ -112,9 +121,8 @@ struct Operands {
 // The same with all that make() needs to make them. x is one matrix, with `batched` [E, R, C], or
 // in groups.
 struct Making : Operands {
-  Making(const Place& at, const Tensor& x, bool batched, const Groups& groups, const Spec& row_spec,
-         const Spec& column_spec, Wanted want_row, Wanted want_column, const Key& key,
-         const Cut& cut = {});
+  Making(const Place& at, const Tensor& x, bool batched, const Groups& groups, const Wish& row_wish,
+         const Wish& column_wish, const Key& key, const Cut& cut = {});
   Quantization quantization() const {
     return {in.view,
             made_row ? &made_row->view : nullptr,

@@ -95,6 +95,11 @@ Tensor grouped_on_cpu(const Place& at, const Tensor& a, const Tensor& b, const G
   return out;
 }
 
+// Whether `a` has been made as the GEMM reads it, where `b` has not.
+bool is_widened(const ConstQuantized& a, const ConstQuantized& b) {
+  return a.spec == gpu::kWidened && gpu::is_mxfp4(b.spec);
+}
+
 }  // namespace
 
 bool multiplies_codes(const Side& a, const Side& b) {
@@ -105,6 +110,14 @@ Tensor product(const Place& at, const Side& a, const Side& b, const std::optiona
                ScalarType compute, const Target& target, const Groups& groups, int64_t rows,
                const Decoded* decoded) {
   if (a.view && b.wide) return matmul(at, *a.view, *b.wide, bias, target);
+  if (a.view && b.view && is_widened(*a.view, *b.view)) {
+    const gpu::Wide right = gpu::widen_b(*b.view, at.stream());
+    Target behind = target;
+    // The kernel before is the one that widens, if there is anything to.
+    const StoredShape s = b.view->shape();
+    behind.previous = s.lines * s.extent > 0 ? Previous::operands : Previous::any;
+    return matmul(at, *a.view, right, bias, behind);
+  }
   if (a.view && b.view) return matmul(at, *a.view, *b.view, bias, target, decoded);
   const Tensor left = values(at, a, false, compute);
   const Tensor right = values(at, b, groups && a.axis == -1, compute);

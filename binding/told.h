@@ -1,5 +1,5 @@
-// What PyTorch refuses, told in its words. Its C interface gives a code, and what its headers make
-// of that is a place in a source file.
+// Reports PyTorch's failures in PyTorch's own words: its C interface returns a code, which its
+// headers turn into a place in a source file.
 #pragma once
 
 #include <stdexcept>
@@ -11,11 +11,11 @@ namespace blockscale::binding {
 // PyTorch's allocator had no memory for so many bytes.
 [[noreturn]] void fail_allocation(int64_t bytes, const Device& device);
 
-// Throws what a call of PyTorch's said that failed, if that is what this is about; else this again.
-// To be called while it is handled.
+// Throws the message of a failed call into PyTorch, if `failure` is one, else rethrows it. Called
+// from a handler.
 [[noreturn]] void tell(const std::runtime_error& failure);
 
-// An operator so told.
+// An operator whose failures in PyTorch carry PyTorch's message.
 template <auto kOp>
 struct Told;
 template <class Result, class... Arguments, Result (*kOp)(Arguments...)>

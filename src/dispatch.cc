@@ -136,11 +136,12 @@ void check_counts(const char* op, const char* name, const BasicQuantized<Byte, F
   };
   const int64_t code_rows = padded_rows(q.layout.codes, s.code_rows);
   const int64_t scale_rows = padded_rows(q.layout.scales, s.scale_rows);
+  const int64_t code_columns = padded_columns(q.layout.codes, s.code_columns);
   if (s.lines >= kGpuLimit || s.padded >= kGpuLimit || std::max(code_rows, scale_rows) >= kGpuLimit)
     refuse("extents below 2^31, in whole blocks,");
   if (s.scale_count > 2 * kGpuLimit) refuse("at most 2^32 scales of a matrix, with padding,");
-  if (q.layout.codes == Layout::mfma_16x16 && s.code_columns >= kGpuLimit / 16)
-    refuse("lines of less than 2^27 bytes in mfma_16x16");
+  if (q.layout.codes == Layout::mfma_16x16 && code_columns >= kGpuLimit / 16)
+    refuse("lines of less than 2^27 bytes, with padding, in mfma_16x16");
   check_group_tiles(op, q.groups, q.rows, q.columns);
   check_tiles(op, name, q.rows, q.columns, q.batch);
 }
@@ -181,9 +182,14 @@ void check_amax(const char* op, const Quantized& out, const QuantizeOptions& opt
       fail(op, "amax", options.amax[b], "a value of at least 0", "pass max |x|, e.g. from amax()");
 }
 
+// What x is quantized to.
+const QuantSpec& spec_of(const Quantized& out, const QuantizeOptions& o) {
+  return o.widened ? *o.widened : out.spec;
+}
+
 void check_origin(const char* op, const ConstMatrix& x, const Quantized& out,
                   const QuantizeOptions& o) {
-  const QuantSpec& spec = out.spec;
+  const QuantSpec& spec = spec_of(out, o);
   const bool rows = out.axis == -1;
   const int64_t pos = rows ? o.origin_column : o.origin_row;
   const int64_t line = rows ? o.origin_row : o.origin_column;
@@ -203,6 +209,16 @@ void check_origin(const char* op, const ConstMatrix& x, const Quantized& out,
     fail(op, "origin", where(), "global coordinates below 2^32 for stochastic rounding");
 }
 
+void check_widened(const char* op, const Quantized& out, const QuantSpec& spec, Memory memory) {
+  require(memory == Memory::device, op, "widened", "given", "none: x is in host memory");
+  require(gpu::is_mxfp4(spec) && !spec.square, op, "widened", to_string(spec),
+          "mxfp4 in blocks of one line");
+  require(out.spec == gpu::kWidened && out.batch == 1 &&
+              out.layout == StorageLayout{Layout::linear, Layout::mn_major},
+          op, "out", to_string(out.spec) + ", " + to_string(out.layout),
+          "one matrix in fp8_1x128[element=e5m2] with scales in mn_major");
+}
+
 void check_quantize(const char* op, const ConstMatrix& x, const Quantized& out,
                     const QuantizeOptions& options, Memory memory) {
   check_matrix(op, "x", x, memory);
@@ -214,7 +230,8 @@ void check_quantize(const char* op, const ConstMatrix& x, const Quantized& out,
          memory == Memory::host ? "given" : "one without the other",
          memory == Memory::host ? "none: x is in host memory" : "both or neither",
          "pass rng for a key by value");
-  if (out.spec.stochastic() && !options.rng && !on_device)
+  if (options.widened) check_widened(op, out, *options.widened, memory);
+  if (spec_of(out, options).stochastic() && !options.rng && !on_device)
     fail(op, "rng", "none", "a seed and an offset: the spec rounds stochastically",
          "pass rng, or use rounding = nearest");
   check_amax(op, out, options, memory);

@@ -43,17 +43,22 @@ void validate(const QuantSpec& spec, const StorageLayout& layout) {
       fail("layout", "enumerator", static_cast<int>(l), "one of " + std::to_string(kLayoutCount),
            "parse_layout() makes one of a name");
   const LayoutTraits scales = traits(layout.scales), codes = traits(layout.codes);
+  const auto fits = [&](const LayoutTraits& t) {
+    return t.for_scales && (t.scale_bytes == 0 || t.scale_bytes == scale_bytes(spec.scale));
+  };
   if (!codes.for_codes)
     fail("layout", "codes", quoted(codes.name), "a layout of codes: linear or mfma_16x16");
   if (!scales.for_scales)
     fail("layout", "scales", quoted(scales.name),
          "a layout of scales: linear, mn_major, nv_128x4 or aiter_scale");
-  if (scales.scale_bytes != 0 && scales.scale_bytes != scale_bytes(spec.scale))
+  if (!fits(scales)) {
+    std::vector<std::string> names;
+    for (const LayoutTraits& t : kLayouts)
+      if (fits(t)) names.push_back(t.name);
     fail("layout", "scales", quoted(scales.name),
-         std::string("a layout for the ") + traits(spec.scale).name + " scales of " +
-             to_string(spec),
-         scales.scale_bytes == 4 ? "mn_major holds FP32 scales"
-                                 : "the byte layouts hold one-byte scales");
+         "one of " + join(names, ", ") + " for the " + traits(spec.scale).name + " scales of " +
+             to_string(spec));
+  }
   if (layout.codes == Layout::mfma_16x16 && codes_per_byte(spec.element) != 2)
     fail("layout", "codes", quoted("mfma_16x16"), "packed FP4 codes",
          "use 'linear' for the codes of " + to_string(spec));

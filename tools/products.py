@@ -34,7 +34,7 @@ LAYERS = (
     ("mxfp4", "`mxfp4`"),
 )
 EXPERTS = (*LAYERS, ("nvfp4", "`nvfp4`"))
-# What stands behind a recipe, beside what, and how it is said.
+# Suffix of a column's name, the peer's column, and the words for it.
 WAYS = (
     ("", "bf16", ""),
     (" ahead", "bf16", ", weight quantized ahead"),
@@ -42,13 +42,13 @@ WAYS = (
 )
 
 
-def of(result: Row, kind: str) -> list[Row]:
-    """The rows whose kind begins so."""
+def rows_of_kind(result: Row, kind: str) -> list[Row]:
+    """The rows whose kind starts with `kind`."""
     return [row for row in result["rows"] if row["kind"].startswith(kind)]
 
 
 def products() -> str:
-    """The GEMMs and layers of three files beside cuBLASLt and PyTorch's BF16, a line a kind."""
+    """The GEMMs and layers of three files beside cuBLASLt and PyTorch's BF16, by kind."""
     single, grouped = results(DENSE), results(GROUPED)
     by_name = results(GPU)
     decoded = {row["case"]: row for row in by_name["rows"]}
@@ -58,11 +58,11 @@ def products() -> str:
         ("wgrad", "FP8, both in 1x128 blocks (gradient of the weight)"),
         ("few rows", "FP8, 1 to 128 rows"),
     ):
-        rows = of(single, kind)
+        rows = rows_of_kind(single, kind)
         speed = between([row["blockscale"] for row in rows], ",.0f")
         peers = [ratios(rows, "blockscale", peer) for peer in ("cublaslt_fp8", "bf16")]
         lines.append([f"{what}, {len(rows)} shapes", speed, *peers])
-    rows = of(single, "layer")
+    rows = rows_of_kind(single, "layer")
     for recipe, named in LAYERS:
         for after, peer, what in WAYS:
             ours = recipe + after
@@ -72,11 +72,11 @@ def products() -> str:
             what = f"`linear` in {named}, forward and backward{what}, {len(rows)} shapes"
             lines.append([what, speed, "", ratios(rows, ours, peer)])
     for kind, what in (("rows", "along the rows"), ("contraction", "along the contraction axis")):
-        rows = of(grouped, kind)
+        rows = rows_of_kind(grouped, kind)
         speed = between([row["blockscale"] for row in rows], ",.0f")
         what = f"FP8, groups {what}, even and ragged, {len(rows)} cases"
         lines.append([what, speed, "", ratios(rows, "blockscale", "bf16")])
-    rows = of(grouped, "layer")
+    rows = rows_of_kind(grouped, "layer")
     for recipe, named in EXPERTS:
         for after, _, what in WAYS:
             ours = f"{recipe}{after} both"
@@ -99,7 +99,7 @@ def products() -> str:
 
 
 class Aim(NamedTuple):
-    """What was asked for, and what came."""
+    """A goal, and the figure measured for it."""
 
     what: str
     reached: float
@@ -120,7 +120,7 @@ def of_dense(result: Row) -> list[Aim]:
     """Of the FP8 GEMM."""
 
     def beside(kind: str, peer: str) -> list[float]:
-        return times(of(result, kind), "blockscale", peer)
+        return times(rows_of_kind(result, kind), "blockscale", peer)
 
     forward = beside("fprop", "cublaslt_fp8")
     few = [*beside("few rows", "cublaslt_fp8"), *beside("few rows", "bf16")]
@@ -140,7 +140,7 @@ def of_dense(result: Row) -> list[Aim]:
 
 def of_groups(result: Row) -> list[Aim]:
     """Of products over groups of rows."""
-    even, ragged = of(result, "rows, even"), of(result, "rows, ragged")
+    even, ragged = rows_of_kind(result, "rows, even"), rows_of_kind(result, "rows, ragged")
     pairs = zip(even, ragged, strict=True)
     slower = [100 * (1 - b["blockscale"] / a["blockscale"]) for a, b in pairs]
     return [
@@ -153,14 +153,14 @@ def of_groups(result: Row) -> list[Aim]:
 
 def of_layers(result: Row) -> list[Aim]:
     """Of `linear`, everything quantized in each call."""
-    found = times(of(result, "layer"), "fp8_blockwise", "bf16")
+    found = times(rows_of_kind(result, "layer"), "fp8_blockwise", "bf16")
     return [Aim("`linear` forward and backward, of BF16's, least", min(found), 1.65)]
 
 
 def of_experts(result: Row) -> list[Aim]:
     """Of `grouped_linear`, of which w is quantized once before."""
     found = [
-        times(of(result, "layer"), f"bf16 {way}", f"fp8_blockwise ahead {way}")
+        times(rows_of_kind(result, "layer"), f"bf16 {way}", f"fp8_blockwise ahead {way}")
         for way in ("forward", "both")
     ]
     return [Aim("experts with w quantized ahead, of BF16's, least", min(map(min, found)), 1)]
@@ -187,7 +187,7 @@ def of_host(result: Row) -> list[Aim]:
 
 def told(aims: Sequence[Aim]) -> str:
     """Aims in one sentence."""
-    return f"What came (and what was asked for): {'; '.join(map(str, aims))}."
+    return f"Reached (goal): {'; '.join(map(str, aims))}."
 
 
 def goals() -> str:
@@ -283,7 +283,7 @@ def groups(file: str = GROUPED) -> str:
 def layers(file: str = DENSE) -> str:
     """`linear` forward and backward, everything quantized in each call or the weight ahead."""
     result = results(file)
-    rows = of(result, "layer")
+    rows = rows_of_kind(result, "layer")
     columns = {
         "fp8_blockwise": "FP8 (x BF16)",
         "fp8_blockwise ahead": "W ahead",
@@ -323,7 +323,7 @@ def experts(file: str = GROUPED) -> str:
         "mxfp4": "MXFP4",
         "nvfp4": "NVFP4",
     }
-    for row in of(result, "layer"):
+    for row in rows_of_kind(result, "layer"):
         line = [shape_of(row), " / ".join(f"{row[f'bf16 {way}']:,.0f}" for way in ways)]
         for recipe in short:
             for ahead in ("", " ahead"):
@@ -338,7 +338,7 @@ def experts(file: str = GROUPED) -> str:
 
     def faster(name: str) -> str:
         counts = (
-            sum(row[f"{name} {way}"] < row[f"bf16 {way}"] for row in of(result, "layer"))
+            sum(row[f"{name} {way}"] < row[f"bf16 {way}"] for row in rows_of_kind(result, "layer"))
             for way in ways
         )
         return " and ".join(map(str, counts))

@@ -13,7 +13,7 @@ from blockscale.cli.doctor import processor_name
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-# Of RESULTS.
+# Files in RESULTS.
 GPU, DENSE, GROUPED, MODEL = "h200", "h200_gemm", "h200_grouped", "h200_model"
 FSDP = "h200_fsdp"
 
@@ -39,7 +39,7 @@ def between(values: Sequence[float], form: str) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Geometric."""
+    """The geometric mean."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 

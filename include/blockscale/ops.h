@@ -56,6 +56,10 @@ struct QuantizeOptions {
   uint64_t device_seed_step = 0;  // added to *device_seed
   int64_t origin_row = 0;     // of x in the unsharded tensor; whole blocks along the contraction
   int64_t origin_column = 0;  // axis (and across it for square blocks)
+  // On a GPU: x is quantized to this spec in MXFP4, and then widened to that of the output, E5M2 in
+  // 1x128 blocks with mn_major scales, as gemm widens the left one of two operands (below). The
+  // output serves gemm alone: with groups of rows its scales lie where its codes do.
+  std::optional<QuantSpec> widened;
 };
 
 // x [rows, columns] -> out. Reads x once, and once more when an outer scale's amax is not given.

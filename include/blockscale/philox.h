@@ -55,14 +55,23 @@ struct Rng {
   uint64_t offset = 0;
 };
 
+// What the counter, in its last two words, and the key hold for all elements of an operand
+// (specification, section 7).
+//
 // plane 0: blocks along a row (line = global row, pos = global column);
 // plane 1: blocks down a column (line = global column, pos = global row).
+struct RandomKey {
+  uint32_t word2, word3, k0, k1;
+};
+BLOCKSCALE_HD constexpr RandomKey random_key(Rng rng, int plane) {
+  const uint32_t high = static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF;
+  return {static_cast<uint32_t>(rng.offset), high | static_cast<uint32_t>(plane) << 31,
+          static_cast<uint32_t>(rng.seed), static_cast<uint32_t>(rng.seed >> 32)};
+}
 BLOCKSCALE_HD constexpr PhiloxBlock random_block(Rng rng, int plane, uint32_t line,
                                                  uint32_t pos_div_16) {
-  const uint32_t high = static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF;
-  return philox4x32({{pos_div_16, line, static_cast<uint32_t>(rng.offset),
-                      high | static_cast<uint32_t>(plane) << 31}},
-                    static_cast<uint32_t>(rng.seed), static_cast<uint32_t>(rng.seed >> 32));
+  const RandomKey key = random_key(rng, plane);
+  return philox4x32({{pos_div_16, line, key.word2, key.word3}}, key.k0, key.k1);
 }
 
 // random_block() for one pos_div_16 and many lines. The line is one word of the counter and needs
@@ -71,11 +80,9 @@ class RandomLines {
  public:
   RandomLines() = default;
   BLOCKSCALE_HD constexpr RandomLines(Rng rng, int plane, uint32_t pos_div_16) {
-    const auto k0 = static_cast<uint32_t>(rng.seed), k1 = static_cast<uint32_t>(rng.seed >> 32);
-    const uint32_t w3 =
-        (static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF) | static_cast<uint32_t>(plane) << 31;
+    const auto [w2, w3, k0, k1] = random_key(rng, plane);
     const PhiloxProduct a = philox_product(kPhiloxM0, pos_div_16);
-    const PhiloxProduct b = philox_product(kPhiloxM1, static_cast<uint32_t>(rng.offset));
+    const PhiloxProduct b = philox_product(kPhiloxM1, w2);
     const PhiloxProduct c = philox_product(kPhiloxM1, a.high ^ w3 ^ k1);
     const PhiloxProduct d = philox_product(kPhiloxM0, c.high ^ b.low ^ (k0 + kPhiloxW0));
     first_ = b.high ^ k0;

@@ -180,8 +180,9 @@ def explain(
 
 
 def widens(a: Spec, weight: Spec, groups: int, device: torch.device) -> bool:
-    """Whether `quantize_weight` widens a weight on this device for products with operands of spec
-    `a`, whose rows are in `groups` groups (0: none)."""
+    """Whether a layer's operands are widened on this device, where its products have operands of
+    spec `a` on the left, with rows in `groups` groups (0: none), and of spec `weight` on the
+    right."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device) if torch.cuda.is_available() else contextlib.nullcontext():

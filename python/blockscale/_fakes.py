@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -364,7 +364,10 @@ def _fake_quantize_input(
 ) -> list[torch.Tensor]:
     specs = specs_of(recipe)
     groups = 0 if offsets is None else offsets.shape[0]
-    made = ((specs["fprop_x"], -1), (specs["wgrad_x"] if dw else None, -2))
+    row, w = specs["fprop_x"], specs["fprop_w"]
+    if row is not None and w is not None and widens(row, w, groups, x.device):
+        row = spec("fp8_1x128", element="e5m2")
+    made = ((row, -1), (specs["wgrad_x"] if dw else None, -2))
     return [_fake_kept(x, [(x, s, groups, 0)], axis, False) for s, axis in made if s is not None]
 
 
@@ -463,8 +466,27 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear_backward_into": _fake_linear_backward_into,
     "begin_forward": _fake_begin_forward,
 }
+
+
+def _refuse_batched(name: str, key: str) -> Callable[..., NoReturn]:
+    """What vmap calls, or the backward of a batch of gradients, in place of the operator."""
+    operation = name.removesuffix("_into").removesuffix("_backward").removesuffix("_piece")
+
+    def refuse(*args: Any) -> NoReturn:
+        if "backward" in name:
+            remedy = "leave is_grads_batched= or vectorize= out"
+            fail(operation, "dy", "a batch of gradients", "one at a time", remedy)
+        remedy = "pass the whole batch: x may have leading dimensions"
+        fail(operation, "x", f"batched by {key}", "a plain tensor", remedy)
+
+    return refuse
+
+
 for _name, _fake in _FAKES.items():
     register_fake(_name, _fake)
+    if _name.startswith("linear"):
+        for _key, _word in (("FuncTorchBatched", "vmap"), ("Batched", "is_grads_batched")):
+            _LIBRARY.impl(_name, _refuse_batched(_name, _word), _key)  # type: ignore[no-untyped-call]
     # No result requires a gradient, whatever the arguments require: derivatives are those of the
     # autograd.Function in functional.py. By default PyTorch would only warn in the backward.
     if _name != "linear_exported":  # it has a derivative: _exported.py

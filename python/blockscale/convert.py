@@ -103,7 +103,8 @@ def convert(
         rules: {regular expression: recipe or None}, searched in the qualified names of linear
             layers that `skip` does not name. The first match decides; None leaves the layer alone.
         skip: layers to leave alone, whatever the rules say: a name, or a part of one between dots;
-            "lm_head" also skips "model.lm_head" and everything inside it. If a module has several
+            "lm_head" also skips "model.lm_head" and everything inside it. An nn.Linear that was
+            converted before, or a blockscale.nn.Linear, becomes plain. If a module has several
             names, each one counts, here and in rules.
         experts: modules of experts to convert too, named as in `skip`. Only products in a module's
             own forward are replaced, not what other code computes from its parameters. A forward
@@ -284,11 +285,19 @@ def _plan(
         if reason:
             yield _Step(name, module, reason + stays)
         elif skipped is not None:
-            yield _Step(name, module, f"skip {skipped!r}{stays}")
+            yield _Step(name, module, f"skip {skipped!r}{stays}{_ends_in(module)}")
         elif rule is not None:
-            yield _Step(name, module, parsed[rule][1] or f"rule {rule!r}{stays}", rule)
+            alone = f"rule {rule!r}{stays}{_ends_in(module)}"
+            yield _Step(name, module, parsed[rule][1] or alone, rule)
         else:
             yield _Step(name, module, default)
+
+
+def _ends_in(module: torch.nn.Module) -> str:
+    """What a layer loses by being left alone: it becomes plain."""
+    if not isinstance(module, Layer) or _has_no_plain_form(module):
+        return ""
+    return f", no longer in {module.recipe}"
 
 
 def _has_own_parameters(module: torch.nn.Module) -> bool:

@@ -21,7 +21,8 @@ def _state(operation: str, model: torch.nn.Module) -> RngState:
     states = states_of(model)
     if len(states) != 1:
         got = f"{type(model).__name__} with {len(states)} separately counted parts"
-        need, remedy = "a model that counts as one", "call bs.convert(model, recipe) once more"
+        need = "a model that counts as one"
+        remedy = "call bs.convert(model, recipe, rules=...), which sets the recipe of every layer"
         if not states:
             got = f"{type(model).__name__}, which is not converted"
             need, remedy = "a converted model", "call bs.convert(model, recipe) first"

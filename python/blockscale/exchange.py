@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from blockscale._arguments import check_spec
 from blockscale._errors import as_pytorch_raises, fail, fail_type, integer
-from blockscale.functional import first_order
+from blockscale.functional import first_order, refuse_transforms
 from blockscale.recipe import Spec
 from blockscale.tensor import check_plain
 
@@ -70,6 +70,10 @@ def quantized_all_to_all(
         if not hasattr(group, "get_group"):
             fail_type(_OP, "group", group, "a ProcessGroup, a DeviceMesh of one dimension, or None")
         group = group.get_group()
+    if group is None and not dist.is_initialized():
+        fail(_OP, "group", "None", "a process group", "call torch.distributed.init_process_group")
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms(_OP)
     ranks = dist.get_world_size(group)
     if ranks < 1:
         fail(_OP, "group", "one without this rank", "a group that it is in")

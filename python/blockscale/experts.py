@@ -155,7 +155,7 @@ class Experts(Layer):
         return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe}")))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         _let_modes_see_grouped_mm()  # also in a process that unpickles it
 
 

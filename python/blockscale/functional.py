@@ -162,6 +162,7 @@ def linear_with_key(
     if recipe.high_precision and offsets is None and into is None:
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
+        _check_one_dtype(x, w, bias)
         return torch.nn.functional.linear(x, w, bias)
     if not USUAL.issuperset((type(x), type(w))) and (is_dtensor(x) or is_dtensor(w)):
         over_mesh = _linear_over_mesh(x, w, bias, recipe, key, offsets, into, quantized)
@@ -198,12 +199,15 @@ def linear_with_key(
         elif not (dx or dw or db):
             y = forward(x, w, bias, *rest)[0]
         else:
-            if not compiling and (watched or torch._C._get_tracing_state() is not None):
-                _refuse_gradients(_name(offsets), "torch.func" if watched else "torch.jit.trace")
+            if watched and not compiling:
+                refuse_transforms(_name(offsets))
+            if not compiling and torch._C._get_tracing_state() is not None:
+                _refuse_trace(_name(offsets))
             apply: Callable[..., Any] = LinearFunction.apply if compiling else _apply
             y = apply(x, w, bias, (forward, recipe, rest, db, into))
-    except Exception as error:
-        failure = error
+    # Not what checkpointing raises to end a recomputation, which is another Exception.
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        failure: Exception = error
     else:
         if product_seen is not None and not watched:
             product_seen(x, w, recipe, offsets, y)
@@ -244,11 +248,24 @@ def _linear_over_mesh(
     grad = torch.is_grad_enabled()
     # A compiler cannot trace all of the checks; it checks the pieces when it traces the operator.
     if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            refuse_transforms("linear")
         dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
         check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
     dtype = autocast_dtype(x) or x.dtype
     y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, dtype, grad)
     return y
+
+
+def _check_one_dtype(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Refuse what `F.linear` refuses in other words: unlike operands that are quantized, those in
+    high precision share a dtype."""
+    for name, tensor in (("w", w), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype is x.dtype:
+            continue
+        if autocast_dtype(x) is None:
+            need = f"{x.dtype}, as x is, in a recipe without quantized operands"
+            fail("linear", f"{name}.dtype", tensor.dtype, need, "use .to(), or torch.autocast")
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -267,13 +284,17 @@ def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
     fail(_name(offsets), "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
 
 
-def _refuse_gradients(operation: str, within: str) -> NoReturn:
-    """Refuse gradients under transforms that do not support this autograd.Function: function
-    transforms would fail with PyTorch's message, and a trace would too, or would silently omit x's
-    gradient."""
-    need, remedy = "torch.no_grad() in it", "use backward() for gradients, or torch.export"
-    need += " and no vmap" if within == "torch.func" else ""
-    fail(operation, "x", f"within {within}", need, remedy)
+def refuse_transforms(operation: str) -> NoReturn:
+    """Refuse gradients under function transforms, which do not support these autograd.Functions and
+    would fail with PyTorch's message."""
+    remedy = "use backward() for gradients; instead of vmap, pass the whole batch as x"
+    fail(operation, "x", "within torch.func", "torch.no_grad() in it and no vmap", remedy)
+
+
+def _refuse_trace(operation: str) -> NoReturn:
+    """Refuse gradients in a trace, which would fail too, or silently omit x's gradient."""
+    remedy = "use backward() for gradients, or torch.export"
+    fail(operation, "x", "within torch.jit.trace", "torch.no_grad() in it", remedy)
 
 
 def _refuse_tangents(

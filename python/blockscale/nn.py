@@ -130,6 +130,11 @@ class Layer(torch.nn.Module):
         state.pop("_kept", None)
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False):  # as in configure()
+            vars(self)["_seed"] = self._seed.clone()
+
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
         # Bypasses __setattr__: that of another library's module may refuse.
@@ -221,7 +226,7 @@ class WeightLayer(Layer):
             destination[name] = without_type(destination[name])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         if self._retype is not None:  # pickling drops the type
             self._retype(self)
 
@@ -473,7 +478,9 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     kept: set[int] = set()  # the weights, by identity
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(id(p) in kept for group in optimizer.param_groups for p in group["params"]):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        # Frozen weights, such as those under adapters, have no gradient and stay as they are.
+        if any(id(p) in kept and p.grad is not None for p in parameters):
             need = "weights that stay as they are within it"
             remedy = "leave it before the optimizer's step"
             fail("quantized_weights", "optimizer", "a step of its weights", need, remedy)

@@ -73,7 +73,9 @@ def quantize(
             Whatever a layout does not cover stays linear; "+" combines a layout of codes with one
             of scales, as in "mfma_16x16+aiter_scale".
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices; else 0.
-        origin: (row, column) of x in the unsharded tensor, so that each shard draws its own bits.
+        origin: (row, column) of x in the unsharded tensor, so that each shard draws its own bits. A
+            batch is cut between its matrices, or along the contraction axis: the lines of a matrix
+            are counted from those of the matrices before it in x.
             It must be a multiple of the block and the transform along the axis, and of the side of
             a square block across it.
         offsets: [G] int32 or int64, contiguous, on x's device: where each group ends. The ends must

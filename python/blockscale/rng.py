@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import threading
 import weakref
 from typing import Any, Final
 
@@ -50,7 +51,8 @@ def _checked(name: str, value: int | torch.Tensor) -> int | torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rng:
-    """The key of an operation's random bits. Holds no state: the same Rng gives the same bits.
+    """The key of an operation's random bits. Holds no state: the same Rng gives the same bits. Two
+    are equal if their ints are, and their tensors are the same objects.
 
     Attributes:
         seed: which operand; an int (its low 64 bits count), or an int64 tensor of one element on
@@ -65,6 +67,17 @@ class Rng:
 
     seed: int | torch.Tensor
     offset: int | torch.Tensor = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rng) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        # A tensor's value may change, and reading it would synchronize.
+        parts = (self.seed, self.offset)
+        return tuple(("at", id(p)) if isinstance(p, torch.Tensor) else p for p in parts)
 
     def __post_init__(self) -> None:
         for name in ("seed", "offset"):
@@ -133,6 +146,33 @@ def layer_key(
 
 # A running forward: a copy of its offset, and the sequence number of its first autograd node.
 Running = tuple[torch.Tensor, int]
+_CALL: Final = torch.nn.Module._call_impl.__code__
+
+
+class RunningForwards(threading.local):
+    """The forwards of a model that are running in a thread, nested ones last; compiled ones are not
+    among them."""
+
+    def __init__(self) -> None:
+        self.stack: list[Running] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunningForwards, ()  # for a copy of the model, which is running nothing
+
+    def forget_interrupted(self, root: torch.nn.Module) -> None:
+        """Drop forwards that have ended without their hook, which PyTorch does not call after a
+        KeyboardInterrupt; called as another one of `root` begins."""
+        if self.stack:
+            del self.stack[max(0, _calls_of(root) - 1) :]
+
+
+def _calls_of(module: torch.nn.Module) -> int:
+    """How many calls of the module are on this thread's stack."""
+    frame, count = inspect.currentframe(), 0
+    while frame is not None:
+        count += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 class Restore:
@@ -164,7 +204,7 @@ class RngState:
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         self.stepped = False  # whether an optimizer counts its steps here
         self.regions = Regions()
-        self.running: list[Running] = []  # nested forwards, except compiled ones
+        self.running = RunningForwards()
         self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # see __getstate__
         # The device is explicit: under `with torch.device("meta")` the default has no real memory.
         # And a tensor made in inference mode could not be changed in training.
@@ -180,13 +220,15 @@ class RngState:
         # A process being started receives their memory by file descriptors, which must stay open
         # until it has begun.
         self.sent = offset, upcoming
-        own: dict[str, Any] = {"root": None, "stepped": False, "sent": None, "running": []}
+        own: dict[str, Any] = {"root": None, "stepped": False, "sent": None}
         return {**self.__dict__, **own, "offset": offset, "upcoming": upcoming}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        # Models pickled before these existed lack them.
-        self.regions, self.running = Regions(), []
+        self.regions = Regions()  # a model pickled before this existed lacks it
         self.__dict__.update(attributes)
+        self.running = RunningForwards()
+        with torch.inference_mode(False):  # it may be loaded or copied within
+            self.offset, self.upcoming = self.offset.clone(), self.upcoming.clone()
 
     def has_root(self) -> bool:
         """Whether a module counts its forwards here; false for a copy of a part of a model."""
@@ -202,14 +244,12 @@ class RngState:
         if skipped is not None:
             following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
         self.upcoming.copy_(following)
-        self.running.clear()  # left over from an interrupt
         if _is_outside_backward():
             self.offset.copy_(following >> _FORWARD_BITS << _FORWARD_BITS)
 
     def set_position(self, step: int, forward: int) -> None:
         """`forward` forwards have begun since the end of `step` steps."""
         begun_last = max(forward - 1, 0)
-        self.running.clear()
         self.offset.fill_((step << _FORWARD_BITS) + begun_last)
         self.upcoming.fill_((step << _FORWARD_BITS) + forward)
 
@@ -248,12 +288,14 @@ class RngState:
         if begun is None:
             return None
         given = None
-        if self.running and torch.is_grad_enabled():  # the root calls itself
+        running = self.running.stack
+        self.running.forget_interrupted(module)
+        if running and torch.is_grad_enabled():  # the root calls itself
             # Nodes from before this point are older than these views; those of the inner forward
             # are younger.
             given = pytree.tree_map(_viewed, (args, kwargs))
-            self._restore_before(given, self.running[-1])
-        self.running.append((begun, _next_node()))
+            self._restore_before(given, running[-1])
+        running.append((begun, _next_node()))
         self.regions.note(self.offset)
         return given
 
@@ -288,16 +330,17 @@ class RngState:
 
     @_disable_dynamo  # torch.compiler.disable without importing the compiler: a second
     def _end(self, output: Any) -> None:
-        if is_exporting() or not _is_outside_backward() or not self.running:
+        running = self.running.stack
+        if is_exporting() or not _is_outside_backward() or not running:
             return
         if _fake_mode() is not None:
             return
-        ended = self.running.pop()
+        ended = running.pop()
         if torch.is_grad_enabled():
             self._restore_before(output, ended)
-        if self.running:
+        if running:
             with _disable_current_modes():
-                self.offset.data.copy_(self.running[-1][0])
+                self.offset.data.copy_(running[-1][0])
 
     def _restore_before(self, values: Any, forward: Running) -> None:
         """Register hooks on these tensors that restore this forward's offset in a backward, before

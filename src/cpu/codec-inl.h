@@ -8,6 +8,8 @@
 #define BLOCKSCALE_CODEC_INL
 #endif
 
+#include <bit>
+
 #include "blockscale/philox.h"
 #include "blockscale/rounding.h"
 #include "hwy/highway.h"
@@ -29,7 +31,23 @@ using VB = hn::Vec<DB>;
 using VH = hn::Vec<DH>;
 HWY_INLINE constexpr size_t lanes() { return hn::MaxLanes(DF()); }
 inline constexpr int64_t kPair = 2 * static_cast<int64_t>(lanes());  // BF16 values per vector
-HWY_INLINE constexpr int log_block(int64_t block) { return block == 16 ? 4 : block == 32 ? 5 : 7; }
+HWY_INLINE constexpr int log_block(int64_t block) {
+  return std::countr_zero(static_cast<uint64_t>(block));
+}
+
+// What code with mantissa bits as a template argument assumes of the table: elements have 1 to 3,
+// and 1 means FP4, whose codes are packed in pairs; scales have 3, or none (E8M0).
+static_assert([] {
+  for (int i = 0; i < kFormatCount; ++i) {
+    const FormatTraits& t = kFormats[i];
+    const bool packed = codes_per_byte(static_cast<Format>(i)) == 2;
+    if (t.is_element && (t.mantissa_bits < 1 || t.mantissa_bits > 3)) return false;
+    if (t.is_element && packed != (t.mantissa_bits == 1)) return false;
+    if (!t.is_element && t.mantissa_bits % 3 != 0 && static_cast<Format>(i) != Format::fp32)
+      return false;
+  }
+  return true;
+}());
 
 // ---- high-precision elements ----
 
@@ -272,11 +290,9 @@ struct RandomWords {
 // One Philox call per lane.
 HWY_INLINE RandomWords random_words(Rng rng, int plane, VU line, VU pos_div_16) {
   const DU du;
-  const uint32_t high = static_cast<uint32_t>(rng.offset >> 32) & 0x7FFFFFFF;
+  auto [w2, w3, k0, k1] = random_key(rng, plane);
   VU c0 = pos_div_16, c1 = line;
-  VU c2 = hn::Set(du, static_cast<uint32_t>(rng.offset));
-  VU c3 = hn::Set(du, high | static_cast<uint32_t>(plane) << 31);
-  uint32_t k0 = static_cast<uint32_t>(rng.seed), k1 = static_cast<uint32_t>(rng.seed >> 32);
+  VU c2 = hn::Set(du, w2), c3 = hn::Set(du, w3);
   const VU m0 = hn::Set(du, kPhiloxM0), m1 = hn::Set(du, kPhiloxM1);
   for (int round = 0; round < kPhiloxRounds; ++round) {
     VU high0, low0, high1, low1;

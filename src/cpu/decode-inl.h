@@ -74,8 +74,9 @@ struct Reader {
       case Format::e8m0: {
         const VU normal = hn::ShiftLeft<23>(raw);
         const VU low = hn::IfThenElse(hn::Eq(raw, hn::Zero(du)), hn::Set(du, 1u << 22), normal);
-        return hn::BitCast(
-            DF(), hn::IfThenElse(hn::Eq(raw, hn::Set(du, 255)), hn::Set(du, kNanBits), low));
+        return hn::BitCast(DF(),
+                           hn::IfThenElse(hn::Eq(raw, hn::Set(du, traits(Format::e8m0).nan_code())),
+                                          hn::Set(du, kNanBits), low));
       }
       case Format::fp32:
         return hn::BitCast(DF(), raw);

@@ -118,7 +118,9 @@ HWY_INLINE bool fits_bf16(const Reader& reader) {
   const int unit = element.min_exponent() - element.mantissa_bits;
   const auto least = static_cast<uint32_t>(traits(Format::e8m0).bias - 63 - unit);
   const uint32_t most = traits(Format::e8m0).bias + 60;
-  const auto fits = [=](uint32_t byte) { return byte - least <= most - least || byte == 255; };
+  const auto fits = [=](uint32_t byte) {
+    return byte - least <= most - least || byte == traits(Format::e8m0).nan_code();
+  };
   // A line of a group along the contraction axis is part of a longer line.
   const StoredShape& s = reader.s;
   const bool part = reader.q.layout.scales == Layout::linear && s.scale_columns != s.blocks;

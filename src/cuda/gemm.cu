@@ -179,8 +179,7 @@ void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOpt
           const Stream& stream) {
   check_gemm_device();
   check_groups(a);
-  const Wide wide = widen_a(in_linear(a, stream), stream);
-  multiply(wide.q, b.q, b.line_scales, d, behind_widen(options, a), stream);
+  multiply(a, b.q, b.line_scales, d, options, stream);
 }
 
 bool multiplies_bf16(const ProductSize& s, bool needs_pass) {

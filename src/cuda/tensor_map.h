@@ -15,7 +15,9 @@ inline void* driver_function(const char* name, unsigned since) {
   cudaDriverEntryPointQueryResult result;
   const cudaError_t e =
       cudaGetDriverEntryPointByVersion(name, &found, since, cudaEnableDefault, &result);
-  return e == cudaSuccess ? found : nullptr;
+  if (e == cudaSuccess) return found;
+  (void)cudaGetLastError();  // a failed query is no error of the next launch
+  return nullptr;
 }
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 inline EncodeTiled tensor_map_encoder() {
@@ -34,6 +36,7 @@ inline bool has_context() {
   int device = 0;
   has = get && get(&current) == CUDA_SUCCESS && current;
   if (!has) has = cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+  if (!has) (void)cudaGetLastError();  // likewise
   return has;
 }
 

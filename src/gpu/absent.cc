@@ -29,6 +29,7 @@ void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("
 void transpose(const ConstQuantized&, const Quantized&, const Stream&) { refuse("transpose"); }
 int64_t wide_bytes(const ConstQuantized&) { refuse("gemm"); }
 Wide widen_b(const ConstQuantized&, uint8_t*, const Stream&) { refuse("gemm"); }
+Wide widen_b(const ConstQuantized&, const Stream&) { refuse("gemm"); }
 Wide wide_in(const ConstQuantized&, uint8_t*) { refuse("gemm"); }
 void group_ends(const Groups&, int64_t, int64_t, int32_t*, int32_t*, const Stream&) {
   refuse("gemm");

@@ -42,6 +42,8 @@ void transpose(const ConstQuantized& from, const Quantized& to, const Stream& st
 inline bool is_mxfp4(const QuantSpec& spec) {
   return spec.element == Format::e2m1 && spec.scale == Format::e8m0;
 }
+// The spec of what MXFP4 operands become on the left of a GEMM.
+inline constexpr QuantSpec kWidened{.element = Format::e5m2};
 // A GEMM's MXFP4 operands as FP8 operands, in the workspace. In `a`, 128 codes of a line share an
 // FP32 scale. In `b` a whole line shares one, which is in `line_scales` and multiplies the sums at
 // the end; its 128x128 blocks have scales of 1. Values are unchanged, except in blocks whose scale
@@ -60,8 +62,9 @@ struct Widened {
   Wide a, b;
 };
 Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream);
-// Only `a`, without groups along the contraction axis.
-Wide widen_a(const ConstQuantized& a, const Stream& stream);
+Wide widen_b(const ConstQuantized& b, const Stream& stream);
+// `a` to where a quantizer would write it (QuantizeOptions::widened), whose spec is kWidened.
+void widen_to(const ConstQuantized& a, const Quantized& to, const Stream& stream);
 // Only a linear `b` without groups, which many products may read: widen_b() writes it to
 // wide_bytes() of memory that starts at a multiple of 16; wide_in() says where it is there.
 int64_t wide_bytes(const ConstQuantized& b);
@@ -78,7 +81,7 @@ void check_gemm_device();
 // For operands that gemm_needs has nothing to say about; d has contiguous columns.
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
-// The same with a b that has been widened before.
+// The same of two that have been widened before.
 void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOptions& options,
           const Stream& stream);
 

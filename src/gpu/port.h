@@ -126,7 +126,8 @@ BLOCKSCALE_DEVICE uint32_t shuffle_up(uint32_t value, int by = 1) {
 #endif
 }
 
-// Waits for the kThreads threads of the caller's row (threadIdx.y) of the thread block.
+// Waits for the kThreads threads of the caller's row (threadIdx.y) of the thread block. (On HIP no
+// kernel calls it, as there is no copy engine.)
 template <int kThreads>
 BLOCKSCALE_DEVICE void sync_row() {
 #if defined(__CUDACC__)

@@ -162,14 +162,16 @@ TEST(LayoutText, RefusesWhatMeansNothing) {
 
 TEST(LayoutText, ASpecRefusesLayoutsThatCannotHoldIt) {
   for (const QuantSpec& byte_scales : {kMxfp8, kMxfp6, kMxfp4, kNvfp4, kAmdfp4}) {
-    EXPECT_ERROR(validate(byte_scales, parse_layout("mn_major")), "mn_major", "FP32");
+    EXPECT_ERROR(validate(byte_scales, parse_layout("mn_major")), "mn_major",
+                 "one of linear, nv_128x4, aiter_scale for the");
     validate(byte_scales, parse_layout("nv_128x4"));
     validate(byte_scales, parse_layout("aiter_scale"));
   }
   for (const QuantSpec& fp8 : {kFp8_1x128, kFp8_128x128}) {
     validate(fp8, parse_layout("mn_major"));
-    EXPECT_ERROR(validate(fp8, parse_layout("nv_128x4")), "nv_128x4", "one-byte");
-    EXPECT_ERROR(validate(fp8, parse_layout("aiter_scale")), "aiter_scale", "one-byte");
+    EXPECT_ERROR(validate(fp8, parse_layout("nv_128x4")), "nv_128x4",
+                 "one of linear, mn_major for");
+    EXPECT_ERROR(validate(fp8, parse_layout("aiter_scale")), "aiter_scale", "linear, mn_major for");
   }
   for (const QuantSpec& wide : {kFp8_1x128, kMxfp8, kMxfp6})
     EXPECT_ERROR(validate(wide, parse_layout("mfma_16x16")), "mfma_16x16", "FP4");

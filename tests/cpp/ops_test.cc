@@ -156,7 +156,8 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   expect_refused(kFp8_1x128, "linear", 1, limit - 1, "extents below 2^31, in whole blocks");
   expect_refused(kNvfp4, "nv_128x4", limit / 2 + 1, 1, "at most 2^32 scales");
   expect_refused(kNvfp4, "aiter_scale", limit / 4 + 1, 1, "at most 2^32 scales");
-  expect_refused(kMxfp4, "mfma_16x16", 1, limit / 8, "less than 2^27 bytes in mfma_16x16");
+  for (const int64_t columns : {limit / 8, limit / 8 - 32})
+    expect_refused(kMxfp4, "mfma_16x16", 1, columns, "less than 2^27 bytes, with padding, in mfma");
   expect_refused(kNvfp4, "mfma_16x16", limit - 1, 16, "extents below 2^31, in whole blocks");
   ConstMatrix split = x.view();
   split.rows = 128, split.columns = 16384;
@@ -292,7 +293,7 @@ TEST(Explain, GivesTheWordsOfTheErrorOrNothing) {
       EXPECT_NE(text.find(part), std::string::npos) << "no \"" << part << "\" in: " << text;
   };
   says(explain("nvpf4", "linear", "cpu"), {"did you mean 'nvfp4'?"});
-  says(explain("nvfp4", "mn_major", "cpu"), {"mn_major", "FP32"});
+  says(explain("nvfp4", "mn_major", "cpu"), {"mn_major", "linear, nv_128x4, aiter_scale for"});
   says(explain("nvfp4", "linear", "tpu"), {"'tpu'", "cpu"});
   for (const Backend& backend : backends()) {
     EXPECT_EQ(backend.available, backend.reason.empty()) << backend.name;

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 
 
 def devices(ranks: int) -> list[Any]:
-    """The CPU, and where there are enough of them GPUs, one a rank: NCCL allows no two on one."""
+    """The CPU and, if there are enough, one GPU per rank: NCCL lets no two ranks share one."""
     lacking = torch.cuda.device_count() < ranks
     skip = pytest.mark.skipif(lacking, reason=f"needs {ranks} CUDA devices")
     return ["cpu", pytest.param("cuda", marks=skip)]
@@ -39,8 +39,8 @@ def _run(
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     function(*args)
-    # Nobody leaves while another still talks to it; and then at once: where the group was destroyed
-    # or the interpreter ended, threads of Gloo's aborted the process once in eight runs.
+    # Leave only when all are done, and then at once: as the group was destroyed, or the interpreter
+    # ended, threads of Gloo's aborted the process in one run of eight.
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

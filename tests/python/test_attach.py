@@ -131,7 +131,7 @@ def test_wrappers_of_optimizers() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
-    """A fused optimizer is called for it all the same, and finds out on the device."""
+    """A fused optimizer is called even for a skipped step; it reads `found_inf` on the device."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     bs.attach(model, optimizer)

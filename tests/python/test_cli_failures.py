@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -15,7 +17,7 @@ import torch
 from blockscale.cli import trainer
 from blockscale.cli.errors import out_of_memory
 from blockscale.cli.main import main
-from commands import Command, Done
+from commands import Command, Done, refusal
 from safetensors.torch import save_file
 
 H200 = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json"
@@ -206,3 +208,21 @@ def test_other_failures_keep_their_traceback(
     monkeypatch.setattr(trainer, "update", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL])
+
+
+def test_a_folder_whose_files_cannot_be_locked(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a network's file system without locks: no other process is the reason."""
+
+    def flock(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    out = tmp_path / "new" / "run"
+    for _ in range(2):  # the first leaves nothing behind
+        assert refusal(capsys, "train", "--out", str(out), "--data", text, *SMALL) == (
+            f"blockscale train: --out = {out} ({os.strerror(errno.ENOLCK)}); need a file system "
+            "that can lock files; choose a folder on another one"
+        )
+        assert not out.parent.exists()

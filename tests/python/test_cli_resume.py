@@ -159,7 +159,7 @@ def test_damaged_or_foreign_checkpoint(
 def test_a_checkpoint_of_another_model(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which shows when the model is there; progress may have been printed by then."""
+    """Found only once the model is built, when progress may have been printed."""
     path = run_folder / "checkpoints" / "bf16-seed0.pt"
     state = torch.load(path, weights_only=True)
     state["model"].popitem()
@@ -262,7 +262,11 @@ def test_settings_that_no_run_has(
     assert tree(run_folder) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 99999], ids=repr)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b"[" * 99999],
+    ids=["empty", "cut short", "no UTF-8", "too deep"],
+)
 def test_settings_that_are_no_json(
     content: bytes, run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

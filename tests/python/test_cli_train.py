@@ -139,7 +139,6 @@ def test_a_gpu_that_is_not_used_is_noted(
     monkeypatch.setattr(Trainer, "run", lambda trainer, progress: None)  # nothing is trained
     monkeypatch.setattr(cli_train, "write_report", lambda folder, corpus: None)
     monkeypatch.setattr(cli_train, "print_table", lambda folder, console: None)
-    monkeypatch.setattr(cli_train, "use_reproducible_kernels", lambda device: None)
     assert main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL, *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert ("note: a GPU is available; --device cuda uses it" in lines) == noted
@@ -168,7 +167,8 @@ def test_resuming_a_finished_run_reports_again(whole: tuple[Path, str]) -> None:
 
 
 def test_recipes_with_changes(tmp_path: Path, text: str) -> None:
-    """Their brackets and commas are no others': in the list, in rich's markup, in files' names."""
+    """Brackets and commas in a recipe's name do not clash with those of the list, of rich's markup
+    or of file names."""
     out, changed = tmp_path / "run", "fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]"
     changed += "[keep_w=False]" * 15  # longer than a file's name may be
     words = ["--out", str(out), "--seq-len", "8", "--batch-size", "1", "--steps", "2"]

@@ -92,7 +92,12 @@ def test_converting_again_changes_what_differs() -> None:
     bs.convert(m, "mxfp8")
     rules: dict[str, str | bs.Recipe | None] = {"o_proj": "amdfp4"}
     again = bs.convert(m, "nvfp4", rules=rules, skip=["lm_head"], seed=1)
-    assert again == bs.convert(fresh, "nvfp4", rules=rules, skip=["lm_head"], seed=1)
+    once = bs.convert(fresh, "nvfp4", rules=rules, skip=["lm_head"], seed=1)
+    assert again.converted == once.converted
+    assert dict(again.skipped) == {
+        **dict(once.skipped),
+        "lm_head": "skip 'lm_head', no longer in mxfp8",
+    }
     assert type(m.lm_head) is nn.Linear
     assert_equal(gradients(m), gradients(fresh))
 
@@ -169,7 +174,8 @@ def test_weights_that_are_buffers_move() -> None:
 
 def test_layers_built_by_hand_join_the_model_around_them() -> None:
     by_hand = nn.Sequential(bs.nn.Linear(32, 32), bs.nn.Linear(32, 32))
-    with pytest.raises(ValueError, match=r"2 separately counted parts; need .* once more$"):
+    said = r"2 separately counted parts; need .* sets the recipe of every layer$"
+    with pytest.raises(ValueError, match=said):
         bs.rng_state(by_hand)
     bs.convert(by_hand, "nvfp4")
     converted = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))

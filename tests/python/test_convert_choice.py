@@ -250,3 +250,13 @@ def test_what_holds_matrices_is_told_of_experts() -> None:
     assert (reasons["gpt"], reasons["audio"]) == (transposed, "Conv1D is not nn.Linear")
     assert reasons["pair"] == "Holder is not nn.Linear; experts= converts what it multiplies"
     assert reasons["tokens"] == "Holder is not nn.Linear"
+
+
+def test_a_layer_that_becomes_plain_is_reported_so() -> None:
+    built = nn.Sequential(bs.nn.Linear(32, 32, recipe="mxfp8"), nn.Linear(32, 32))
+    report = bs.convert(built, "nvfp4", skip=["0"])
+    assert "0  left alone: skip '0', no longer in mxfp8" in str(report)
+    assert type(built[0]) is nn.Linear
+    report = bs.convert(built, "nvfp4", rules={r"^1$": None})
+    assert dict(report.skipped) == {"1": "rule '^1$', no longer in nvfp4"}
+    assert type(built[1]) is nn.Linear

@@ -131,6 +131,29 @@ def test_derivatives_that_do_not_exist() -> None:
     value_error(lambda: torch.autograd.grad(y, w, create_graph=True), said)
 
 
+def test_batches_that_pytorch_would_make_of_an_operator() -> None:
+    w, batch = torch.ones(6, 70), X.clone().requires_grad_()
+    whole = "need a plain tensor; pass the whole batch: x may have leading dimensions"
+    with torch.no_grad():
+        call = torch.vmap(lambda x: bs.linear(x, w, recipe="mxfp8"))
+        value_error(lambda: call(X[:, None]), f"linear: x = batched by vmap; {whole}")
+    value_error(lambda: call(batch[:, None]), f"linear: x = batched by vmap; {whole}")
+    y = bs.linear(batch, w, recipe="mxfp8")
+    dy = torch.ones(3, *y.shape)
+    grad = partial(torch.autograd.grad, y, batch, dy, is_grads_batched=True)
+    value_error(grad, "linear: dy = a batch of gradients; need one at a time; leave is_grads_")
+
+
+def test_high_precision_operands_share_a_dtype() -> None:
+    half, bias = X.bfloat16(), torch.ones(6)
+    w = torch.ones(6, 70)
+    said = "dtype = torch.float32; need torch.bfloat16, as x is, in a recipe without quantized"
+    value_error(lambda: bs.linear(half, w, recipe="bf16"), f"linear: w.{said}", "use .to()")
+    value_error(lambda: bs.linear(half, w.bfloat16(), bias, recipe="bf16"), f"linear: bias.{said}")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bs.linear(half, w, bias, recipe="bf16").dtype is torch.bfloat16
+
+
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's tracer: sizes become constants
 def test_a_trace_is_one_without_gradients() -> None:
     for recipe in ("mxfp8", "nvfp4"):
@@ -272,9 +295,11 @@ def test_origin() -> None:
 
 def test_layouts_that_cannot_hold_an_operand() -> None:
     value_error(lambda: bs.quantize(X, "mxfp8", layout="mfma_16x16"), "packed FP4 codes")
-    value_error(lambda: bs.quantize(X, "fp8_1x128", layout="nv_128x4"), "one-byte scales")
-    value_error(lambda: bs.quantize(X, "nvfp4", layout="mn_major"), "mn_major holds FP32 scales")
-    value_error(lambda: bs.relayout(bs.quantize(X, "nvfp4"), "mn_major"), "scales of nvfp4; mn")
+    fits = "one of linear, mn_major for the fp32 scales of fp8_1x128"
+    value_error(lambda: bs.quantize(X, "fp8_1x128", layout="nv_128x4"), fits)
+    fits = "one of linear, nv_128x4, aiter_scale for the e4m3 scales of nvfp4"
+    value_error(lambda: bs.quantize(X, "nvfp4", layout="mn_major"), fits)
+    value_error(lambda: bs.relayout(bs.quantize(X, "nvfp4"), "mn_major"), fits)
 
 
 def test_operands_that_cannot_be_multiplied() -> None:

@@ -1,5 +1,4 @@
-"""The programs of examples/python run to their end, whose assertions they are, on a GPU where the
-tests have one."""
+"""Runs the programs of examples/python, which contain the assertions; on a GPU if there is one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Residual(nn.Module):
-    """Where a gradient that is lost on one way still arrives by the other."""
+    """A residual model: a gradient that is lost on one path still arrives by the other."""
 
     def __init__(self) -> None:
         super().__init__()

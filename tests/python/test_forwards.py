@@ -345,7 +345,8 @@ def test_recomputation_draws_the_same_bits(order: str, reentrant: bool) -> None:
 
 
 def test_a_parameter_among_the_outputs() -> None:
-    """Its gradient is of all forwards: a hook of each on it would recompute with the last one's."""
+    """Its gradient sums over all forwards: with a hook from each, all would recompute with the bits
+    of the last one."""
 
     class Tempered(Net):
         temperature: nn.Parameter
@@ -454,7 +455,7 @@ def test_a_region_around_the_root_draws_again_what_it_drew(kind: str) -> None:
 
 @pytest.mark.parametrize("saved", ["clones", "all"])
 def test_a_selective_region_around_the_root(saved: str) -> None:
-    """What counts a model's forwards is nothing that the region's policy is asked about."""
+    """The policy is never asked about the operators that count forwards."""
 
     def policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
         save = saved == "all" or op is torch.ops.aten.clone.default

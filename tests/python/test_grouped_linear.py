@@ -421,7 +421,7 @@ def test_accumulates_when_compiled(grouped: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_buffer_that_changes_does_so_for_autograd_too(compiled: bool) -> None:
-    """Nothing may be differentiated with what it was, saved before."""
+    """Autograd must refuse a backward that saved the buffer before it changed."""
     torch._dynamo.reset()
     call, w, dy = both(make([0, 70, 70, 140]), False)
     into, scale = torch.ones(w.shape), torch.ones((), requires_grad=True)

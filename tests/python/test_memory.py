@@ -63,7 +63,7 @@ def test_a_lack_of_memory_on_a_gpu(cuda: torch.device) -> None:
 
 
 def test_a_refusal_keeps_nothing() -> None:
-    """Who catches a lack of memory to try a smaller batch has the memory of x back at once."""
+    """After a refusal nothing holds x, so that a caller can try again with a smaller batch."""
     x = torch.ones(4, 70)
     dead = weakref.ref(x)
     gc.disable()

@@ -340,7 +340,7 @@ def test_explain_says_what_the_error_would() -> None:
     assert bs.explain(bs.spec("mxfp8"), layout="nv_128x4", device="cpu") == ""
     assert "did you mean 'nvfp4'?" in bs.explain("nvpf4")
     assert "'fp8_blockwise' is a recipe, for a whole layer" in bs.explain("fp8_blockwise")
-    assert "one-byte scales" in bs.explain("fp8_1x128", layout="nv_128x4")
+    assert "one of linear, mn_major for" in bs.explain("fp8_1x128", layout="nv_128x4")
     assert "packed FP4 codes" in bs.explain("mxfp8", layout="mfma_16x16")
     assert bs.explain("nvfp4", device="tpu") == "explain: device = 'tpu'; need one of cpu, cuda"
     for argument in ("layout", "operation", "device"):
@@ -359,7 +359,7 @@ def test_explain_names_the_path_of_a_product() -> None:
     assert bs.explain("nvfp4", operation="conv") == (
         "explain: operation = 'conv'; need matmul or grouped_matmul"
     )
-    assert "one-byte scales" in bs.explain("fp8_1x128", "nv_128x4", operation="matmul")
+    assert "one of linear, mn_major for" in bs.explain("fp8_1x128", "nv_128x4", operation="matmul")
 
 
 def test_explain_names_the_path_of_a_product_on_a_gpu(cuda: torch.device) -> None:

@@ -144,7 +144,7 @@ def test_checkpoints_save_what_they_saved(calls: int) -> None:
 @pytest.mark.parametrize("first", ["outside", "inside"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_one_input_on_both_sides_of_a_checkpoint(save: Any, first: str, kept: bool) -> None:
-    """What runs again sees another memory than the forward did."""
+    """A recomputation reads x from other memory than the forward did."""
     how: dict[str, Any] = {"use_reentrant": False}
     if save is not None:
         how["context_fn"] = lambda: create_selective_checkpoint_contexts(save)  # type: ignore[no-untyped-call]

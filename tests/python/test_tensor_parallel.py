@@ -415,7 +415,7 @@ def compiled_is_eager() -> None:
 
 
 def gradients_one_by_one() -> None:
-    """A backward that is asked for a part gives what one for all gives."""
+    """Gradients asked for one by one equal those of a single backward."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(K, 256), nn.GELU(), nn.Linear(256, K))
     bs.convert(model, "nvfp4", seed=5)

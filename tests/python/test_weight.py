@@ -297,6 +297,17 @@ def test_a_step_within_is_refused_before_it_does_anything(compiled: bool) -> Non
     assert not torch.equal(model.get_submodule("0").get_parameter("weight"), before[0])
 
 
+def test_a_step_that_leaves_frozen_weights_alone_is_none_of_them() -> None:
+    model = converted("mxfp8")
+    model.requires_grad_(False)
+    adapter = torch.nn.Parameter(torch.ones(70))
+    optimizer = torch.optim.AdamW([*model.parameters(), adapter], lr=0.1)
+    with bs.quantized_weights(model):
+        model(normal(11, 70).float() * adapter).sum().backward()
+        optimizer.step()
+    assert not torch.equal(adapter, torch.ones(70))
+
+
 def test_copies_made_within_are_models_like_others() -> None:
     model = converted("mxfp4")
     x = normal(11, 70).float()

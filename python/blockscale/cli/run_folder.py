@@ -72,10 +72,15 @@ class RunFolder:
         handle = os.open(self.path / "settings.json", os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise CliError(
                 f"--out = {self.path}; need a folder that no other process is training in; wait "
                 "for it or choose another folder"
+            ) from None
+        except OSError as error:
+            raise CliError(
+                f"--out = {self.path} ({error.strerror}); need a file system that can lock files; "
+                "choose a folder on another one"
             ) from None
 
     def cells(self) -> list[Cell]:
@@ -193,6 +198,10 @@ def create_run(path: Path, settings: dict[str, Any]) -> RunFolder:
         raise CliError(
             f"--out = {path} ({error.strerror}); need a folder that can be written; choose another"
         ) from None
+    except CliError:  # it cannot be locked: the next try must not find a run
+        (path / "settings.json").unlink(missing_ok=True)
+        remove_empty([path / "checkpoints", *made])
+        raise
     folder.made = made
     return folder
 

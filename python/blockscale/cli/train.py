@@ -37,7 +37,7 @@ from blockscale.cli.provenance import ORIGIN, origin
 from blockscale.cli.report import print_table, write_report
 from blockscale.cli.run_folder import RunFolder
 from blockscale.cli.saved import SETTINGS, WHOLE, read_settings
-from blockscale.cli.trainer import Trainer, use_reproducible_kernels
+from blockscale.cli.trainer import Trainer, reproducible_kernels
 from blockscale.recipe import split_outside_brackets
 
 
@@ -113,10 +113,10 @@ def run(args: argparse.Namespace) -> int:
 
 def train_all(folder: RunFolder, corpus: Corpus, console: Console) -> None:
     """Runs every training that is not finished yet."""
-    use_reproducible_kernels(folder.settings["device"])
     cells = folder.cells()
     done = sum("train_loss" in row for row in folder.rows)
-    with LiveProgress(console, len(cells) * folder.settings["steps"], done) as progress:
+    progress = LiveProgress(console, len(cells) * folder.settings["steps"], done)
+    with reproducible_kernels(folder.settings["device"]), progress:
         for cell in cells:
             if not folder.finished(cell):
                 Trainer(folder, cell, corpus).run(progress)

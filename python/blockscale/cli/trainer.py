@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +21,20 @@ from blockscale.cli.progress import LiveProgress
 from blockscale.cli.run_folder import Cell, RunFolder, unusable
 
 
-def use_reproducible_kernels(device: str) -> None:
-    """Makes PyTorch choose kernels that give the same bits in every run."""
+@contextlib.contextmanager
+def reproducible_kernels(device: str) -> Iterator[None]:
+    """Within it, PyTorch chooses kernels that give the same bits in every run."""
     if device == "cuda":  # cuBLAS reads this when it makes its first handle
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 class Trainer:

@@ -12,7 +12,7 @@ CounterNumbers& numbers() {
   return all;
 }
 
-void CUDART_CB give_back(void* number) {
+void CUDART_CB give_back(void* number) noexcept {
   numbers().give_back(static_cast<int>(reinterpret_cast<intptr_t>(number)));
 }
 
@@ -64,7 +64,7 @@ int CounterNumbers::take() {
   return of_streams_ + taken_ < count_ ? of_streams_ + taken_++ : -1;
 }
 
-void CounterNumbers::give_back(int number) {
+void CounterNumbers::give_back(int number) noexcept {
   const std::lock_guard lock(mutex_);
   free_.push_back(number);
 }

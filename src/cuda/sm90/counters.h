@@ -19,14 +19,16 @@ inline constexpr int kCounters = 1 << 16;  // per device
 // Hands out numbers below `count`, none of them to two users at once, or -1 when there are no more.
 class CounterNumbers {
  public:
-  CounterNumbers(int of_streams, int count) : of_streams_(of_streams), count_(count) {}
+  CounterNumbers(int of_streams, int count) : of_streams_(of_streams), count_(count) {
+    free_.reserve(static_cast<size_t>(count - of_streams));  // CUDA calls give_back()
+  }
 
   // A stream's own number, since its kernels follow each other. `id`: unlike its handle, never
   // reused by a later stream. A stream's kernels of one `kind` never run concurrently.
   int of_stream(uint64_t id, uint64_t kind = 0);
   // For one captured launch, until its graph is gone.
   int take();
-  void give_back(int number);
+  void give_back(int number) noexcept;
 
  private:
   const int of_streams_, count_;

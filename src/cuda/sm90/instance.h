@@ -69,6 +69,8 @@ struct Bf16TileOf {
   static constexpr cuda::TileShape s = cuda::kBf16Tiles[kIndex];
   using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.split,
                     s.chunks(true), false>;
+  static_assert(type::kRows == s.rows() && type::kColumns == s.columns());
+  static_assert(type::kUnitRows == s.unit_rows() && type::kUnitColumns == s.unit_columns());
 };
 
 // Describes operands as bytes: lines of `extent`, `row` apart. False where the copy engine cannot

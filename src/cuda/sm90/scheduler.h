@@ -20,6 +20,7 @@ namespace blockscale::sm90 {
 struct Counter {
   int drawn, done;
 };
+// Each source with kernels has its own array, so that kernels of both kinds may share a number.
 static __device__ Counter counters[kCounters];
 
 // Where a CTA's units are posted: slots in shared memory, used in turn.

@@ -14,7 +14,7 @@ struct Constant {
 // Staging buffer for the codes and scales of a tile's columns.
 template <Pass kPass>
 struct Stage {
-  static constexpr int kCodeBytes = kTile * kTile / (kPass.fp4() ? 2 : 1);
+  static constexpr int kCodeBytes = kTile * kTile / (kPass.packs() ? 2 : 1);
   uint4 codes[kCodeBytes / 16];
   uint32_t scales[kTile * kRunsPerLine / 4];  // of scale_bytes each
 
@@ -45,7 +45,7 @@ template <Pass kPass, int kWide>
 BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Codes& codes, int line,
                                    int g) {
   auto* staged = reinterpret_cast<uint8_t*>(stage.codes);
-  if (is_fp4<kPass>(s))
+  if (packs<kPass>(s))
     *reinterpret_cast<uint2*>(staged + stage_offset<true, kWide>(line, g)) = {codes.word[0],
                                                                               codes.word[1]};
   else
@@ -56,7 +56,7 @@ BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Cod
 template <Pass kPass>
 BLOCKSCALE_DEVICE void stage_scale(const Side& s, Stage<kPass>& stage, uint32_t scale, int line,
                                    int g) {
-  const int block = block_length<kPass>(s);
+  const int block = stored_block_length<kPass>(s);
   if (has_wide_scales<kPass>(s))
     stage.template scale<uint32_t>(line, kTile / block, g * kRun / block) = scale;
   else
@@ -177,7 +177,7 @@ BLOCKSCALE_DEVICE void store_aiter_scales(const Side& s, const MatrixAt& m, int 
 template <Pass kPass, int kCount>
 BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int tile_line,
                                            int tile_pos, int lines, Stage<kPass>& stage) {
-  const int block = block_length<kPass>(s), blocks = kTile / block;
+  const int block = stored_block_length<kPass>(s), blocks = kTile / block;
   const int first_block = static_cast<int>(static_cast<unsigned>(tile_pos) / block);
   if (!has_wide_scales<kPass>(s) && s.scale_words) {
     const auto words = static_cast<unsigned>(blocks / 4);  // per line
@@ -193,7 +193,7 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
       *reinterpret_cast<uint32_t*>(m.scales + at) = stage.scales[i];
     };
     // Where the compiler knows the number of words and there are enough threads, one word each.
-    constexpr int kWords = kPass.any() ? 0 : kTile * (kTile / kPass.block() / 4);
+    constexpr int kWords = kPass.any() ? 0 : kTile * (kTile / kPass.stored_block() / 4);
     if constexpr (kWords != 0 && kWords <= kCount) {
       if (kWords == kCount || threadIdx.x < kWords) store(threadIdx.x);
     } else {
@@ -277,7 +277,7 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
         s, m, tile_line, tile_pos, lines, runs, stage);
   };
   // FP4 is stored in pairs of runs where lines are whole multiples of a pair.
-  if (!is_fp4<kPass>(s))
+  if (!packs<kPass>(s))
     codes(Constant<0>{}, Constant<1>{});
   else if (s.code_pairs)
     codes(Constant<1>{}, Constant<2>{});

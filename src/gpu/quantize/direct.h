@@ -104,9 +104,9 @@ BLOCKSCALE_DEVICE void store_scales_aside(const Side& s, const MatrixAt& m, cons
   if (run % 2 == 0 && line + mine < s.lines) store_aside(s, m, line + mine, pos / kTile, word);
 }
 
-// Rows of groups in linear layouts lie where they would without groups, so that one matrix is
-// quantized: all that matters is where the last group ends and, for outer scales, which group a
-// line is in.
+// Rows of groups in linear layouts, and widened ones, lie where they would without groups, so that
+// one matrix is quantized: all that matters is where the last group ends and, for outer scales,
+// which group a line is in.
 template <Pass kPass>
 struct LineGroups : MatrixAt {
   Groups groups;
@@ -182,11 +182,11 @@ BLOCKSCALE_DEVICE void quantize_fp4_lines(Reader& reader, typename Reader::Run e
     float v[kRun];
     // With a transform, registers would spill.
     constexpr bool kAhead = kPass.encoder == Encoder::fp4_stochastic && !kPass.hadamard;
-    const Block b = block_of_run<kPass, kAhead>(
+    Block b = block_of_run<kPass, kAhead>(
         s, m.outer, amax, [&](Block& unusual) { values.cut(s, unusual); },
         [&](float* to) { values.unpack(s, to); }, v);
-    const Codes codes =
-        encode_run<kPass>(s, v, values.signs(s), b.inv, random, m.line + lines.line(i));
+    Codes codes = encode_run<kPass>(s, v, values.signs(s), b.inv, random, m.line + lines.line(i));
+    if constexpr (kPass.widened) widen_row<kPass>(codes, b);
     lines.store(s, m, codes, b, i, odd);
   };
 #pragma unroll 1
@@ -265,9 +265,10 @@ inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
 template <Pass kPass>
 BLOCKSCALE_DEVICE void fill_lines(const Side& s, const LineGroups<kPass>& m, int line, int pos,
                                   int first, int lines) {
-  const uint32_t scale = m.bad ? nan_block<kPass.scale>().stored : 0;
+  const uint32_t scale = m.bad ? nan_block<kPass.stored_scale()>().stored : 0;
   for (int i = max(first, 0); i < lines; ++i) {
-    if (pos % kPass.block() == 0) store_scale<kPass>(s, m, line + i, pos / kPass.block(), scale);
+    if (pos % kPass.stored_block() == 0)
+      store_scale<kPass>(s, m, line + i, pos / kPass.stored_block(), scale);
     store_codes<kPass>(codes_at<kPass>(s, m, line + i, pos), s, Codes{});
   }
 }

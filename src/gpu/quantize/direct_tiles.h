@@ -17,6 +17,7 @@ struct TilesParams {
 inline constexpr int kDirectWarps = kDirectThreads / 32;
 static_assert(kDirectWarps * kRun == kTile && 32 * kDirectLines == kTile);
 static_assert(kKeptLines == kDirectLines);
+static_assert(kDirectThreads == kFillThreads);  // as fill.h counts a thread block's share
 
 // What the threads of a tile exchange.
 struct DirectMemory {
@@ -143,6 +144,28 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
   memory.sync();
 }
 
+// Finds the largest scale of each column, `top`, which all codes of a widened tile share; its four
+// blocks are in as many warps. FP32 scales go to the stage.
+template <Pass kPass, class Memory>
+BLOCKSCALE_DEVICE void share_tops(const Side& s, const Block* blocks, const ColumnPart<kPass>& part,
+                                  Memory& memory, Stage<kPass>& stage, uint32_t* top) {
+  constexpr int kWide = ColumnPart<kPass>::kWide, kBlocks = kTile / kPass.block();
+  static_assert(kPass.widened && kPass.stored_block() == kTile && kBlocks <= kDirectWarps);
+  const int block = part.run * kRun / kPass.block();
+#pragma unroll
+  for (int i = 0; i < kWide; ++i)
+    memory.column_amax[block][part.first + i] = top_of(blocks[i].stored);
+  memory.sync();
+#pragma unroll
+  for (int i = 0; i < kWide; ++i) {
+    top[i] = memory.column_amax[0][part.first + i];
+#pragma unroll
+    for (int b = 1; b < kBlocks; ++b) top[i] = max(top[i], memory.column_amax[b][part.first + i]);
+    if (block == 0)
+      stage_scale<kPass>(s, stage, bit_cast<uint32_t>(widened_scale(top[i])), part.first + i, 0);
+  }
+}
+
 // What a thread has loaded of a tile: two pairs of columns, or two runs of one pair.
 template <class Columns>
 struct LoadedColumns {
@@ -254,10 +277,12 @@ BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Me
                 i == 0 ? two.template cut<0>(s, b) : two.template cut<1>(s, b);
             }
           });
-        stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
+        if (!kPass.widened) stage_scale<kPass>(s, stage, b.stored, part.first + i, part.run);
         blocks[i] = b;
       }
     }
+    [[maybe_unused]] uint32_t top[kWide];
+    if constexpr (kPass.widened) share_tops<kPass>(s, blocks, part, memory, stage, top);
     Codes all[4];
     auto column = [&](auto i) {
       constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
@@ -266,8 +291,9 @@ BLOCKSCALE_DEVICE void columns_of_tile(const OutAt& out_at, const TileAt& at, Me
       float v[kRun];
       const float inv = unpack_for<kPass>(
           blocks[kColumn], [&](float* to) { two.template unpack<kIndex % 2>(s, to); }, v);
-      const Codes codes = encode_run<kPass>(s, v, two.template signs<kIndex % 2>(s), inv,
-                                            random[run], m.line + at.column + line);
+      Codes codes = encode_run<kPass>(s, v, two.template signs<kIndex % 2>(s), inv, random[run],
+                                      m.line + at.column + line);
+      if constexpr (kPass.widened) codes = widen_run(codes, blocks[kColumn].stored, top[kColumn]);
       stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
       all[kIndex] = codes;
     };
@@ -398,7 +424,7 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
     const auto column_at = [&] { return OutputAt<kGrouped, 1>(p.column, memory.group[1], x.rows); };
     // On average, half of a group's last tile is past its end. Skipping that half costs more where
     // registers are scarce, and is not possible where all threads share blocks of a whole tile.
-    constexpr bool kEnds = kGrouped && !kRow.present() && kColumn.block() < kTile &&
+    constexpr bool kEnds = kGrouped && !kRow.present() && kColumn.stored_block() < kTile &&
                            !(kColumn.hadamard && kColumn.encoder == Encoder::fp4_stochastic);
     const auto row_at = [&] { return OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows); };
     const auto made = [&](const auto& part, const Codes* codes) {

@@ -5,6 +5,7 @@
 #include "blockscale/hadamard.h"
 #include "blockscale/philox.h"
 #include "gpu/quantize/tile.h"
+#include "gpu/widen.h"
 
 namespace blockscale::gpu {
 
@@ -20,6 +21,7 @@ struct Pass {
   Format scale = Format::fp32;
   bool square = false;
   bool hadamard = false;
+  bool widened = false;  // MXFP4 that leaves as FP8 (widen.h)
   constexpr bool operator==(const Pass&) const = default;
   BLOCKSCALE_HD constexpr bool any() const { return encoder == Encoder::any; }
   BLOCKSCALE_HD constexpr bool present() const { return encoder != Encoder::none; }
@@ -31,6 +33,10 @@ struct Pass {
            : scale == Format::e8m0 ? kMxfp8.block
                                    : kNvfp4.block;
   }
+  // What is stored, which differs from what is computed where codes are widened.
+  BLOCKSCALE_HD constexpr bool packs() const { return fp4() && !widened; }
+  BLOCKSCALE_HD constexpr Format stored_scale() const { return widened ? Format::fp32 : scale; }
+  BLOCKSCALE_HD constexpr int stored_block() const { return widened ? kWidened.block : block(); }
   // Whether there may be an outer scale. Not for `any`.
   BLOCKSCALE_HD constexpr bool two_level() const {
     return present() && scale != Format::fp32 && scale != Format::e8m0;
@@ -38,14 +44,22 @@ struct Pass {
 };
 // A Pass as a template argument of a kernel: nvcc's host stubs do not take values of class type.
 template <Encoder kEncoder, Format kScale = Format::fp32, bool kSquare = false,
-          bool kHadamard = false>
+          bool kHadamard = false, bool kWidens = false>
 struct PassType {
-  static constexpr Pass kPass{kEncoder, kScale, kSquare, kHadamard};
+  static constexpr Pass kPass{kEncoder, kScale, kSquare, kHadamard, kWidens};
 };
 
 struct Codes {
   uint32_t word[4];  // 16 bytes, or 8 for FP4
 };
+// A run of FP4 from a block with scale `scale`, widened to codes whose scale is that of `top`.
+BLOCKSCALE_DEVICE Codes widen_run(const Codes& fp4, uint32_t scale, uint32_t top) {
+  const WidenedBlock block(scale, top);
+  Codes out;
+  block.of_8(fp4.word[0], out.word);
+  block.of_8(fp4.word[1], out.word + 2);
+  return out;
+}
 
 // The two E2M1 encoders below do not saturate. Up to these magnitudes they encode everything above
 // 6 as 6. Scales rounded to nearest leave |y| below 6.4, and scales rounded up leave it below

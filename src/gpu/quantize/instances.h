@@ -74,7 +74,7 @@ void launch_layout_rows(QuantizeParams& p, NativeStream stream) {
 // Row by row where the places of groups' rows do not depend on the groups; otherwise by tiles.
 template <class Row, class In>
 void launch_grouped_rows(QuantizeParams& p, NativeStream stream) {
-  if (p.row.plain && p.row.lines > 0 && p.row.padded > 0)
+  if ((p.row.plain || Row::kPass.widened) && p.row.lines > 0 && p.row.padded > 0)
     launch_rows<Row, In, true>(p, stream);
   else
     launch_tiles<Row, PassType<Encoder::none>, In, true>(p, stream);
@@ -151,6 +151,8 @@ template <Format kScale>
 using Fp4Square = PassType<Encoder::fp4_nearest, kScale, true>;
 template <Format kScale>
 using Fp4Hadamard = PassType<Encoder::fp4_nearest, kScale, false, true>;
+using Fp4Widened = PassType<Encoder::fp4_nearest, Format::e8m0, false, false, true>;
+using Fp4WidenedHadamard = PassType<Encoder::fp4_nearest, Format::e8m0, false, true, true>;
 template <Format kScale>
 using Stochastic = PassType<Encoder::fp4_stochastic, kScale>;
 template <Format kScale>
@@ -193,7 +195,7 @@ inline constexpr Entry kEntry{Row::kPass,
                               floats<Row, Column>()};
 template <class P>
 constexpr Launcher<QuantizeParams> aligned_rows() {
-  if constexpr (P::kPass.scale != Format::fp32)
+  if constexpr (P::kPass.stored_scale() != Format::fp32)
     return launch_layout_rows<P>;
   else
     return launch_rows<P, Aligned>;
@@ -244,6 +246,15 @@ inline constexpr Entry kFp4Entries[] = {
     kEntry<Fp4<kScale>, Fp4<kScale>>,
     kEntry<Fp4<kScale>, Fp4Hadamard<kScale>>,
     kEntry<Stochastic<kScale>, Fp4Hadamard<kScale>>,
+#endif
+};
+// MXFP4 for the left of the FP8 GEMM: x in a forward, without and with the operand of its backward
+// on the right there, and dy.
+inline constexpr Entry kWidenedEntries[] = {
+    kEntry<Fp4Widened, Fp4WidenedHadamard>,
+#if BLOCKSCALE_SAMPLE < 2
+    kRows<Fp4Widened>,
+    kEntry<Fp4Widened, Fp4Hadamard<Format::e8m0>>,
 #endif
 };
 

@@ -35,6 +35,8 @@ std::span<const PairEntry> pair_kernels() {
     kBoth<Mx8, Mx8, Mx8>,
     kForward<Fp4<e8m0>, Fp4Hadamard<e8m0>, Fp4Square<e8m0>>,
     kBoth<Fp4<e8m0>, Fp4Hadamard<e8m0>, Fp4Square<e8m0>>,
+    kForward<Fp4Widened, Fp4Hadamard<e8m0>, Fp4Square<e8m0>>,
+    kBoth<Fp4Widened, Fp4Hadamard<e8m0>, Fp4Square<e8m0>>,
     kForward<Fp4<ue5m3>, Fp4Hadamard<ue5m3>, Fp4Square<ue5m3>>,
     kBoth<Fp4<ue5m3>, Fp4Hadamard<ue5m3>, Fp4Square<ue5m3>>,
 #endif

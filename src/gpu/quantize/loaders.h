@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "gpu/quantize/tile.h"
+#include "gpu/quantize/load.h"
 
 namespace blockscale::gpu {
 
@@ -62,12 +62,9 @@ struct UnalignedLoader {
   BLOCKSCALE_DEVICE explicit UnalignedLoader(Shared&) {}
 
   BLOCKSCALE_DEVICE static uint4 load(const uint16_t* p, int count) {
+    if (count < Tile::kChunk) return load_some(p, count);
     uint32_t word[4] = {};
-    if (count < Tile::kChunk) {
-#pragma unroll
-      for (int i = 0; i < Tile::kChunk; ++i)
-        if (i < count) word[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
-    } else if (reinterpret_cast<uintptr_t>(p) % 4 == 0) {
+    if (reinterpret_cast<uintptr_t>(p) % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const uint32_t*>(p)[i];
     } else {

@@ -25,7 +25,9 @@ struct PairParams {
 };
 
 // Whether it writes values, for codes that no GEMM reads: FP32 scales leave BF16.
-BLOCKSCALE_HD constexpr bool writes_values(const Pass& row) { return row.scale != Format::fp32; }
+BLOCKSCALE_HD constexpr bool writes_values(const Pass& row) {
+  return row.stored_scale() != Format::fp32;
+}
 
 // Decodes the values of a tile whose codes this thread block has just written.
 template <Pass kPass>

@@ -9,6 +9,19 @@
 namespace blockscale::gpu {
 namespace {
 
+// One of the operands of an input, if any.
+struct Output {
+  const Quantized* to = nullptr;
+  QuantizeOptions options{};
+  int amax_parts = 0;
+
+  // What is computed; `to` may be that widened.
+  const QuantSpec& spec() const { return options.widened ? *options.widened : to->spec; }
+  bool widens() const { return options.widened.has_value(); }
+  bool transforms() const { return spec().hadamard.dim != 0; }
+  bool wide() const { return spec().hadamard.dim > kRun; }
+  bool lacks_amax() const { return to && to->spec.outer && !options.amax; }
+};
 const Entry* find(const Pass& row, const Pass& column) {
   for (const auto& tables : {fp8_kernels(), mxfp4_kernels(), nvfp4_kernels()})
     for (const Table& table : tables)
@@ -30,6 +43,12 @@ Pass pass_of(const QuantSpec& spec) {
   else
     return kAny;
   return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
+}
+
+Pass pass_of(const Output& out) {
+  Pass pass = pass_of(out.spec());
+  pass.widened = out.widens();
+  return pass;
 }
 
 template <bool kRows, bool kColumns, bool kGrouped>
@@ -67,6 +86,8 @@ Launcher<QuantizeParams> launcher_for(const QuantizeParams& p, const Pass& row, 
 void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
   if (const Launcher<QuantizeParams> compiled = launcher_for(p, row, column, false))
     return compiled(p, stream);
+  if (p.row.amax_parts || p.column.amax_parts)
+    fail("quantize", "amax", "in parts", "a kernel that reads them, as goes_by_tiles() says");
   if (p.tiles == 0) {  // no elements, but an outer scale for every matrix
     p.tiles_down = p.tiles_across = 1;
     p.tiles = p.batch;
@@ -74,8 +95,8 @@ void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream
   launch_any<false>(p, row, column, stream);
 }
 
-// The same as next_group() and group_part().
-GroupRule rule_of(const Quantized& out, const StoredShape& s) {
+// The same as next_group() and group_part(); `packed`: groups of rows leave no gaps among scales.
+GroupRule rule_of(const Quantized& out, const StoredShape& s, bool packed) {
   const Layout codes = out.layout.codes, scales = out.layout.scales;
   const GroupUnits u = group_units(out.spec, out.layout, out.axis);
   const auto shift = [](int64_t n) { return std::countr_zero(static_cast<uint64_t>(n)); };
@@ -87,7 +108,7 @@ GroupRule rule_of(const Quantized& out, const StoredShape& s) {
   GroupRule r{};
   r.position = static_cast<int>(u.position) - 1;
   r.codes = static_cast<int>(u.codes) - 1;
-  r.scales = static_cast<int>(u.scales) - 1;
+  r.scales = packed && out.axis == -1 ? 0 : static_cast<int>(u.scales) - 1;
   r.code_shift = shift(u.per_code);
   r.scale_shift = shift(u.per_scale);
   r.code_pitch = static_cast<int>(pitch(codes, s.code_rows, s.code_columns));
@@ -100,16 +121,6 @@ GroupRule rule_of(const Quantized& out, const StoredShape& s) {
   return r;
 }
 
-// One of the operands of an input, if any.
-struct Output {
-  const Quantized* to = nullptr;
-  QuantizeOptions options{};
-  int amax_parts = 0;
-
-  bool transforms() const { return to->spec.hadamard.dim != 0; }
-  bool wide() const { return to->spec.hadamard.dim > kRun; }
-  bool lacks_amax() const { return to && to->spec.outer && !options.amax; }
-};
 struct Work {
   ConstMatrix x;
   Output row, column;
@@ -122,7 +133,8 @@ Side side_of(const Output& operand) {
   Side s{};
   s.out = out;
   s.shape = out.shape();
-  s.element = ElementFacts(out.spec.element);
+  s.out.spec.rule = operand.spec().rule;
+  s.element = ElementFacts(operand.spec().element);
   s.amax = o.amax, s.amax_parts = operand.amax_parts;
   s.seed = o.device_seed;
   s.offset = o.device_offset;
@@ -141,9 +153,9 @@ Side side_of(const Output& operand) {
   s.plain = s.linear_codes && s.linear_scales;
   s.scale_step = s.linear_scales ? s.scale_columns * scale_bytes(out.spec.scale) : 0;
   s.scale_steps = row_steps(out.layout.scales, s.scale_columns);
-  s.set_transform(out.spec.hadamard);
+  s.set_transform(operand.spec().hadamard);
   if (out.groups)
-    s.groups = rule_of(out, s.shape);
+    s.groups = rule_of(out, s.shape, operand.widens());
   else if (out.layout.scales == Layout::mn_major)
     s.rows_behind =
         static_cast<int>(padded_rows(Layout::mn_major, s.shape.scale_rows) - s.shape.scale_rows);
@@ -269,19 +281,21 @@ void quantize_into(const ConstMatrix& x, const Output& row_of, const Output& col
   if (aside && row_out) set_aside(p.row);
   if (aside && column_out) set_aside(p.column);
   if (positions) planned();
-  auto prepare = [&](const Quantized* out, Side& side, Pass& pass) {
+  auto prepare = [&](const Output& operand, Side& side, Pass& pass) {
+    const Quantized* const out = operand.to;
     if (!out) return;
+    pass = pass_of(operand);
     if (!groups) fill_padding(*out, stream);
     if (wide) {
       y = transformed(x, side.out.spec.hadamard, out->axis,
                       positions ? side.shape.padded : side.shape.extent,
                       positions ? &plan : nullptr, stream);
       side.out.spec.hadamard = {};
+      pass = pass_of(side.out.spec);
     }
-    pass = pass_of(side.out.spec);
   };
-  prepare(row_out, p.row, row);
-  prepare(column_out, p.column, column);
+  prepare(row_of, p.row, row);
+  prepare(column_of, p.column, column);
   set_input(p, y);
   if (!groups) {
     launch(p, row, column, native(stream));
@@ -296,7 +310,43 @@ void quantize_into(const ConstMatrix& x, const Output& row_of, const Output& col
   }
 }
 
+// Whether a kernel is compiled for an input, whose outputs may be widened.
+bool is_compiled(const Work& w) {
+  if ((w.row.to && w.row.wide()) || (w.column.to && w.column.wide())) return false;
+  QuantizeParams p{};
+  Pass row, column;
+  set_input(p, w.x);
+  if (w.row.to) p.row.out = *w.row.to, p.row.shape = w.row.to->shape(), row = pass_of(w.row);
+  if (w.column.to) column = pass_of(w.column);
+  const bool grouped = static_cast<bool>((w.row.to ? w.row : w.column).to->groups);
+  return launcher_for(p, row, column, grouped) != nullptr;
+}
+
+void quantize_one(const Work& w, const Stream& stream);
+
+// Quantizes to the workspace what is then widened.
+void quantize_and_widen(Work w, const Stream& stream) {
+  Quantized narrow[2];
+  const Quantized* wide[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    Output& output = i ? w.column : w.row;
+    if (!output.to || !output.widens()) continue;
+    wide[i] = output.to;
+    Quantized& q = narrow[i] = *output.to;
+    q.spec = output.spec(), q.layout = {};
+    const StoredShape s = q.shape();
+    q.codes = static_cast<uint8_t*>(stream.workspace(q.batch * s.code_bytes));
+    q.scales = static_cast<uint8_t*>(stream.workspace(q.batch * s.scale_count));
+    output.to = &q, output.options.widened.reset();
+  }
+  quantize_one(w, stream);
+  for (int i = 0; i < 2; ++i)
+    if (wide[i]) widen_to(as_const(narrow[i]), *wide[i], stream);
+}
+
 void quantize_one(const Work& w, const Stream& stream) {
+  const auto widens = [](const Output& o) { return o.to && o.widens(); };
+  if ((widens(w.row) || widens(w.column)) && !is_compiled(w)) return quantize_and_widen(w, stream);
   Output row = w.row, column = w.column;
   if (!row.to || !column.to || !turns_scales(w.x, *row.to, *column.to))
     return quantize_into(w.x, row, column, false, stream);
@@ -312,8 +362,7 @@ void quantize_one(const Work& w, const Stream& stream) {
 bool goes_by_tiles(const Work& w) {
   const auto takes = [](const Output& o) { return o.to && !o.to->groups && !o.wide(); };
   return takes(w.row) && takes(w.column) && w.x.batch == 1 && w.x.column_stride == 1 &&
-         w.row.to->spec.outer && w.column.to->spec.outer &&
-         find(pass_of(w.row.to->spec), pass_of(w.column.to->spec));
+         w.row.to->spec.outer && w.column.to->spec.outer && find(pass_of(w.row), pass_of(w.column));
 }
 
 // The compiled kernel for two small inputs in one launch, or null.
@@ -326,15 +375,15 @@ const PairEntry* pair_of(std::span<const Work> inputs) {
     const ConstMatrix& x = inputs[i].x;
     const Matrix& values = inputs[i].row_values;
     const Quantized *row_out = inputs[i].row.to, *column_out = inputs[i].column.to;
-    const auto takes = [](const Quantized& out) { return out.spec.hadamard.dim <= kRun; };
-    if (!row_out || row_out->groups || !takes(*row_out) || (column_out && !takes(*column_out)) ||
-        x.batch != 1 || !is_bf16_rows(x) || !is_aligned(x) || x.rows * x.columns == 0 ||
-        x.row_stride < 0 || 2 * kTile * x.row_stride >= int64_t{1} << 32)
+    if (!row_out || row_out->groups || inputs[i].row.wide() ||
+        (column_out && inputs[i].column.wide()) || x.batch != 1 || !is_bf16_rows(x) ||
+        !is_aligned(x) || x.rows * x.columns == 0 || x.row_stride < 0 ||
+        2 * kTile * x.row_stride >= int64_t{1} << 32)
       return nullptr;
-    row[i] = pass_of(row_out->spec);
+    row[i] = pass_of(inputs[i].row);
     if (values.data && !(writes_values(row[i]) && row_out->layout == StorageLayout{}))
       return nullptr;
-    if (column_out) column[i] = pass_of(column_out->spec);
+    if (column_out) column[i] = pass_of(inputs[i].column);
     if (has_twins(row[i], column[i]) && row_out->spec != column_out->spec) return nullptr;
     tiles += ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   }
@@ -374,8 +423,8 @@ void quantize_pair(const PairEntry& pair, std::span<const Work> inputs, const Wo
 Work by_rows(const Quantization& q, Quantized (&made)[2]) {
   const Work as_given{q.x, {q.row, q.row_options}, {q.column, q.column_options}, q.row_values};
   if (q.x.row_stride != 1 || q.x.column_stride == 1) return as_given;
-  for (const Quantized* out : {q.row, q.column})
-    if (out && (out->groups || out->spec.stochastic())) return as_given;
+  for (const Output* out : {&as_given.row, &as_given.column})
+    if (out->to && (out->to->groups || out->spec().stochastic())) return as_given;
   const auto turned = [&](const Quantized* out, Quantized& to) -> const Quantized* {
     if (!out) return nullptr;
     to = *out;

@@ -60,18 +60,35 @@ BLOCKSCALE_DEVICE uint32_t row_block_amax(const Side& s, uint32_t amax) {
   return amax;
 }
 
+// Widens the codes of a run of block `b`, and makes `b` their block: eight neighbouring threads
+// hold the runs that share its scale.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void widen_row(Codes& codes, Block& b) {
+  static_assert(kPass.widened && kPass.stored_block() == kRunsPerLine * kRun);
+  uint32_t top = top_of(b.stored);
+#pragma unroll
+  for (int step = kPass.block() / kRun; step < kRunsPerLine; step *= 2)
+    top = max(top, shuffle_xor(top, step));
+  codes = widen_run(codes, b.stored, top);
+  b.stored = bit_cast<uint32_t>(widened_scale(top));
+}
+
 // Where a run's codes and scale go. In linear layouts, they are found from one line to the next by
 // addition. In others, the scale's place is the sum of the position's part, found once, and the
 // line's, by steps; the codes' place is found for every run.
 template <Pass kPass>
 struct RowTarget {
-  uint8_t *codes, *scale;
+  uint8_t *codes, *scale;  // FP32 scales of widened codes are mn_major
 
   BLOCKSCALE_DEVICE RowTarget(const Side& s, const MatrixAt& m, int line, int pos) {
-    constexpr int kBytes = scale_bytes(kPass.scale);
-    const int block = pos / kPass.block();
-    codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.fp4() ? pos / 2 : pos);
-    if (s.linear_scales)
+    constexpr int kBytes = scale_bytes(kPass.stored_scale());
+    const int block = pos / kPass.stored_block();
+    codes = m.codes + static_cast<int64_t>(line) * s.line_bytes + (kPass.packs() ? pos / 2 : pos);
+    if (kPass.widened)
+      scale = m.scales + layout_offset_as<uint32_t>(Layout::mn_major, s.shape.scale_rows,
+                                                    s.scale_columns, line, block) *
+                             uint64_t{kBytes};
+    else if (s.linear_scales)
       scale = m.scales + (static_cast<int64_t>(line) * s.scale_columns + block) * kBytes;
     else
       scale = m.scales + layout_column_as<uint32_t>(s.out.layout.scales, 0, block) * kBytes;
@@ -81,11 +98,11 @@ struct RowTarget {
   // Moves to the next line.
   BLOCKSCALE_DEVICE void advance(const Side& s) {
     codes += s.line_bytes;
-    scale += s.scale_step;
+    scale += kPass.widened ? sizeof(float) : s.scale_step;
   }
   BLOCKSCALE_DEVICE uint8_t* codes_of(const Side& s, const MatrixAt& m, int line, int pos) const {
     // One-byte codes are always linear, which the compiler cannot see.
-    return !kPass.fp4() || s.linear_codes ? codes : codes_at<kPass>(s, m, line, pos);
+    return !kPass.packs() || s.linear_codes ? codes : codes_at<kPass>(s, m, line, pos);
   }
   // For one-byte scales.
   BLOCKSCALE_DEVICE uint8_t* scale_of(const Side& s, int line) const {
@@ -96,7 +113,7 @@ struct RowTarget {
 template <Pass kPass>
 BLOCKSCALE_DEVICE void store_codes(uint8_t* to, const Side& s, const Codes& codes) {
   in_global_memory(to);
-  if (is_fp4<kPass>(s))
+  if (packs<kPass>(s))
     *reinterpret_cast<uint2*>(to) = {codes.word[0], codes.word[1]};
   else
     *reinterpret_cast<uint4*>(to) = {codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
@@ -121,7 +138,12 @@ template <Pass kPass>
 BLOCKSCALE_DEVICE void store_row(const Side& s, const MatrixAt& m, const Codes& codes,
                                  const Block& b, bool there, int line, int pos,
                                  const RowTarget<kPass>& to) {
-  const bool first = pos % kPass.block() == 0;
+  const bool first = pos % kPass.stored_block() == 0;
+  if constexpr (kPass.widened) {
+    if (there && first) *reinterpret_cast<uint32_t*>(to.scale) = b.stored;
+    if (there) store_codes<kPass>(to.codes, s, codes);
+    return;
+  }
   if (s.plain && !kPass.square) {
     static_assert(kPass.square || scale_bytes(kPass.scale) == 1);
     if (there && first) *to.scale = static_cast<uint8_t>(b.stored);

@@ -233,12 +233,17 @@ BLOCKSCALE_DEVICE int block_length(const Side& s) {
   return kPass.any() ? s.out.spec.block : kPass.block();
 }
 template <Pass kPass>
+BLOCKSCALE_DEVICE int stored_block_length(const Side& s) {
+  return kPass.any() ? s.out.spec.block : kPass.stored_block();
+}
+template <Pass kPass>
 BLOCKSCALE_DEVICE bool is_square(const Side& s) {
   return kPass.any() ? s.out.spec.square : kPass.square;
 }
+// Whether codes are stored two in a byte.
 template <Pass kPass>
-BLOCKSCALE_DEVICE bool is_fp4(const Side& s) {
-  return kPass.any() ? s.element.four_bits : kPass.fp4();
+BLOCKSCALE_DEVICE bool packs(const Side& s) {
+  return kPass.any() ? s.element.four_bits : kPass.packs();
 }
 template <Pass kPass>
 BLOCKSCALE_DEVICE bool transforms(const Side& s) {
@@ -247,7 +252,7 @@ BLOCKSCALE_DEVICE bool transforms(const Side& s) {
 
 template <Pass kPass>
 BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
-  return kPass.any() ? s.out.spec.scale == Format::fp32 : kPass.scale == Format::fp32;
+  return (kPass.any() ? s.out.spec.scale : kPass.stored_scale()) == Format::fp32;
 }
 
 // Whether scales go to the workspace. Those of FP4 never do, so nothing is read for them.
@@ -307,7 +312,7 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
 // Where the codes of `line` from `pos` on lie.
 template <Pass kPass>
 BLOCKSCALE_DEVICE uint8_t* codes_at(const Side& s, const MatrixAt& m, int line, int pos) {
-  const int byte = is_fp4<kPass>(s) ? pos / 2 : pos;
+  const int byte = packs<kPass>(s) ? pos / 2 : pos;
   if (s.linear_codes) return m.codes + static_cast<int64_t>(line) * s.line_bytes + byte;
   return m.codes + layout_offset(s.out.layout.codes, s.lines, s.line_bytes, line, byte);
 }

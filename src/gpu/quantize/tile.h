@@ -19,7 +19,7 @@ inline constexpr int kRowStep = kThreads / kRunsPerLine;
 inline constexpr int kRowRuns = kTile / kRowStep;
 
 struct Source {
-  CopyMap map;  // for CopyLoader
+  CopyMap map;  // for the copy engine, where it can read x
   const void* data;
   int64_t row_stride, column_stride, batch_stride;
   int rows, columns;

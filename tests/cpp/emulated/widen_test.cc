@@ -109,7 +109,12 @@ TEST(Widen, EveryValueStaysWhatItIs) {
     EXPECT_EQ(to_string(wide.b.q.spec), "fp8_128x128[element=e5m2]");
     EXPECT_EQ(check(a, wide.a.q, nullptr), 0) << i;
     EXPECT_EQ(check(b, wide.b.q, wide.b.line_scales), 0) << i;
-    EXPECT_EQ(check(a, gpu::widen_a(a.q, stream).q, nullptr), 0) << i;
+    // Each by itself.
+    const gpu::Wide right = gpu::widen_b(b.q, stream);
+    EXPECT_EQ(check(b, right.q, right.line_scales), 0) << i;
+    Output alone(gpu::kWidened, {Layout::linear, Layout::mn_major}, -1, a.q.rows, a.q.columns);
+    gpu::widen_to(a.q, alone.view, stream);
+    EXPECT_EQ(check(a, as_const(alone.view), nullptr), 0) << i;
     // A weight, and what a later call finds of it.
     Guarded memory(gpu::wide_bytes(b.q));
     const gpu::Wide made = gpu::widen_b(b.q, memory.data(), stream);
