@@ -19,9 +19,10 @@ using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 using torch::stable::Device;
 using torch::stable::Tensor;
+using Ints = std::vector<int64_t>;  // sizes and strides
 
-// A piece of memory from PyTorch's allocator. On a GPU it is no tensor, which costs the host twice
-// as much, lies on the current device, and may be freed before the kernels that use it have run:
+// Memory from PyTorch's allocator. On a GPU it is not a tensor, which would cost the host twice as
+// much; it is on the current device, and may be freed before the kernels that use it have run, as
 // memory is handed on in stream order.
 class Piece {
  public:

@@ -17,8 +17,6 @@ extern "C" __attribute__((weak, visibility("default"))) AOTITorchError aoti_torc
 namespace blockscale::binding {
 namespace {
 
-using Ints = std::vector<int64_t>;
-
 // a·b, with FP32 sums, + bias, rounded once to `dtype`; a bias is of this dtype, as a and b are.
 // PyTorch's kernel itself, past its dispatcher: less work for the host, and autocast has no say.
 void multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,

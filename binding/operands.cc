@@ -3,8 +3,6 @@
 namespace blockscale::binding {
 namespace {
 
-using Ints = std::vector<int64_t>;
-
 // How the operands of a layer are stored: as GEMMs read them. FP32 scales lie transposed, which is
 // how Hopper's FP8 GEMM brings them in; everything else is linear.
 StorageLayout storage_of(const QuantSpec& spec) {

@@ -5,8 +5,6 @@
 namespace blockscale::binding {
 namespace {
 
-using Ints = std::vector<int64_t>;
-
 // The values of an operand in a dtype: [lines, k], with `batched` [E, lines, k].
 Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype) {
   const auto turned = [&](const Tensor& t, int axis) {
