@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from blockscale._errors import fail
-from blockscale.functional import LinearFunction, specs_of
+from blockscale._layer_arguments import specs_of
+from blockscale.functional import LinearFunction
 from blockscale.recipe import Recipe
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from blockscale._core import widens
 from blockscale._errors import fail
-from blockscale.functional import backward_draws, check_arguments, specs_of
+from blockscale._layer_arguments import backward_draws, check_arguments, specs_of
 from blockscale.recipe import Spec, spec
 from blockscale.tensor import gemm_layout, stored_shapes
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from blockscale._errors import as_pytorch_raises, fail, fail_type
-from blockscale.functional import LinearFunction, asked, check_shapes, first_order
+from blockscale._layer_arguments import check_shapes
+from blockscale.functional import LinearFunction, asked, first_order
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import OPERANDS, Recipe, Spec
 from blockscale.rng import Key

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from blockscale._arguments import check_spec
 from blockscale._errors import as_pytorch_raises, fail, fail_type, integer
-from blockscale.functional import first_order, refuse_transforms
+from blockscale._layer_arguments import refuse_transforms
+from blockscale.functional import first_order
 from blockscale.recipe import Spec
 from blockscale.tensor import check_plain
 

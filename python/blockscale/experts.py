@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils._pytree import tree_leaves
 
 from blockscale._errors import fail
+from blockscale._layer_arguments import autocast_dtype
 from blockscale.classes import why_none
-from blockscale.functional import autocast_dtype, linear_with_key
+from blockscale.functional import linear_with_key
 from blockscale.nn import Kept, Layer
 from blockscale.rng import as_tensor, checkpointed_region, layer_seed
 from blockscale.weight import QuantizedWeight, quantize_weight

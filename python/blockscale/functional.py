@@ -5,38 +5,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from blockscale._errors import (
-    as_pytorch_raises,
-    fail,
-    fail_offsets,
-    fail_type,
-    kind_of,
-    message,
-    typed,
+from blockscale._errors import as_pytorch_raises, fail, fail_offsets, fail_type, typed
+from blockscale._layer_arguments import (
+    autocast_dtype,
+    check_arguments,
+    check_into,
+    check_one_dtype,
+    operation_of,
+    refuse_cuda,
+    refuse_tangents,
+    refuse_trace,
+    refuse_transforms,
 )
-from blockscale.recipe import OPERANDS, Recipe, Spec, any_stochastic, spec
+from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, is_exporting, layer_key
 from blockscale.shared_input import quantized_in_backward, quantized_input
-from blockscale.tensor import (
-    FLOATS,
-    FLOATS_TEXT,
-    check_dense,
-    check_plain,
-    is_dtensor,
-    is_for_layer,
-)
+from blockscale.tensor import is_dtensor
 from blockscale.weight import QuantizedWeight, is_gathered
 
 _ops = torch.ops.blockscale
 _forward = _ops.linear.default
 _forward_now = _forward._op  # what PyTorch's Python calls in the end; compilers cannot trace it
-_KEEP = "bs.quantize_weight(w, recipe) makes it"
+_MAKE_IT = "bs.quantize_weight(w, recipe) makes it"
 # Only other types can be DTensors; the check is made only for those, as importing DTensor takes
 # half a second.
 USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -158,69 +154,112 @@ def linear_with_key(
 ) -> torch.Tensor:
     """`linear`, or `grouped_linear` with offsets, for a caller that already has the key."""
     if quantized is not None and not isinstance(quantized, QuantizedWeight):
-        fail_type(_name(offsets), "quantized_weight", quantized, "a QuantizedWeight", _KEEP)
+        fail_type(
+            operation_of(offsets), "quantized_weight", quantized, "a QuantizedWeight", _MAKE_IT
+        )
     if recipe.high_precision and offsets is None and into is None:
         if quantized is not None:
             quantized.operands_of(w, recipe, False, "linear")
-        _check_one_dtype(x, w, bias)
+        check_one_dtype(x, w, bias)
         return torch.nn.functional.linear(x, w, bias)
     if not USUAL.issuperset((type(x), type(w))) and (is_dtensor(x) or is_dtensor(w)):
         over_mesh = _linear_over_mesh(x, w, bias, recipe, key, offsets, into, quantized)
         if product_seen is not None:
             product_seen(x, w, recipe, offsets, over_mesh)
         return over_mesh
-    dx = dw = db = False
-    seed, offset = key or (None, None)
     # In a small layer, checking the arguments costs as much as a kernel. So the operator refuses
     # what it cannot take, and only then are the arguments checked for a precise message.
     try:
-        if recipe.cuda_needs and x.is_cuda:
-            _refuse_cuda(recipe, offsets)
-        if torch.is_grad_enabled():
-            dx, dw = x.requires_grad, w.requires_grad
-            db = bias is not None and bias.requires_grad
-        if into is not None:
-            _check_into(into, x, w, dw, offsets)
-        made = None if quantized is None else quantized.operands_of(w, recipe, dx, _name(offsets))
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(_name(offsets), x, w, bias)
-        y: torch.Tensor
-        compiling = torch.compiler.is_compiling()
-        watched = compiling or torch._C._are_functorch_transforms_active()
-        exporting = watched and is_exporting()
-        text = recipe.text if exporting else recipe.forward_text
-        made_x = None
-        if dw and recipe.quantizes_x and not exporting and (compiling or not watched):
-            made_x = quantized_input(x, text, offsets)
-        rest = (text, dx, dw, seed, offset, offsets, autocast_dtype(x), made, made_x)
-        forward = _forward if watched else _forward_now
-        if exporting:
-            y = _linear_exported(x, w, bias, rest, into)
-        elif not (dx or dw or db):
-            y = forward(x, w, bias, *rest)[0]
-        else:
-            if watched and not compiling:
-                refuse_transforms(_name(offsets))
-            if not compiling and torch._C._get_tracing_state() is not None:
-                _refuse_trace(_name(offsets))
-            apply: Callable[..., Any] = LinearFunction.apply if compiling else _apply
-            y = apply(x, w, bias, (forward, recipe, rest, db, into))
+        y = _product(x, w, bias, recipe, key, offsets, into, quantized)
     # Not what checkpointing raises to end a recomputation, which is another Exception.
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         failure: Exception = error
     else:
-        if product_seen is not None and not watched:
+        if product_seen is not None and not _is_watched():
             product_seen(x, w, recipe, offsets, y)
         return y
     try:
-        if torch._C._get_tracing_state() is None:  # in torch.jit.trace sizes are tensors
-            check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
+        _explain(x, w, bias, recipe, key, offsets)
         if quantized is not None and quantized.device not in (None, x.device):
-            need = f"{x.device}, where x is"
-            fail(_name(offsets), "quantized_weight.device", quantized.device, need, "use its .to()")
+            got, need = quantized.device, f"{x.device}, where x is"
+            fail(operation_of(offsets), "quantized_weight.device", got, need, "use its .to()")
         raise typed(failure)
     finally:
         del failure  # its traceback holds this frame: the cycle would keep x alive
+
+
+def _is_watched() -> bool:
+    """Whether a compiler traces this, or transforms of functions are active."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def _product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    key: Key | None,
+    offsets: torch.Tensor | None,
+    into: torch.Tensor | None,
+    quantized: QuantizedWeight | None,
+) -> torch.Tensor:
+    """y of plain tensors, whose arguments have not been checked."""
+    dx = dw = db = False
+    seed, offset = key or (None, None)
+    if recipe.cuda_needs and x.is_cuda:
+        refuse_cuda(recipe, offsets)
+    if torch.is_grad_enabled():
+        dx, dw = x.requires_grad, w.requires_grad
+        db = bias is not None and bias.requires_grad
+    if into is not None:
+        check_into(into, x, w, dw, offsets)
+    made = None
+    if quantized is not None:
+        made = quantized.operands_of(w, recipe, dx, operation_of(offsets))
+    if forward_ad._current_level >= 0:
+        refuse_tangents(operation_of(offsets), x, w, bias)
+    compiling = torch.compiler.is_compiling()
+    watched = compiling or torch._C._are_functorch_transforms_active()
+    exporting = watched and is_exporting()
+    text = recipe.text if exporting else recipe.forward_text
+    made_x = None
+    if dw and recipe.quantizes_x and not exporting and (compiling or not watched):
+        made_x = quantized_input(x, text, offsets)
+    rest = (text, dx, dw, seed, offset, offsets, autocast_dtype(x), made, made_x)
+    forward = _forward if watched else _forward_now
+    y: torch.Tensor
+    if exporting:
+        y = _linear_exported(x, w, bias, rest, into)
+    elif not (dx or dw or db):
+        y = forward(x, w, bias, *rest)[0]
+    else:
+        if watched and not compiling:
+            refuse_transforms(operation_of(offsets))
+        if not compiling and torch._C._get_tracing_state() is not None:
+            refuse_trace(operation_of(offsets))
+        apply: Callable[..., Any] = LinearFunction.apply if compiling else _apply
+        y = apply(x, w, bias, (forward, recipe, rest, db, into))
+    return y
+
+
+def _explain(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    key: Key | None,
+    offsets: torch.Tensor | None,
+) -> None:
+    """Refuse the arguments in words, if it is they that the operator has refused."""
+    if torch._C._get_tracing_state() is not None:  # in torch.jit.trace sizes are tensors
+        return
+    grad = torch.is_grad_enabled()
+    dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
+    seed, offset = key or (None, None)
+    check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, offsets, str(recipe))
+    mixed = bias is not None and is_dtensor(bias) and not (is_dtensor(x) or is_dtensor(w))
+    if mixed:
+        fail("linear", "bias", "a DTensor", "a plain tensor, as x and w are", "use .to_local()")
 
 
 def _linear_over_mesh(
@@ -236,7 +275,7 @@ def _linear_over_mesh(
 
     offsets, into, quantized = others
     if recipe.cuda_needs and x.is_cuda:
-        _refuse_cuda(recipe, None)
+        refuse_cuda(recipe, None)
     if offsets is not None:
         name = "x" if is_dtensor(x) else "w"
         need = "a plain tensor: the rows and matrices of this rank's experts"
@@ -244,108 +283,15 @@ def _linear_over_mesh(
     for name, value in (("accumulate_into", into), ("quantized_weight", quantized)):
         if value is not None:
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")
-    seed, offset = key or (None, None)
     grad = torch.is_grad_enabled()
     # A compiler cannot trace all of the checks; it checks the pieces when it traces the operator.
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
             refuse_transforms("linear")
-        dx, dw = (grad and getattr(tensor, "requires_grad", False) for tensor in (x, w))
-        check_arguments(x, w, bias, recipe.text, dx, dw, seed, offset, None, str(recipe))
+        _explain(x, w, bias, recipe, key, None)
     dtype = autocast_dtype(x) or x.dtype
     y: torch.Tensor = linear_over_mesh(x, w, bias, recipe, key, dtype, grad)
     return y
-
-
-def _check_one_dtype(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Refuse what `F.linear` refuses in other words: unlike operands that are quantized, those in
-    high precision share a dtype."""
-    for name, tensor in (("w", w), ("bias", bias)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype is x.dtype:
-            continue
-        if autocast_dtype(x) is None:
-            need = f"{x.dtype}, as x is, in a recipe without quantized operands"
-            fail("linear", f"{name}.dtype", tensor.dtype, need, "use .to(), or torch.autocast")
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The autocast dtype for x's device, or None where autocast is disabled."""
-    kind = "cuda" if x.is_cuda else "cpu"
-    on = torch.is_autocast_enabled(kind) and not x.is_meta
-    return torch.get_autocast_dtype(kind) if on else None
-
-
-def _name(offsets: torch.Tensor | None) -> str:
-    return "linear" if offsets is None else "grouped_linear"
-
-
-def _refuse_cuda(recipe: Recipe, offsets: torch.Tensor | None) -> NoReturn:
-    remedy = "run it on the CPU, or use a recipe without FP32 scales, such as mxfp8"
-    fail(_name(offsets), "recipe", f"{recipe} on cuda", recipe.cuda_needs, remedy)
-
-
-def refuse_transforms(operation: str) -> NoReturn:
-    """Refuse gradients under function transforms, which do not support these autograd.Functions and
-    would fail with PyTorch's message."""
-    remedy = "use backward() for gradients; instead of vmap, pass the whole batch as x"
-    fail(operation, "x", "within torch.func", "torch.no_grad() in it and no vmap", remedy)
-
-
-def _refuse_trace(operation: str) -> NoReturn:
-    """Refuse gradients in a trace, which would fail too, or silently omit x's gradient."""
-    remedy = "use backward() for gradients, or torch.export"
-    fail(operation, "x", "within torch.jit.trace", "torch.no_grad() in it", remedy)
-
-
-def _refuse_tangents(
-    operation: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Refuse forward-mode tangents: PyTorch would treat the operator, which has no derivative of
-    its own, as a constant."""
-    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            need = "no tangent: forward-mode derivatives are not implemented"
-            fail(operation, name, "a dual tensor", need, "use reverse mode")
-
-
-def _check_into(
-    into: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dw: bool, offsets: torch.Tensor | None
-) -> None:
-    op, name = _name(offsets), "accumulate_into"
-    if not isinstance(into, torch.Tensor):
-        fail_type(op, name, into, "a tensor")
-    check_plain(op, name, into)
-    if into.requires_grad:
-        fail(op, name, "a tensor that requires a gradient", "a buffer of sums, which needs none")
-    if (into.shape, into.dtype, into.device) != (w.shape, torch.float32, w.device) or (
-        not into.is_contiguous()
-    ):
-        strided = "" if into.is_contiguous() else "strided "
-        got = f"{strided}{into.dtype}{list(into.shape)} on {into.device}"
-        need = f"contiguous torch.float32{list(w.shape)} on {w.device}, as w is"
-        fail(op, name, got, need)
-    if torch.is_grad_enabled() and not dw:
-        fail(op, name, "given", "none: w needs no gradient", "leave it out")
-    if not torch.compiler.is_compiling():
-        if into.is_neg():
-            fail(op, name, "a view that negates", "memory that holds the sums itself")
-        for operand, tensor in (("w", w), ("x", x)):
-            if _overlap(into, tensor):
-                fail(op, name, f"memory of {operand}", "memory of its own: a backward changes it")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may share elements of one storage."""
-    if not torch._C._is_alias_of(a, b) or 0 in (a.numel(), b.numel()):  # type: ignore[attr-defined]
-        return False
-
-    def bytes_of(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        first = int(t.storage_offset()) * t.itemsize
-        return first, first + (last + 1) * t.itemsize
-
-    (a_first, a_end), (b_first, b_end) = bytes_of(a), bytes_of(b)
-    return a_first < b_end and b_first < a_end
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,7 +369,7 @@ class LinearFunction(torch.autograd.Function):
         if (dx and recipe.draws_dx) or (dw and recipe.draws_dw):
             saved = [*saved, seed]
         ctx.save_for_backward(offsets, *saved)
-        ctx.operation = _name(offsets)
+        ctx.operation = operation_of(offsets)
         out = y.dtype  # each gradient has its tensor's dtype; None: dy's
         dtypes = (
             None if x.dtype is out else x.dtype,
@@ -487,7 +433,7 @@ def _linear_exported(
     """y by an operator with a registered derivative: torch.export keeps no autograd.Function."""
     if into is not None:
         need = "none in a program that is exported"
-        fail(_name(rest[5]), "accumulate_into", "given", need, "leave it out")
+        fail(operation_of(rest[5]), "accumulate_into", "given", need, "leave it out")
     y: torch.Tensor = _ops.linear_exported.default(x, w, bias, *rest)[0]
     return y
 
@@ -495,79 +441,3 @@ def _linear_exported(
 # `apply` without what torch.autograd.Function does first in Python for functorch and for functions
 # with a setup_context, which takes a tenth of a small layer's time.
 _apply: Callable[..., Any] = super(torch.autograd.Function, LinearFunction).apply
-
-
-def check_arguments(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    recipe: str,
-    dx: bool,
-    dw: bool,
-    seed: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    offsets: torch.Tensor | None,
-    label: str = "",
-) -> None:
-    """Raise if the operator's arguments are wrong, and say how. `label` names the recipe."""
-    op = _name(offsets)
-    for name, tensor in (("x", x), ("w", w), ("bias", bias), ("offsets", offsets)):
-        if tensor is None and name in ("bias", "offsets"):
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            remedy = "pass the recipe as recipe=" if isinstance(tensor, str | Recipe) else ""
-            fail_type(op, name, tensor, "a tensor", remedy)
-        if tensor.dtype not in FLOATS and name != "offsets":
-            fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT, "convert it with .to()")
-        check_dense(op, name, tensor)
-        if not is_for_layer(tensor):
-            remedy = "bs.revert the model before weights are replaced" if name == "w" else ""
-            fail(op, name, kind_of(tensor), "a plain tensor", remedy)
-        if tensor.device != x.device:
-            fail(op, f"{name}.device", tensor.device, f"{x.device}, where x is")
-    check_shapes(op, x, w, bias, offsets is not None)
-    if offsets is not None:
-        _check_ends(op, offsets, w)
-    specs = specs_of(recipe)
-    draws = any_stochastic(specs["fprop_x"], specs["fprop_w"]) or backward_draws(specs, dx, dw)
-    if draws and (seed is None or offset is None):
-        need = f"a key for random bits: recipe {label or recipe} rounds stochastically"
-        fail(op, "rng", "None", need, "pass rng=bs.Rng(seed, offset)")
-
-
-def check_shapes(
-    op: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, grouped: bool
-) -> None:
-    """Refuse operands whose extents do not match."""
-    if w.dim() != 2 + grouped:
-        fail(op, "w.shape", list(w.shape), "rank 3, [E, N, K]" if grouped else "rank 2, [N, K]")
-    if x.dim() < 1 or (grouped and x.dim() != 2) or x.shape[-1] != w.shape[-1]:
-        lead = "T" if grouped else "..."
-        fail(op, "x.shape", list(x.shape), f"[{lead}, {w.shape[-1]}] for w {list(w.shape)}")
-    if bias is not None and tuple(bias.shape) != (w.shape[0],):
-        fail(op, "bias.shape", list(bias.shape), f"[{w.shape[0]}] for w {list(w.shape)}")
-
-
-def _check_ends(operation: str, offsets: torch.Tensor, w: torch.Tensor) -> None:
-    """Refuse offsets whose number is not that of w's matrices; compiled code may know the number
-    only when it runs, and checks it then."""
-
-    def refusal() -> str:
-        need = f"[{w.shape[0]}], the end of a group for each matrix of w {list(w.shape)}"
-        led = offsets.shape == (w.shape[0] + 1,)
-        remedy = "leave the leading zero out: offsets are the ends of groups" if led else ""
-        return message(operation, "offsets.shape", list(offsets.shape), need, remedy)
-
-    one_each = offsets.dim() == 1 and offsets.shape[0] == w.shape[0]
-    torch._check_value(one_each, refusal)  # type: ignore[no-untyped-call]
-
-
-def specs_of(recipe: str) -> dict[str, Spec | None]:
-    """The operands' specs, by name, from a recipe's text."""
-    specs = (None if text == "none" else spec(text) for text in recipe.split(" "))
-    return dict(zip(OPERANDS, specs, strict=True))
-
-
-def backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
-    """Whether any of dy's operands that will be made rounds stochastically."""
-    return (dx and any_stochastic(specs["dgrad_dy"])) or (dw and any_stochastic(specs["wgrad_dy"]))

@@ -135,12 +135,34 @@ TEST_F(Refused, OperandsWhoseSizesOverflow) {
   expect_untouched();
 }
 
-// Before anything is launched: no memory is looked at, and there need be no GPU.
-TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
-  class NoStream final : public Stream {
-    void* handle() const override { throw std::logic_error("used"); }
-    void* workspace(int64_t) const override { throw std::logic_error("used"); }
+// Refusals come before anything is launched: no memory is looked at, and there need be no GPU.
+class NoStream final : public Stream {
+  void* handle() const override { throw std::logic_error("used"); }
+  void* workspace(int64_t) const override { throw std::logic_error("used"); }
+};
+
+TEST_F(Refused, WhatIsWidenedIsNoMxfp4OrGoesElsewhere) {
+  QuantizeOptions o;
+  const auto expect_refused = [&](const QuantSpec& spec, const Quantized& to, const char* said) {
+    o.widened = spec;
+    EXPECT_ERROR(quantize(x.view(), to, o, NoStream()), said);
   };
+  Quantized q = out.view;
+  q.spec = parse_spec("fp8_1x128[element=e5m2]"), q.outer = nullptr;
+  expect_refused(kMxfp4, q, "out = fp8_1x128[element=e5m2], linear; need one matrix in fp8_1x128");
+  q.layout.scales = Layout::mn_major;
+  expect_refused(kMxfp8, q, "quantize: widened = mxfp8; need mxfp4 in blocks of one line");
+  expect_refused(parse_spec("mxfp4[block=32x32]"), q, "need mxfp4 in blocks of one line");
+  expect_refused(parse_spec("mxfp4[scale_rule=rceil,rounding=stochastic]"), q,
+                 "quantize: rng = none");
+  o.origin_column = 16;
+  expect_refused(kMxfp4, q, "multiples of 32 along axis -1");
+  o.widened = kMxfp4;
+  EXPECT_ERROR(quantize(x.view(), q, o), "widened = given; need none: x is in host memory");
+  expect_untouched();
+}
+
+TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   const int64_t limit = int64_t{1} << 31;
   const auto expect_refused = [&](const QuantSpec& spec, const char* layout, int64_t rows,
                                   int64_t columns, const char* need) {

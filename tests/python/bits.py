@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import blockscale as bs
 import torch
 
@@ -26,3 +28,14 @@ def assert_same_operand(
     assert (got.outer is None) == (want.outer is None), what
     if got.outer is not None and want.outer is not None:
         assert_same_bits(got.outer, want.outer, ("outer", what))
+
+
+def equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Whether there are as many of both, at least one, and all are equal."""
+    return len(got) == len(want) > 0 and all(map(torch.equal, got, want))
+
+
+def assert_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+    assert len(got) == len(want) > 0
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), i

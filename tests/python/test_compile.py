@@ -19,6 +19,7 @@ from operators import op_samples
 from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 OPS = torch.ops.blockscale
@@ -303,3 +304,14 @@ def test_conversion_after_compilation_is_seen() -> None:
     bs.revert(model)
     assert torch.equal(run(x), exact)
     assert torch.equal(twin(x), compiled(twin, backend="aot_eager")(x))
+
+
+def test_a_number_of_groups_that_a_compiler_does_not_know() -> None:
+    """On a GPU it decides how operands in MXFP4 are stored; the fakes need no GPU."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        rows = mode.from_tensor(torch.zeros(64, 70), static_shapes=False).shape[0]
+        groups = mode.from_tensor(torch.zeros(5), static_shapes=False).shape[0]
+        x = torch.empty(rows, 70, dtype=torch.bfloat16, device="cuda")
+        ends = torch.empty(groups, dtype=torch.int32, device="cuda")
+        made = torch.ops.blockscale.quantize_input(x, bs.recipe("mxfp4").text, True, ends)
+    assert [t.device.type for t in made] == ["cuda", "cuda"]

@@ -15,6 +15,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same
 from blockscale import experts as blockscale_experts
 from blockscale.rng import layer_seed
 from ranks import DEVICES, on_ranks
@@ -89,11 +90,6 @@ def gradients(module: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch
     y = call()
     y[:18].float().square().sum().backward()  # type: ignore[no-untyped-call]
     return [y.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
-
-
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(a, b), i
 
 
 @pytest.mark.parametrize("last", ["converted", "divided"])

@@ -13,6 +13,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.multiprocessing  # its pickler shares memory
+from bits import equal
 from blockscale.rng import layer_seed
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -78,10 +79,6 @@ def train(model: nn.Module, order: str, steps: int = 2) -> list[torch.Tensor]:
         grads += gradients(model)
         bs.advance(model)
     return grads
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) > 0 and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def test_every_layer_of_a_model_reads_the_keys_of_the_document() -> None:

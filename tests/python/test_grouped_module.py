@@ -12,6 +12,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
+from bits import assert_same
 from blockscale.rng import layer_seed
 from ranks import DEVICES, on_ranks
 from torch import nn
@@ -62,11 +63,6 @@ def gradients(module: nn.Module, backward: Callable[[], torch.Tensor]) -> list[t
     y = backward()
     y.square().sum().backward()  # type: ignore[no-untyped-call]
     return [y.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
-
-
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(a, b), i
 
 
 @pytest.mark.parametrize("recipe", bs.recipe_names())

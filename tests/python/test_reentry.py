@@ -11,7 +11,8 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from test_forwards import equal, gradients
+from bits import equal
+from test_forwards import gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import blockscale as bs
 import pytest
 import torch
+from bits import equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,10 +60,6 @@ def gradients(model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]) ->
     model.zero_grad()
     call(batch()).backward()  # type: ignore[no-untyped-call]
     return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def equal(a: Gradients, b: Gradients) -> bool:
-    return len(a) == len(b) > 0 and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def attached(model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:

@@ -521,6 +521,10 @@ def refusals() -> None:
             r"linear: bias\.device_mesh",
             lambda: bs.linear(on_flat, w, bias_elsewhere, recipe="mxfp8"),
         ),
+        (
+            r"linear: bias = a DTensor; need a plain tensor",
+            lambda: bs.linear(x, into, bias_elsewhere, recipe="mxfp8"),
+        ),
         (r"linear: w = a str; need a tensor", lambda: bs.linear(on_flat, "mxfp8", recipe="mxfp8")),  # type: ignore[arg-type]
         (r"linear: rng = None", lambda: bs.linear(on_flat.requires_grad_(), w, recipe="nvfp4")),
         (

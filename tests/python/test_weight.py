@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same
 
 RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
 RECIPES = {
@@ -53,11 +54,6 @@ def run(case: Case, recipe: bs.Recipe, **more: Any) -> list[torch.Tensor]:
     """[y, dx, dw]."""
     y = case.call(case.x, case.w, recipe, **more)
     return [y, *torch.autograd.grad(y, (case.x, case.w), case.dy)]
-
-
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert len(got) == len(want) > 0
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -1,0 +1,26 @@
+// What the operators ask of their arguments: each function throws an Error unless they are met.
+#pragma once
+
+#include "blockscale/ops.h"
+
+namespace blockscale {
+
+// Where the data of a call lies. Device memory is not inspected: that would mean waiting for the
+// device.
+enum class Memory { host, device };
+
+void check_quantize(const char* op, const ConstMatrix& x, const Quantized& out,
+                    const QuantizeOptions& options, Memory memory);
+void check_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
+                const QuantizeOptions& row_options, const QuantizeOptions& column_options,
+                Memory memory);
+void check_amax_of(const ConstMatrix& x, const QuantSpec& spec, int axis, const float* out,
+                   const Groups& groups, Memory memory);
+void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory);
+void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memory);
+void check_transpose(const ConstQuantized& from, const Quantized& to, Memory memory);
+void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+                const GemmOptions& options, Memory memory);
+void check_values(const Quantization& q);
+
+}  // namespace blockscale
