@@ -59,13 +59,13 @@ class Kept {
   int64_t second_ = 0, bytes_ = 0;  // where the codes of the second begin; all
 };
 
-// A weight made ahead, for products with operands of spec `a` on the current GPU, whose rows so
-// many groups (or 0) divide, lies as the GEMM reads it: one in MXFP4 is widened then, once for all
-// calls.
+// Whether a weight made ahead lies as the GEMM of the current GPU reads it, for products with
+// operands of spec `a` whose rows are in `groups` groups (0: none): one in MXFP4 is widened then,
+// once for all calls.
 bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups);
-// The left operand of a product with one of spec `b` is made as the GEMM reads it, too: in one
-// pass, or by the quantizer itself where a kernel is compiled. `groups` divide its rows or, `rows`
-// of them, the contraction axis.
+// Whether the left operand of a product, on whose right is one of spec `b`, is made in that form
+// too: by the quantizer itself, where a kernel is compiled for it. `groups` divide its rows or,
+// where `rows` is given, a contraction axis of that length.
 bool goes_wide(const Place& at, const Spec& a, const Spec& b, int64_t groups, int64_t rows = 0);
 // An operand that an earlier call has made alone.
 Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
@@ -83,6 +83,7 @@ Tensor matrix(const Tensor& x);
 enum class Wanted { no, here, outside };
 inline Wanted here_if(bool wanted) { return wanted ? Wanted::here : Wanted::no; }
 inline Wanted outside_if(bool wanted) { return wanted ? Wanted::outside : Wanted::no; }
+// How an operand is to be made.
 struct Wish {
   const Spec& spec;
   Wanted wanted;
@@ -137,12 +138,12 @@ struct Making : Operands {
   QuantizeOptions row_options, column_options;
   Matrix row_values{};  // of Quantization
 };
-// Those of one tensor, in one pass where both are quantized, or of two, of which either may be
-// null. Tells what a product may be promised that is launched next.
+// Makes the operands of one tensor, in one pass where both are quantized, or of two (either may be
+// null). Returns what a product launched next may promise.
 Previous make(const Place& at, const Making* first, const Making* second = nullptr,
               const WordCopy& word = {});
 
-// Gives what is for outside its memory: one tensor for both operands, and the offset.
+// Allocates one tensor for the operands that outlive the call, and for the offset.
 Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second = nullptr,
               bool offset = false);
 

@@ -427,6 +427,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
                 loss(model(batch)).backward()
         optimizer.step()
 
+    The operands belong to the model: all threads that call it within the context use them.
     Otherwise each layer quantizes its weight again in every micro-batch, in every recomputation of
     activation checkpointing, and in every inference batch. Results and gradients are the same bits.
     Layers in high precision, those whose recipe rounds the weight stochastically, and those whose
@@ -457,7 +458,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     cut = of_fsdp(model)
     for name, layer in layers.items():
         if layer._kept is not None:
-            need = "no other quantized_weights() around it"
+            need = "no other quantized_weights() around it, in any thread"
             fail("quantized_weights", name or "model", "within another one", need)
         for weight in layer.matrices():
             got = ""
