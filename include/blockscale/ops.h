@@ -42,7 +42,9 @@ class Stream {
   // for a Hadamard transform wider than 16; and, where both directions have one-byte elements,
   // `linear` scales and no square blocks, a copy of the scales of both. With groups, amax,
   // dequantize, relayout and quantizers with no compiled kernel request some bytes for each group
-  // and each 128 rows of x. gemm requests space for scales it copies and for MXFP4 as FP8 (below).
+  // and each 128 rows of x. Without a compiled kernel, quantizers also request space for what they
+  // widen. gemm requests it for scales it copies, for MXFP4 as FP8 (below), and for MXFP4 operands
+  // that are not linear.
   virtual void* workspace(int64_t bytes) const = 0;
 };
 
@@ -118,7 +120,8 @@ void dequantize(const ConstQuantized& q, const Matrix& x,
                 const Executor& executor = default_executor());
 void dequantize(const ConstQuantized& q, const Matrix& x, const Stream& stream);
 
-// Copies the operand into another storage layout. The groups must be the same.
+// Copies the operand into another storage layout. Both have the same groups: the same offsets in
+// memory.
 void relayout(const ConstQuantized& from, const Quantized& to,
               const Executor& executor = default_executor());
 void relayout(const ConstQuantized& from, const Quantized& to, const Stream& stream);

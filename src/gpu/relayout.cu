@@ -118,7 +118,10 @@ BLOCKSCALE_DEVICE int64_t chunk_at(Layout codes, const StoredShape& s, int line,
   const int across = (columns + kMultiple - 1) & -kMultiple;
   return static_cast<int64_t>(line / 16) * (16 * across) + byte * 16 + line % 16 * 16;
 }
-BLOCKSCALE_DEVICE int next_64(Layout codes) { return codes == Layout::linear ? 64 : 1024; }
+BLOCKSCALE_DEVICE int next_64(Layout codes) {
+  constexpr int kMfma = layout_column_as<int>(Layout::mfma_16x16, 0, 64);
+  return codes == Layout::linear ? 64 : kMfma;
+}
 
 BLOCKSCALE_DEVICE void move_codes(const RelayoutParams& p, int batch, int row, int column) {
   const Layout from = p.from.layout.codes, to = p.to.layout.codes;
@@ -159,6 +162,19 @@ struct WordAt {
   int row, word;
   int64_t bytes;
 };
+// Whether neighbouring threads have neighbouring words, as `first` below gives them.
+static_assert([] {
+  for (int i = 0; i < kBlock; ++i) {
+    const int row = i % 4 * 32 + i / 4 % 32;
+    if (layout_offset(Layout::nv_128x4, kTile, 8, row, i / kTile * 4) != 4 * i) return false;
+    const int byte = (i / 64 * 2 + i / 2 % 2) * 4;
+    if (layout_offset(Layout::aiter_scale, 32, 32, i % 2 * 16 + i / 4 % 16, byte) !=
+        i / 64 * 256 + i % 64)
+      return false;
+  }
+  return true;
+}());
+
 // The scales of one side, as words of a layout.
 struct Words {
   Layout layout;
