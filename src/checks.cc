@@ -184,10 +184,10 @@ void check_widened(const char* op, const Quantized& out, const QuantSpec& spec, 
   require(memory == Memory::device, op, "widened", "given", "none: x is in host memory");
   require(gpu::is_mxfp4(spec) && !spec.square, op, "widened", to_string(spec),
           "mxfp4 in blocks of one line");
-  require(out.spec == gpu::kWidened && out.batch == 1 &&
-              out.layout == StorageLayout{Layout::linear, Layout::mn_major},
-          op, "out", to_string(out.spec) + ", " + to_string(out.layout),
-          "one matrix in fp8_1x128[element=e5m2] with scales in mn_major");
+  const StorageLayout layout{Layout::linear, Layout::mn_major};
+  if (out.spec != gpu::kWidened || out.batch != 1 || out.layout != layout)
+    fail(op, "out", to_string(out.spec) + ", " + to_string(out.layout),
+         "one matrix in " + to_string(gpu::kWidened) + ", " + to_string(layout));
 }
 
 }  // namespace

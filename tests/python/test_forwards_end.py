@@ -45,6 +45,10 @@ def state(model: nn.Module) -> RngState:
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
 
+def leaf() -> torch.Tensor:
+    return X.clone().requires_grad_()
+
+
 def test_an_interrupted_forward_leaves_nothing_to_the_next() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -57,9 +61,9 @@ def test_an_interrupted_forward_leaves_nothing_to_the_next() -> None:
         with pytest.raises(KeyboardInterrupt):
             model(X)
         model.then, then = lambda: None, model.then
-        x = X.clone().requires_grad_()
+        x = leaf() * 1
         model(x).sum().backward()
-        assert seen[-1] is x  # a forward within another one gets views
+        assert seen[-1] is x  # a forward within another one gets views of what has a node
         assert not state(model).running.stack
         model.then = then
     # Layers called past the root have the offset of the last forward, as in a run resumed here.
@@ -68,8 +72,10 @@ def test_an_interrupted_forward_leaves_nothing_to_the_next() -> None:
     assert torch.equal(state(model).offset, state(other).offset)
 
 
-def test_a_forward_ends_while_another_thread_is_in_one() -> None:
+def test_a_forward_while_another_thread_is_in_one_is_not_within_it() -> None:
     model = converted()
+    seen: list[torch.Tensor] = []
+    model.layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     inside, go = threading.Event(), threading.Event()
     waits = threading.local()
 
@@ -80,18 +86,20 @@ def test_a_forward_ends_while_another_thread_is_in_one() -> None:
 
     def first() -> torch.Tensor:
         waits.here = True
-        with torch.inference_mode():
-            y: torch.Tensor = model(X)
+        y: torch.Tensor = model(leaf() * 1)
         return y
 
     model.then = then
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(first)
         assert inside.wait(60)
-        with torch.inference_mode():
-            y = model(X)
+        x = leaf() * 1
+        y = model(x)
+        left = len(state(model).running.stack)  # of this thread
         go.set()
         assert torch.equal(result.result(60), y)
+    assert seen[-1] is x
+    assert left == 0
 
 
 def loaded(model: nn.Module) -> nn.Module:

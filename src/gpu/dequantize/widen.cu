@@ -5,7 +5,7 @@
 #include "divisor.h"
 #include "gpu/groups/groups.h"
 #include "gpu/launch.h"
-#include "gpu/widen.h"
+#include "gpu/quantize/encode.h"
 
 namespace blockscale::gpu {
 namespace {
@@ -91,11 +91,8 @@ BLOCKSCALE_DEVICE void widen_codes(const uint8_t* codes, const uint8_t* scales, 
         shared = max(shared, shuffle_xor(shared, 4));
       }
       if (c >= span.bytes) continue;
-      const WidenedBlock block(scale[i], shared);
-      uint32_t made[4];
-      block.of_8(loaded[i].x, made);
-      block.of_8(loaded[i].y, made + 2);
-      store_vector(to + c, {made[0], made[1], made[2], made[3]});
+      const Codes made = widen_run({{loaded[i].x, loaded[i].y}}, scale[i], shared);
+      store_vector(to + c, {made.word[0], made.word[1], made.word[2], made.word[3]});
       if (!kWhole && c % kShared == 0)
         to_scales[static_cast<int64_t>(c / kShared) * pitch] = widened_scale(shared);
     }
