@@ -182,8 +182,8 @@ void check_origin(const char* op, const ConstMatrix& x, const Quantized& out,
 
 void check_widened(const char* op, const Quantized& out, const QuantSpec& spec, Memory memory) {
   require(memory == Memory::device, op, "widened", "given", "none: x is in host memory");
-  require(gpu::is_mxfp4(spec) && !spec.square, op, "widened", to_string(spec),
-          "mxfp4 in blocks of one line");
+  require(gpu::is_mxfp4(spec) && !(spec.square && out.groups), op, "widened", to_string(spec),
+          out.groups ? "mxfp4 in blocks of one line" : "mxfp4");
   const StorageLayout layout{Layout::linear, Layout::mn_major};
   if (out.spec != gpu::kWidened || out.batch != 1 || out.layout != layout)
     fail(op, "out", to_string(out.spec) + ", " + to_string(out.layout),

@@ -151,8 +151,7 @@ TEST_F(Refused, WhatIsWidenedIsNoMxfp4OrGoesElsewhere) {
   q.spec = parse_spec("fp8_1x128[element=e5m2]"), q.outer = nullptr;
   expect_refused(kMxfp4, q, "out = fp8_1x128[element=e5m2], linear; need one matrix in fp8_1x128");
   q.layout.scales = Layout::mn_major;
-  expect_refused(kMxfp8, q, "quantize: widened = mxfp8; need mxfp4 in blocks of one line");
-  expect_refused(parse_spec("mxfp4[block=32x32]"), q, "need mxfp4 in blocks of one line");
+  expect_refused(kMxfp8, q, "quantize: widened = mxfp8; need mxfp4");
   expect_refused(parse_spec("mxfp4[scale_rule=rceil,rounding=stochastic]"), q,
                  "quantize: rng = none");
   o.origin_column = 16;

@@ -99,7 +99,8 @@ struct Kind {
   bool row_widens, column_widens;
   bool compiled;
 };
-constexpr const char *kPlain = "mxfp4", *kTurned = "mxfp4[hadamard=16]";
+constexpr const char *kPlain = "mxfp4", *kTurned = "mxfp4[hadamard=16]",
+                     *kSquare = "mxfp4[block=32x32]";
 constexpr Kind kKinds[] = {{kPlain, kTurned, true, true, true},
 #if BLOCKSCALE_SAMPLE < 2
                            {kPlain, nullptr, true, false, true},
@@ -107,7 +108,9 @@ constexpr Kind kKinds[] = {{kPlain, kTurned, true, true, true},
 #endif
                            {nullptr, kTurned, false, true, false},
                            {kPlain, "mxfp4[hadamard=64]", true, true, false},
-                           {"mxfp4[scale_rule=floor]", "mxfp4", false, true, false}};
+                           {"mxfp4[scale_rule=floor]", "mxfp4", false, true, false},
+                           {kSquare, kSquare, true, true, false}};
+bool takes_groups(const Kind& kind) { return kind.row != kSquare; }
 
 void compare(Random& random, const Kind& kind, DType dtype, Strides strides, int64_t rows,
              int64_t columns, const std::vector<int64_t>& ends) {
@@ -157,14 +160,15 @@ TEST_F(WidenedOutput, IsWhatWideningMakes) {
       constexpr DType kTypes[] = {DType::bf16, DType::bf16, DType::f32, DType::f16};
       const Strides strides = random.one_in(3) ? random.pick(kStrides) : Strides::aligned_rows;
       const int64_t rows = random_extent(random), columns = random_extent(random);
+      const Kind& kind = random.pick(kKinds);
       std::vector<int64_t> ends;
-      if (random.one_in(2))
+      if (takes_groups(kind) && random.one_in(2))
         for (uint64_t g = 1 + random.below(6); g > 0; --g) {
           const int64_t start = ends.empty() ? 0 : ends.back();
           const auto left = static_cast<uint64_t>(rows - start);
           ends.push_back(start + static_cast<int64_t>(random.below(left + 1)));
         }
-      compare(random, random.pick(kKinds), random.pick(kTypes), strides, rows, columns, ends);
+      compare(random, kind, random.pick(kTypes), strides, rows, columns, ends);
       if (HasFailure()) return;
     }
   }

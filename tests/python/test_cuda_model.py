@@ -13,6 +13,10 @@ import torch
 
 OPS = torch.ops.blockscale
 RECIPES = [name for name in bs.recipe_names() if not bs.recipe(name).cuda_needs and name != "bf16"]
+SQUARES_ON_THE_LEFT = (
+    "mxfp4[fprop_x=mxfp4[block=32x32],dgrad_dy=mxfp4[block=32x32],"
+    "wgrad_dy=mxfp4[block=32x32],wgrad_x=mxfp4]"
+)
 RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
 
 
@@ -297,7 +301,7 @@ def forward_backward(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, SQUARES_ON_THE_LEFT])
 def test_linear(
     recipe: str, dtype: torch.dtype, device: torch.device, random: torch.Generator
 ) -> None:

@@ -37,9 +37,9 @@ struct ColumnPart {
     first = (warp % kAcross * 32 + lane) * kWide;
     run = warp / kAcross * kRuns;
   }
-  // Loads both pairs of columns, or both runs of one pair.
-  BLOCKSCALE_DEVICE void load(Bf16In<true>, const Source& x, const TileAt& at,
-                              PairColumns* in) const {
+  // Loads both pairs of columns, or both runs of one pair; `missing` where none of it exists.
+  BLOCKSCALE_DEVICE void load(Bf16In<true>, const Source& x, const TileAt& at, PairColumns* in,
+                              uint32_t missing = 0) const {
     const auto* row =
         static_cast<const uint8_t*>(x.data) +
         2 * (at.batch * x.batch_stride + (at.row + run * kRun) * x.row_stride + at.column + first);
@@ -60,9 +60,11 @@ struct ColumnPart {
     else if (rows > 0 && count > 0)
       load_rows(false);
     else
-      in[0] = in[1] = {};
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) in[0].pair[i] = in[1].pair[i] = missing;
   }
-  BLOCKSCALE_DEVICE void load(FloatsIn, const Source& x, const TileAt& at, FloatColumns* in) const {
+  BLOCKSCALE_DEVICE void load(FloatsIn, const Source& x, const TileAt& at, FloatColumns* in,
+                              uint32_t = 0) const {
     const FloatMemory memory(x);
     constexpr int kRows = kRuns * kRun;
     const int row = at.row + run * kRun, column = at.column + first;

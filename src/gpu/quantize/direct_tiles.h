@@ -197,29 +197,55 @@ struct TileMemory {
   GroupSide group[2];  // of the row and the column operand
 };
 
-// place(operand) finds where the tile's group lies in that operand, and is run by one warp.
-template <class Row, class Column, class In, bool kGrouped, class Place>
-BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, const TileAt& at,
-                                     TileMemory<Row, Column, In>& memory, const Place& place) {
+// What a tile belongs to, as quantize_tile() asks: a warp's find() finds places of groups while the
+// first loads are in flight; row() and column() are the outputs there; missing() is what BF16 pairs
+// hold where x has no rows.
+//
+// A matrix of a batch:
+struct InMatrix {
+  static constexpr bool kFinds = false, kOneGroup = false;
+  const TilesParams& p;
+
+  BLOCKSCALE_DEVICE void find(int) const {}
+  BLOCKSCALE_DEVICE Outer outer_by_warp(int operand, const TileAt& at) const {
+    return gpu::outer_by_warp(operand == 0 ? p.row : p.column, at.batch);
+  }
+  BLOCKSCALE_DEVICE uint32_t missing() const { return 0; }
+  BLOCKSCALE_DEVICE OutputAt<false, 0> row() const { return {p.row, {}, 0}; }
+  BLOCKSCALE_DEVICE OutputAt<false, 1> column() const { return {p.column, {}, 0}; }
+};
+// One group. Two warps find its place in either operand, by place(operand).
+template <class Place>
+struct InGroup : InMatrix {
+  static constexpr bool kFinds = true, kOneGroup = true;
+  const GroupSide* group;  // of both operands
+  int rows;                // of the group in what the kernel reads
+  const Place& place;
+
+  BLOCKSCALE_DEVICE void find(int warp) const { place(warp - 2); }
+  BLOCKSCALE_DEVICE OutputAt<true, 0> row() const { return {p.row, group[0], rows}; }
+  BLOCKSCALE_DEVICE OutputAt<true, 1> column() const { return {p.column, group[1], rows}; }
+};
+
+template <class Row, class Column, class In, class Where>
+BLOCKSCALE_DEVICE void quantize_tile(const Source& x, const TileAt& at,
+                                     TileMemory<Row, Column, In>& memory, const Where& where) {
   using Memory = TileMemory<Row, Column, In>;
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   DirectMemory& direct = memory.direct;
-  // While the first loads are in flight, one warp each finds the outer scales, and two other warps
-  // find where the group lies.
   auto loaded = [&] {
     constexpr bool kRowOuter = kRow.two_level(), kColumnOuter = kColumn.two_level();
     const int warp = static_cast<int>(threadIdx.x / 32);
-    if (kRowOuter && warp == 0) direct.outer[0] = outer_by_warp(p.row, at.batch);
-    if (kColumnOuter && warp == 1) direct.outer[1] = outer_by_warp(p.column, at.batch);
-    if (kGrouped) place(warp - 2);
-    if (kRowOuter || kColumnOuter || kGrouped) __syncthreads();
+    if (kRowOuter && warp == 0) direct.outer[0] = where.outer_by_warp(0, at);
+    if (kColumnOuter && warp == 1) direct.outer[1] = where.outer_by_warp(1, at);
+    where.find(warp);
+    if (kRowOuter || kColumnOuter || Where::kFinds) __syncthreads();
   };
   if constexpr (!Memory::kColumns) {
     const auto reader_at = [&](int line, int run, int lines) {
       return typename In::Reader(x, at.batch, at.row + line, at.column + run * kRun, lines);
     };
-    rows_of_tile<kRow>(OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows), at, direct, reader_at,
-                       loaded);
+    rows_of_tile<kRow>(where.row(), at, direct, reader_at, loaded);
   } else {
     auto& results = memory.results;
     const auto load = [&](const auto& part) {
@@ -232,26 +258,25 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
         part.read(memory.around, x, at, columns.in);
         __syncthreads();  // results overwrite it
       } else {
-        part.load(In{}, x, at, columns.in);
+        part.load(In{}, x, at, columns.in, where.missing());
         loaded();
       }
       if constexpr (Memory::kKeeps) part.keep(columns.in, results.kept);
       return columns;
     };
-    const auto column_at = [&] { return OutputAt<kGrouped, 1>(p.column, memory.group[1], x.rows); };
+    const auto column_at = [&] { return where.column(); };
     // On average, half of a group's last tile is past its end. Skipping that half costs more where
     // registers are scarce, and is not possible where all threads share blocks of a whole tile.
-    constexpr bool kEnds = kGrouped && !kRow.present() && kColumn.stored_block() < kTile &&
+    constexpr bool kEnds = Where::kOneGroup && !kRow.present() && kColumn.stored_block() < kTile &&
                            !(kColumn.hadamard && kColumn.encoder == Encoder::fp4_stochastic);
-    const auto row_at = [&] { return OutputAt<kGrouped, 0>(p.row, memory.group[0], x.rows); };
     const auto made = [&](const auto& part, const Codes* codes) {
-      if constexpr (Memory::kTwins) rows_of_codes<kRow>(row_at(), at, part, codes);
+      if constexpr (Memory::kTwins) rows_of_codes<kRow>(where.row(), at, part, codes);
     };
     columns_of_tile<kColumn, typename In::Tile, kEnds>(column_at, at, direct, results.stage, load,
                                                        made);
     __syncthreads();
     // Found again: where a group lies would have been kept in registers that are scarce above.
-    const auto column = column_at();
+    const auto column = where.column();
     store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
         results.stage);
@@ -259,10 +284,10 @@ BLOCKSCALE_DEVICE void quantize_tile(const TilesParams& p, const Source& x, cons
       const auto reader_at = [&](int line, int run, int) {
         return typename In::KeptReader(results.kept, line, run);
       };
-      rows_of_tile<kRow>(row_at(), at, direct, reader_at, [] {});
+      rows_of_tile<kRow>(where.row(), at, direct, reader_at, [] {});
     }
     if constexpr (Memory::kTwins) {
-      const auto row = row_at();
+      const auto row = where.row();
       if (threadIdx.x == 0 && at.row < row.side.lines)
         store_scale<kRow>(row.side, row.template matrix<kRow>(at, no_outer()), at.row,
                           at.column / kTile, results.stage.template scale<uint32_t>(0, 1, 0));
@@ -279,7 +304,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
   const TileAt at = direct_tile(p.sideways);
   if (at.column >= p.x.columns) return;
   if constexpr (!kGrouped) {
-    quantize_tile<Row, Column, In, false>(p, p.x, at, memory, [](int) {});
+    quantize_tile(p.x, at, memory, InMatrix{p});
   } else {
     // A group's tiles start at its first row and end with its last.
     const int tile_row = at.row / kTile, across = (p.x.columns + kTile - 1) / kTile;
@@ -318,7 +343,8 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
           memory.group[kOperand] = group_side<kOperand>(side, before, tile.begin, tile.rows);
       });
     };
-    quantize_tile<Row, Column, In, true>(p, x, {tile.group, tile.row, at.column}, memory, place);
+    quantize_tile(x, {tile.group, tile.row, at.column}, memory,
+                  InGroup<decltype(place)>{{p}, memory.group, x.rows, place});
     for_each_operand([&](const Side& side, auto operand) {
       constexpr int kOperand = decltype(operand)::value;
       if (!side.groups.pads(tile.rows)) return;

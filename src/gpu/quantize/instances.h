@@ -8,6 +8,7 @@
 #include "gpu/quantize/joined_tiles.h"
 #include "gpu/quantize/kernels.h"
 #include "gpu/quantize/layout_rows.h"
+#include "gpu/quantize/position_tiles.h"
 
 namespace blockscale::gpu {
 
@@ -82,6 +83,30 @@ void launch_grouped_rows(QuantizeParams& p, NativeStream stream) {
 
 using Aligned = Bf16In<true>;
 using Anywhere = Bf16In<false>;
+
+// Tiles of positions, where lines hold groups one after another; otherwise every group's own tiles.
+template <class Row, class Column>
+void launch_groups(QuantizeParams& p, NativeStream stream) {
+  constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
+  if constexpr (goes_by_positions(kRow, kColumn)) {
+    const bool rows_follow = !kRow.present() || kRow.widened || p.row.plain;
+    if (p.column.plain && rows_follow && !p.groups.positions) {
+      Side& s = p.column;
+      s.code_pairs = s.code_pairs && s.line_bytes % 16 == 0;
+      s.scale_words = s.scale_words && s.scale_columns % 4 == 0;
+      // Rows of no group may need one block more than the lines have.
+      const int64_t positions = int64_t{s.padded} + s.groups.position + 1;
+      const int sideways = sideways_of<kRow, kColumn, true>(p);
+      constexpr auto kKernel = positions_kernel<Row, Column>;
+      constexpr int kBytes = sizeof(PositionMemory<Row, Column>);
+      prepare<kKernel>(kBytes);
+      start(kKernel, tiles_grid(static_cast<int>(ceil_div(positions, kTile)), p, sideways),
+            kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, s, p.groups, sideways});
+      return;
+    }
+  }
+  launch_tiles<Row, Column, Aligned, true>(p, stream);
+}
 
 // Tiles in pairs, where there are enough for pairs to keep every multiprocessor busy.
 template <class Column>
@@ -191,7 +216,7 @@ inline constexpr Entry kEntry{Row::kPass,
                               Column::kPass,
                               aligned_launcher<Row, Column>(),
                               launch_tiles<Row, Column, Anywhere>,
-                              launch_tiles<Row, Column, Aligned, true>,
+                              launch_groups<Row, Column>,
                               floats<Row, Column>()};
 template <class P>
 constexpr Launcher<QuantizeParams> aligned_rows() {

@@ -65,7 +65,7 @@ BLOCKSCALE_DEVICE void tile_of_pair(const TilesParams& p, const ValuesAt& values
   TileAt at = direct_tile(p.sideways);
   at.batch = 0;
   if (at.row >= p.x.rows || at.column >= p.x.columns) return;
-  quantize_tile<Row, Column, Bf16In<true>, false>(p, p.x, at, memory, [](int) {});
+  quantize_tile(p.x, at, memory, InMatrix{p});
   if constexpr (writes_values(Row::kPass)) {
     if (!values.to) return;
     __syncthreads();  // makes the codes visible to the whole thread block
