@@ -83,7 +83,7 @@ std::string describe_json() {
       << ", \"specs\": " << list(families(), [](const Family& f) { return quote(f.name); })
       << ", \"elements\": " << list(elements, [](Format f) { return element_json(traits(f), f); })
       << ", \"scales\": " << list(scales, [](Format f) { return quote(traits(f).name); })
-      << ", \"layouts\": " << list(kLayouts, layout_json)
+      << ", \"layouts\": " << list(kLayouts, layout_json) << ", \"group_line\": " << kGroupLine
       << ", \"hadamard_sizes\": " << list(kHadamardSizes, [](int d) { return std::to_string(d); })
       << "}";
   return out.str();

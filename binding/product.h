@@ -15,7 +15,8 @@ namespace blockscale::binding {
 Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
                ScalarType compute, const Target& target, const Groups& groups, int64_t rows,
                const Decoded* decoded = nullptr);
-// Whether the core's GEMM reads codes of both, so that its kernel is launched last, if any is.
+// Whether the core's GEMM reads codes of both, so that its kernel is the last that the core
+// launches, if any is.
 bool multiplies_codes(const Side& a, const Side& b);
 
 }  // namespace blockscale::binding

@@ -11,8 +11,9 @@
 //                                    (or whole transforms, if longer), linear and mn_major scales
 //                                    at that / B; a tiled layout holds one whole buffer per group,
 //                                    one after another.
-// Parts of a buffer that no group uses hold the layout's padding; rows of x past the last end
-// belong to no group.
+// Lines that run through all groups (axis -2, `linear` and mn_major) are whole multiples of
+// kGroupLine positions, so that tiles of them are aligned. Parts of a buffer that no group uses
+// hold the layout's padding; rows of x past the last end belong to no group.
 #pragma once
 
 #include "blockscale/layout.h"
@@ -72,20 +73,28 @@ BLOCKSCALE_HD constexpr GroupUnits group_units(const QuantSpec& spec, const Stor
   return u;
 }
 
+inline constexpr int64_t kGroupLine = 128;
+
 // The shape of the operand that holds `count` groups of the rows of [rows, columns].
 BLOCKSCALE_HD constexpr StoredShape grouped_shape(const QuantSpec& spec,
                                                   const StorageLayout& layout, int axis,
                                                   int64_t rows, int64_t columns, int64_t count) {
   StoredShape s = stored_shape(spec, layout, axis, rows, columns);
   const GroupUnits u = group_units(spec, layout, axis);
-  (axis == -1 ? s.code_rows : s.code_columns) = rounded_parts(rows, count, u.codes) / u.per_code;
-  (axis == -1 ? s.scale_rows : s.scale_columns) =
-      rounded_parts(rows, count, u.scales) / u.per_scale;
-  if (axis == -2) {
-    s.extent = s.padded = rounded_parts(rows, count, u.position);
-    s.blocks = s.padded / spec.block;
-    s.line_bytes = s.padded / u.per_code;
+  if (axis == -1) {
+    s.code_rows = rounded_parts(rows, count, u.codes) / u.per_code;
+    s.scale_rows = rounded_parts(rows, count, u.scales) / u.per_scale;
+    return with_sizes(s, layout);
   }
+  const auto room = [&](Layout l, int64_t unit) {
+    const int64_t most = rounded_parts(rows, count, unit);
+    return traits(l).column_multiple == 1 ? round_up(most, kGroupLine) : most;
+  };
+  s.extent = s.padded = room(Layout::linear, u.position);
+  s.blocks = s.padded / spec.block;
+  s.line_bytes = s.padded / u.per_code;
+  s.code_columns = room(layout.codes, u.codes) / u.per_code;
+  s.scale_columns = room(layout.scales, u.scales) / u.per_scale;
   return with_sizes(s, layout);
 }
 

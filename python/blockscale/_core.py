@@ -100,6 +100,7 @@ def describe() -> dict[str, Any]:
         - layouts: dicts of name, applies (to "codes", "scales" or "both"), scale_bytes (the bytes
           of a scale that it takes; 0: any), row_multiple and column_multiple (the multiples that it
           pads a matrix to, in stored rows and columns).
+        - group_line: the multiple, in rows of x, of lines that run through all groups (axis -2).
         - hadamard_sizes: the transform sizes that specs may have.
         - backends: dicts of name, available and reason (why it is not available; else empty).
     """
@@ -108,6 +109,7 @@ def describe() -> dict[str, Any]:
 
 # The facts of every layout, by name.
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {fact["name"]: fact for fact in facts()["layouts"]}
+GROUP_LINE: Final[int] = facts()["group_line"]
 
 
 @functools.cache

@@ -175,8 +175,9 @@ def stored_shapes(
     def columns_of(unit: int, multiple: int) -> int:
         """Columns of `unit` codes, in whole tiles of `multiple` columns."""
         if groups and axis == -2:
-            most = max(block, s.extent_multiple, unit * multiple)
-            return _rounded_parts(contraction, groups, most) // unit
+            unit_of_groups = max(block, s.extent_multiple, unit * multiple)
+            most = _rounded_parts(contraction, groups, unit_of_groups)
+            return (_round_up(most, _core.GROUP_LINE) if multiple == 1 else most) // unit
         padded = _round_up(_round_up(contraction, s.extent_multiple), block)
         return _round_up(padded // unit, multiple)
 

@@ -179,6 +179,8 @@ void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOpt
           const Stream& stream) {
   check_gemm_device();
   check_groups(a);
+  if (a.spec != kWidened)
+    fail("gemm", "a", to_string(a.spec), "codes that have been widened, as those of b");
   multiply(a, b.q, b.line_scales, d, options, stream);
 }
 

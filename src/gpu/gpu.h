@@ -72,7 +72,8 @@ Wide widen_b(const ConstQuantized& b, uint8_t* memory, const Stream& stream);
 Wide wide_in(const ConstQuantized& b, uint8_t* memory);
 
 // Whether gemm takes these MXFP4 operands on the current GPU; or any of these specs, where that
-// many groups (or 0) divide the rows of a.
+// many groups (or 0) divide the rows of a. A quantizer can then write the left one as gemm reads
+// it.
 bool widens(const ConstQuantized& a, const ConstQuantized& b);
 bool widens(const QuantSpec& a, const QuantSpec& b, int64_t groups);
 // Whether gemm runs on the current GPU; the second function refuses it if not.

@@ -160,7 +160,7 @@ struct AsideWords {
 // Moves the scales of two operands from there to where they belong, `linear`.
 void turn_scales(const Quantized from[2], const Quantized to[2], const Stream& stream);
 // Writes the padding of a storage layout and nothing else: neither that of FP32 scales, which
-// store_scale() writes, nor that of groups (fill.h).
+// store_scale() and pad_widened() write, nor that of groups (fill.h).
 void fill_padding(const Quantized& out, const Stream& stream);
 // Writes what no tile of a group writes: the padding of layouts, what lies behind the last group,
 // and all outer scales of a side that has amaxes. Where offsets are wrong that is everything, as

@@ -413,8 +413,15 @@ TEST(Grouped, BuffersAreLargeEnoughForAnyGroupsAndNoLarger) {
             ASSERT_LE(most_codes, codes);
             ASSERT_LE(most_scales, scales);
             if (rows == 1024 && count > 1) {
-              EXPECT_EQ(most_codes, codes) << to_string(spec) << " " << to_string(layout) << axis;
-              EXPECT_EQ(most_scales, scales) << to_string(spec) << " " << to_string(layout) << axis;
+              const GroupUnits u = group_units(spec, layout, axis);
+              // Lines through all groups are whole tiles.
+              const auto room = [&](Layout l, int64_t most, int64_t per) {
+                const bool lines = axis == -2 && traits(l).column_multiple == 1;
+                return lines ? round_up(most * per, kGroupLine) / per : most;
+              };
+              SCOPED_TRACE(to_string(spec) + " " + to_string(layout) + std::to_string(axis));
+              EXPECT_EQ(room(layout.codes, most_codes, u.per_code), codes);
+              EXPECT_EQ(room(layout.scales, most_scales, u.per_scale), scales);
             }
           }
         }

@@ -195,7 +195,7 @@ cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStre
                 static_cast<int>(p.problem.group_units.by()) <= clusters;
   if (g.schedule == Schedule::dynamic) {
     p.problem.counter = counter_of(stream, g.previous);
-    if (p.problem.counter < 0)  // none left after thousands of threads
+    if (p.problem.counter < 0)  // none left, or none to be had for this stream or graph
       p.problem.counter = counter_of(stream, p.problem.previous = Previous::any);
   }
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));

@@ -117,13 +117,19 @@ __global__ void __launch_bounds__(kWidenThreads)
                           static_cast<int64_t>(line >> side.scale_shift) * side.scale_columns;
   uint8_t* to = side.to + static_cast<int64_t>(all) * p.padded + span.to;
   float* to_scales = side.to_scales + matrix * side.to_scale_matrix;
+  const bool last = line == static_cast<uint32_t>(side.matrix.by()) - 1;
+  const auto row_of_scales = static_cast<int>(is_b ? line / kShared : line);
+  if (group == 0 && last)
+    for (int i = lane; i < p.padded / kShared; i += 32)
+      for (int row = row_of_scales + 1; row < side.pitch; ++row)
+        to_scales[static_cast<int64_t>(i) * side.pitch + row] = 0;
   if (!is_b) {
     to_scales += static_cast<int64_t>(span.to / kShared) * side.pitch + line;
     return widen_codes<false>(codes, scales, span, 0, to, to_scales, side.pitch);
   }
   if (group == 0 && line % kShared == 0)
     for (int i = lane; i < p.padded / kShared; i += 32)
-      to_scales[static_cast<int64_t>(i) * side.pitch + line / kShared] = 1;
+      to_scales[static_cast<int64_t>(i) * side.pitch + row_of_scales] = 1;
   uint32_t top = 0;
   for (int block = lane; block < span.blocks; block += 32) top = max(top, top_of(scales[block]));
   top = warp_max(top);

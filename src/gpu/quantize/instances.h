@@ -84,26 +84,29 @@ void launch_grouped_rows(QuantizeParams& p, NativeStream stream) {
 using Aligned = Bf16In<true>;
 using Anywhere = Bf16In<false>;
 
+template <class Row, class Column>
+void launch_positions(QuantizeParams& p, NativeStream stream) {
+  // Lines are whole tiles: nothing that is aligned in a buffer of one matrix is not here.
+  static_assert(kGroupLine % kTile == 0);
+  // Rows of no group come behind those of the groups, of which each may need all but one row more.
+  const int64_t most = int64_t{p.groups.rows} + p.groups.groups.count * p.column.groups.position;
+  const auto down = static_cast<int>(ceil_div(std::max<int64_t>(p.column.padded, most), kTile));
+  const int sideways = sideways_of<Row::kPass, Column::kPass, true>(p);
+  constexpr auto kKernel = positions_kernel<Row, Column>;
+  constexpr int kBytes = sizeof(PositionMemory<Row, Column>);
+  prepare<kKernel>(kBytes);
+  start(kKernel, tiles_grid(down, p, sideways), kDirectThreads, kBytes, stream,
+        TilesParams{p.x, p.row, p.column, p.groups, sideways});
+}
+
 // Tiles of positions, where lines hold groups one after another; otherwise every group's own tiles.
 template <class Row, class Column>
 void launch_groups(QuantizeParams& p, NativeStream stream) {
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   if constexpr (goes_by_positions(kRow, kColumn)) {
     const bool rows_follow = !kRow.present() || kRow.widened || p.row.plain;
-    if (p.column.plain && rows_follow && !p.groups.positions) {
-      Side& s = p.column;
-      s.code_pairs = s.code_pairs && s.line_bytes % 16 == 0;
-      s.scale_words = s.scale_words && s.scale_columns % 4 == 0;
-      // Rows of no group may need one block more than the lines have.
-      const int64_t positions = int64_t{s.padded} + s.groups.position + 1;
-      const int sideways = sideways_of<kRow, kColumn, true>(p);
-      constexpr auto kKernel = positions_kernel<Row, Column>;
-      constexpr int kBytes = sizeof(PositionMemory<Row, Column>);
-      prepare<kKernel>(kBytes);
-      start(kKernel, tiles_grid(static_cast<int>(ceil_div(positions, kTile)), p, sideways),
-            kDirectThreads, kBytes, stream, TilesParams{p.x, p.row, s, p.groups, sideways});
-      return;
-    }
+    if (p.column.plain && rows_follow && !p.groups.positions)
+      return launch_positions<Row, Column>(p, stream);
   }
   launch_tiles<Row, Column, Aligned, true>(p, stream);
 }

@@ -26,38 +26,37 @@ struct RowsAt {
 // multiples of `mask` + 1.
 BLOCKSCALE_DEVICE RowsAt find_rows(const GroupGrid& grid, int mask, int position) {
   const int lane = static_cast<int>(threadIdx.x) % 32, count = static_cast<int>(grid.groups.count);
-  const auto target = static_cast<uint32_t>(position);
-  // Among the groups that begin at or before the position: how many, and where the last one is.
-  uint32_t groups = 0, first = 0, begin = 0, end = 0;
+  // Of the groups that begin at or before the position: how many, how much the last one is shifted,
+  // and the position where its rows end. None of these falls from group to group.
+  uint32_t groups = 0, shift = 0, end = 0;
   uint32_t before = 0;  // positions of the groups of earlier rounds
+  bool wrong = false;
 #pragma unroll 1
   for (int base = 0; base < count; base += 32) {
     const WarpEnds ends(grid.groups, base, grid.rows);
-    uint32_t sum = static_cast<uint32_t>(round_up_by(ends.end - ends.begin, mask));
-    const uint32_t size = sum;
+    const auto rows = static_cast<uint32_t>(ends.end - ends.begin);
+    const auto size = static_cast<uint32_t>(round_up_by(static_cast<int>(rows), mask));
+    uint32_t sum = size;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const uint32_t other = shuffle_up(sum, by);
       if (lane >= by) sum += other;
     }
-    const uint32_t at = before + sum - size;
-    if (base + lane < count && at <= target) {
+    const uint32_t first = before + sum - size;
+    if (base + lane < count && first <= static_cast<uint32_t>(position)) {
       ++groups;
-      first = at, begin = static_cast<uint32_t>(ends.begin);
-      end = max(end, static_cast<uint32_t>(ends.end));
+      shift = first - static_cast<uint32_t>(ends.begin), end = first + rows;
     }
-    if (ends.wrong) end = ~0u;
-    before += warp_sum(size);
+    wrong |= ends.wrong;
+    if (base + 32 < count) before += warp_sum(size);
   }
-  groups = warp_sum(groups), first = warp_max(first);
-  begin = warp_max(begin), end = warp_max(end);
+  groups = warp_sum(groups), shift = warp_max(shift), end = warp_max(wrong ? ~0u : end);
   if (end == ~0u) return {count, 0, grid.rows, true, true};
-  if (target >= before) {
-    const int shift = static_cast<int>(end - before);
-    return {count, shift, grid.rows - shift, true, false};
-  }
-  return {static_cast<int>(groups) - 1, static_cast<int>(begin - first),
-          static_cast<int>(first + end - begin), false, false};
+  const int own = static_cast<int>(shift), rows_end = static_cast<int>(end);
+  const int behind = round_up_by(rows_end, mask);
+  if (position < behind) return {static_cast<int>(groups) - 1, -own, rows_end, false, false};
+  const int none = rows_end - own - behind;
+  return {count, none, grid.rows - none, true, false};
 }
 
 template <class Row, class Column>
@@ -136,8 +135,7 @@ __global__ void __launch_bounds__(kDirectThreads,
   TileAt at = direct_tile(p.sideways);
   if (at.column >= p.x.columns) return;
   const ColumnPart<Column::kPass> part;
-  const RowsAt rows =
-      find_rows(p.groups, p.column.groups.position, at.row + part.run * kRun);
+  const RowsAt rows = find_rows(p.groups, p.column.groups.position, at.row + part.run * kRun);
   RowsAt& stored = memory.rows[threadIdx.x / 32];
   if (threadIdx.x % 32 == 0) stored = rows;
   Source x = p.x;

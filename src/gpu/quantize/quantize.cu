@@ -317,7 +317,7 @@ bool is_compiled(const Work& w) {
   Pass row, column;
   set_input(p, w.x);
   if (w.row.to) p.row.out = *w.row.to, p.row.shape = w.row.to->shape(), row = pass_of(w.row);
-  if (w.column.to) column = pass_of(w.column);
+  if (w.column.to) p.column.out = *w.column.to, column = pass_of(w.column);
   const bool grouped = static_cast<bool>((w.row.to ? w.row : w.column).to->groups);
   return launcher_for(p, row, column, grouped) != nullptr;
 }

@@ -157,6 +157,16 @@ BLOCKSCALE_DEVICE void store_row(const Side& s, const MatrixAt& m, const Codes& 
     store_codes<kPass>(to.codes_of(s, m, line, pos), s, codes);
   }
 }
+// Writes the padding of widened scales, if the last line is among a thread's `lines` from `line`
+// on.
+template <Pass kPass>
+BLOCKSCALE_DEVICE void pad_widened(const Side& s, const MatrixAt& m, int line, int lines, int pos) {
+  if (s.rows_behind == 0 || line + lines != s.lines || lines <= 0 || pos % kTile != 0) return;
+  auto* to = reinterpret_cast<float*>(m.scales) +
+             layout_offset_as<uint32_t>(Layout::mn_major, s.shape.scale_rows, s.scale_columns,
+                                        s.lines, pos / kTile);
+  for (int i = 0; i < s.rows_behind; ++i) to[i] = 0;
+}
 template <Pass kPass, class Values>
 BLOCKSCALE_DEVICE void store_row_run(const Side& s, const MatrixAt& m, const RandomRuns& random,
                                      Values& values, const Block& b, int line, int pos,

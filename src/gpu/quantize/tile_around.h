@@ -17,7 +17,7 @@ struct TileAround {
     const Place place(x, at);
     const int thread = static_cast<int>(threadIdx.x);
     if (place.whole) {
-      constexpr int kStep = kDirectThreads / kInside;  // 32 bytes at least from one row to the next
+      constexpr int kStep = kDirectThreads / kInside;  // rows a multiple of 32 bytes apart
       const int row = thread / kInside, which = thread % kInside;
       const uint16_t* from = place.row(row) + 8 * which;
       uint4* to = &chunk[row * kChunks + which];
