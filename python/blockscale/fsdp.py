@@ -43,6 +43,13 @@ def gathered_with(module: torch.nn.Module) -> list[Any]:
     return [] if group is None else list(group.fsdp_params)
 
 
+def cut_before(module: torch.nn.Module) -> bool:
+    """Whether the module's weight was a DTensor already when fully_shard cut it, such as one of
+    tensor parallelism, even over a single rank: FSDP2 then makes the gathered weight one too."""
+    found = (p for p in gathered_with(module) if p._module_info.module is module)
+    return any(p.is_dtensor for p in found if p._module_info.param_name == "weight")
+
+
 def _groups_of(modules: Iterable[Any]) -> Iterator[Any]:
     for module in modules:
         state = module._get_fsdp_state()

@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from blockscale._errors import fail
 from blockscale._names import shown
-from blockscale.fsdp import gathered_with, of_fsdp
+from blockscale.fsdp import cut_before, gathered_with, of_fsdp
 from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
@@ -239,7 +239,7 @@ class ShardedWeight(KeptWeight):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What a rank sends, and the metadata that it keeps: FSDP2's extension point, called with
         the weight's module."""
-        s = _spec_of(module, outer_size)
+        s = None if cut_before(module) else _spec_of(module, outer_size)
         piece, dtype = self.local, mp_policy.param_dtype or self.dtype
         n, ranks = outer_size[0], mesh.size()
         if piece.shape[1:] != outer_size[1:]:
@@ -298,8 +298,7 @@ class ShardedWeight(KeptWeight):
 
 
 def _spec_of(module: torch.nn.Module, shape: torch.Size) -> Spec | None:
-    """The spec for a weight of this shape whose pieces FSDP2 gathers. Also None where tensor
-    parallelism has cut it: then it is not the layer's whole weight."""
+    """The spec for a weight of this shape whose pieces FSDP2 gathers."""
     if not isinstance(module, WeightLayer) or shape != module.weight_shape:
         return None
     return gathered_spec(module.recipe)
@@ -328,7 +327,8 @@ def _largest_of_weight(
         for parameter in gathered_with(module):
             layer, shape = parameter._module_info.module, parameter._orig_size
             local: Any = getattr(parameter.sharded_param, "_local_tensor", None)
-            s = _spec_of(layer, shape) if isinstance(local, ShardedWeight) else None
+            ours = isinstance(local, ShardedWeight) and not parameter.is_dtensor
+            s = _spec_of(layer, shape) if ours else None
             if s is not None and s.outer and len(shape) == 2 and _is_whole(s, shape, ranks):
                 dtype = parameter.mp_policy.param_dtype or local.dtype
                 pieces[layer] = (local.local, dtype, s)

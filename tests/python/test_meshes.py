@@ -1,18 +1,20 @@
-"""Meshes of two dimensions, on four processes: FSDP2 over tensor parallelism, and its replicas."""
+"""Meshes of two dimensions, on two or four processes: FSDP2 over tensor parallelism, and its
+replicas."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import devices, on_ranks
+from ranks import DEVICES, devices, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 FOUR = devices(4)
@@ -64,6 +66,71 @@ def sharded_pieces(device: str) -> None:
 @pytest.mark.parametrize("device", FOUR)
 def test_tensor_parallel_pieces_are_sharded(device: str, tmp_path: Path) -> None:
     on_ranks(sharded_pieces, tmp_path, device, device=device, ranks=4)
+
+
+def spread(made: nn.Sequential, how: str, mesh: DeviceMesh) -> None:
+    """Give the first layers weights on a mesh of one rank, or the same one on every rank."""
+    if how == "pieces":
+        parallelize_module(made, mesh, PLAN)
+        return
+
+    def shared(_: nn.Module, args: Any, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(args[0], mesh, [Replicate()])
+
+    def local(_: nn.Module, y: Any, mesh: DeviceMesh) -> Any:
+        return y.to_local()
+
+    distribute_module(made[0], mesh, input_fn=shared, output_fn=local)  # type: ignore[arg-type]
+
+
+def whole_pieces(device: str) -> None:
+    """Weights of tensor parallelism as large as the layer's own are gathered by their values, and
+    those beside them as codes."""
+    mesh = init_device_mesh(device, (2, 1), mesh_dim_names=("data", "tensor"))
+    for how in ("pieces", "the same"):
+        seen = []
+        for codes in (False, True):
+            made = model("nvfp4", device, dist.get_rank()).append(nn.Linear(256, 256))
+            bs.convert(made.to(device), "nvfp4")
+            if codes:
+                names = bs.quantized_all_gather(made)
+                assert names == ["0.weight", "2.weight", "4.weight"]
+            spread(made, how, mesh["tensor"])
+            fully_shard(made, mesh=mesh["data"])
+            torch.manual_seed(dist.get_rank())
+            y = made(torch.randn(64, 256).to(device))
+            kinds = [type(made[i].weight).__name__ for i in (0, 4)]
+            assert kinds == ["DTensor", "GatheredWeight" if codes else "Parameter"], how
+            y.square().mean().backward()
+            seen.append([y.detach(), *(whole(p.grad) for p in made.parameters())])
+        for a, b in zip(*seen, strict=True):
+            assert torch.equal(a, b), how
+
+
+def experts_of_one_rank(device: str) -> None:
+    mesh = init_device_mesh(device, (2, 1), mesh_dim_names=("data", "experts"))
+    seen = []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        layer = bs.nn.GroupedLinear(4, 64, 64, device=device, recipe="nvfp4")
+        if codes:
+            bs.quantized_all_gather(layer)
+        divided = distribute_tensor(layer.weight, mesh["experts"], [Shard(0)])
+        layer.weight = nn.Parameter(divided)
+        fully_shard(layer, mesh=mesh["data"])
+        y = layer(torch.randn(8, 64).to(device), torch.tensor([2, 4, 6, 8]).to(device))
+        y.sum().backward()
+        seen.append([y.detach(), whole(layer.weight.grad)])
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", [whole_pieces, experts_of_one_rank])
+def test_what_a_mesh_leaves_whole_is_gathered_by_values(
+    call: Any, device: str, tmp_path: Path
+) -> None:
+    on_ranks(call, tmp_path, device, device=device)
 
 
 def replicas(device: str) -> None:
