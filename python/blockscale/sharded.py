@@ -169,14 +169,16 @@ class ShardedWeight(KeptWeight):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> ShardedWeight:
-        made: ShardedWeight = torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-        )
+        # Like its values: in inference mode, views of an ordinary tensor are ordinary ones.
+        with torch.inference_mode(values.is_inference()):
+            made: ShardedWeight = torch.Tensor._make_wrapper_subclass(
+                cls,
+                values.shape,
+                strides=values.stride(),
+                storage_offset=values.storage_offset(),
+                dtype=values.dtype,
+                device=values.device,
+            )
         made.local = values
         return made
 
@@ -191,6 +193,10 @@ class ShardedWeight(KeptWeight):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # operators made of others come undivided
+            made = func.decompose(*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
         plain = pytree.tree_map_only(cls, lambda w: w.local, (args, kwargs or {}))
         made = func(*plain[0], **plain[1])
         if func in _STAYS and not (func is _aten.view.default and made.dim() == 1):
@@ -361,9 +367,10 @@ class GatheredWeight(WeightOfFsdp):
 
     @staticmethod
     def __new__(cls, quantized: QuantizedWeight, dtype: torch.dtype) -> GatheredWeight:
-        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
-            cls, quantized.shape, dtype=dtype, device=quantized.device
-        )
+        with torch.inference_mode(False):  # as in fsdp_post_all_gather, and so are views of it
+            made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+                cls, quantized.shape, dtype=dtype, device=quantized.device
+            )
         made.quantized = quantized
         return made
 

@@ -1,0 +1,54 @@
+"""Weights that FSDP2 gathers as codes, where other code meets them: inference mode."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import blockscale as bs
+import pytest
+import torch
+from ranks import DEVICES, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def evaluated_first(device: str) -> None:
+    for reshard in (True, False):
+        seen = []
+        for codes in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 64)).to(device)
+            bs.convert(model, "nvfp4")
+            if codes:
+                bs.quantized_all_gather(model)
+            mesh = init_device_mesh(device, (2,))
+            fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            with torch.inference_mode():
+                seen.append([model(torch.ones(4, 256, device=device)) for _ in range(2)])
+        for a, b in zip(*seen, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_forward_may_be_in_inference_mode(device: str, tmp_path: Path) -> None:
+    on_ranks(evaluated_first, tmp_path, device, device=device)
+
+
+def test_inference_mode_reads_and_converts_it() -> None:
+    layer = bs.nn.Linear(64, 64, recipe="nvfp4", seed=1)
+    plain = copy.deepcopy(layer)
+    bs.quantized_all_gather(layer)
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(layer.state_dict()["weight"], plain.state_dict()["weight"])
+        cast = copy.deepcopy(layer).to(torch.bfloat16)
+        assert torch.equal(cast(x), copy.deepcopy(plain).bfloat16()(x))
+        weight = layer.weight
+        views = (weight.detach(), weight.data, weight[:3], weight.view(32, 128), *weight.chunk(2))
+        for made in (*views, weight.clone(), weight.to(torch.bfloat16)):
+            assert type(made).__name__ == "ShardedWeight"
+        assert not any(made.is_inference() for made in views)
+    views[0].zero_()
+    assert bool((layer.weight == 0).all())
