@@ -15,6 +15,7 @@ those of weights that are gathered first and then quantized.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Final
 
@@ -102,6 +103,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
 
 def _retype(layer: WeightLayer) -> None:
     """Give the weight its type, initially and after a checkpoint has been assigned."""
+    if torch.distributed.is_available():
+        _tell_dtensors_apart()
     weight: Any = layer._parameters.get("weight")
     if weight is None:  # a parametrization computes it
         return
@@ -112,6 +115,29 @@ def _retype(layer: WeightLayer) -> None:
         made = torch.nn.Parameter(ShardedWeight(weight.detach()), weight.requires_grad)
         made.__dict__.update(weight.__dict__)  # such as options for an optimizer
         layer.weight = made
+
+
+@functools.cache
+def _tell_dtensors_apart() -> None:
+    """Let DTensor's key for compiled code tell a ShardedWeight inside it from a plain tensor.
+
+    PyTorch looks compiled code up by this key, also on disk, where other runs have put it, and
+    leaves out the local tensor's type. Code that takes one tensor out of a DTensor would then be
+    given a ShardedWeight, and its kernels read address 0.
+    """
+    from torch.distributed.tensor import DTensor
+
+    key: Any = getattr(DTensor, "_stable_hash_for_caching", None)
+    if key is None:  # this release hashes what is inside
+        return
+
+    @functools.wraps(key)
+    def key_of(self: Any) -> str:
+        local = self._local_tensor
+        inner = local._stable_hash_for_caching() if isinstance(local, ShardedWeight) else ""
+        return f"{key(self)}{inner}"
+
+    DTensor._stable_hash_for_caching = key_of  # type: ignore[method-assign]
 
 
 def gathered_spec(recipe: Recipe) -> Spec | None:
@@ -204,6 +230,11 @@ class ShardedWeight(KeptWeight):
         # An in-place operator returns the weight itself. Anything computed from it is not a weight,
         # nor is a flat view, by which FSDP2 detects whether the memory was replaced.
         return args[0] if args and made is plain[0][0] else made
+
+    def _stable_hash_for_caching(self) -> str:
+        # PyTorch's own leaves out the type, and warns.
+        known = (self.shape, self.stride(), self.dtype, self.device, self.requires_grad)
+        return f"blockscale.ShardedWeight{known}"
 
     def untyped_storage(self) -> torch.UntypedStorage:
         # FSDP2 uses it to detect whether the memory was replaced; a compiler gives its stand-in

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers as codes, where other code meets them: inference mode."""
+"""Weights that FSDP2 gathers as codes, where other code meets them: inference mode, compilers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def evaluated_first(device: str) -> None:
@@ -52,3 +53,29 @@ def test_inference_mode_reads_and_converts_it() -> None:
         assert not any(made.is_inference() for made in views)
     views[0].zero_()
     assert bool((layer.weight == 0).all())
+
+
+def halve_all(device: str, folder: str) -> None:
+    """Code that was compiled for an ordinary weight is not run on one with a type, nor the other
+    way round; neither when it comes from the cache on disk."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    torch._inductor.config.compile_threads = 1
+    for order in ((1, 0), (0, 1)):
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).to(device)
+        bs.convert(model, "nvfp4", skip=["1"])
+        assert bs.quantized_all_gather(model) == ["0.weight"]
+        fully_shard(model, mesh=init_device_mesh(device, (2,)))
+        halve = torch.compile(lambda w: w.mul_(0.5))
+        for i in order:
+            weight = model[i].get_parameter("weight").detach()
+            assert isinstance(weight, DTensor)
+            want = weight.full_tensor() * 0.5
+            halve(weight)
+            assert torch.equal(weight.full_tensor(), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_code_knows_its_type(device: str, tmp_path: Path) -> None:
+    on_ranks(halve_all, tmp_path, device, str(tmp_path / "cache"), device=device)
