@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -15,12 +16,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils._pytree import tree_leaves
 
-from blockscale._errors import fail
+from blockscale._errors import fail, message
 from blockscale._layer_arguments import autocast_dtype
 from blockscale.classes import why_none
 from blockscale.functional import linear_with_key
 from blockscale.nn import Kept, Layer
 from blockscale.rng import as_tensor, checkpointed_region, layer_seed
+from blockscale.tensor import is_dtensor
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 _MOST_PRODUCTS: Final = 16  # per forward: seeds exist in advance, compiled code cannot hash names
@@ -93,17 +95,35 @@ class Experts(Layer):
         if "recipe" not in vars(self):
             got = "an instance that convert has not seen"
             self._refuse(got, "a converted one", "call bs.convert")
+        if not self.recipe.high_precision:
+            self._check_whole()
         products = _Products(self)
         with products:
             result = super().forward(*args, **kwargs)
         # Without gradients a library may multiply in other ways, such as for the few rows of
-        # decoding.
+        # decoding. No error: a module whose experts are divided over ranks may leave out its
+        # products where no rows go to them, and if that rank failed, the others would wait for it.
         multiplies = products.count > 0 or self.recipe.high_precision or _has_no_rows(args, kwargs)
         if not multiplies and self._needs_gradients(args, kwargs):
             which = "that does (Transformers: set_experts_implementation)"
             remedy = f"choose the implementation {which}, or name it in skip="
-            self._refuse("a forward without grouped_mm", "grouped_mm", remedy)
+            need = "grouped_mm where experts have rows"
+            _warn(message(*self._named(), "a forward without grouped_mm", need, remedy))
         return result
+
+    def _check_whole(self) -> None:
+        """Refuse matrices that are cut: a piece would have scales and random bits of its own,
+        which depend on the number of ranks. (The module passes on pieces as plain tensors.)"""
+        for matrix in self._parameters.values():
+            if matrix is None or not is_dtensor(matrix) or matrix.dim() != 3:
+                continue
+            over = zip(matrix.device_mesh.shape, matrix.placements, strict=True)  # type: ignore[attr-defined]
+            # Along dimension 0 there are two kinds, Shard and FSDP2's _StridedShard.
+            whole = (n == 1 or p.is_replicate() or getattr(p, "dim", None) == 0 for n, p in over)
+            if not all(whole):
+                got = f"matrices placed by {matrix.placements}"  # type: ignore[attr-defined]
+                need = "Shard(0) or Replicate(): whole matrices on every rank"
+                self._refuse(got, need, "divide the experts over these ranks, or name it in skip=")
 
     def _needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a forward with these arguments may need gradients; its result may be of any
@@ -148,9 +168,13 @@ class Experts(Layer):
         kept.check(kept.weight)
         return kept.operands
 
-    def _refuse(self, got: str, need: str, remedy: str) -> NoReturn:
+    def _named(self) -> tuple[str, str]:
+        """What messages call it."""
         name = vars(self).get("_name") or "experts"
-        fail(self.plain.__name__ if self.plain else "experts", name, got, need, remedy)
+        return self.plain.__name__ if self.plain else "experts", name
+
+    def _refuse(self, got: str, need: str, remedy: str) -> NoReturn:
+        fail(*self._named(), got, need, remedy)
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe}")))
@@ -158,6 +182,12 @@ class Experts(Layer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _let_modes_see_grouped_mm()  # also in a process that unpickles it
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn(text: str) -> None:
+    """A warning, which Python shows once; in compiled code given as it is compiled."""
+    warnings.warn(text, stacklevel=2)
 
 
 def _is_view(w: torch.Tensor, of: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -286,21 +287,28 @@ class Often(ManyExperts):
         return x
 
 
-def test_what_does_not_multiply_by_grouped_mm_is_refused_in_training() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_does_not_multiply_by_grouped_mm_is_told_in_training(compiled: bool) -> None:
     made = Loops()
     holder = nn.ModuleDict({"experts": made})
     bs.convert(holder, "mxfp8", experts=["experts"])
-    with pytest.raises(
-        ValueError, match="Loops: experts = a forward without grouped_mm; need grouped_mm; choose"
-    ):
-        made(rows(), ENDS)
-    with torch.no_grad():
-        assert made(rows(), ENDS).shape == (20, WIDTH)
-    made.requires_grad_(False)  # frozen, so that nothing is to be learned
-    assert made(rows(), ENDS).shape == (20, WIDTH)
-    made.requires_grad_(True)
-    bs.convert(holder, "bf16")  # which quantizes nothing
-    made(rows(), ENDS).float().sum().backward()
+    torch._dynamo.reset()
+    call = torch.compile(made, fullgraph=True, backend="aot_eager") if compiled else made
+    said = (
+        "Loops: experts = a forward without grouped_mm; need grouped_mm where experts have rows; "
+        "choose the implementation that does .*, or name it in skip="
+    )
+    with pytest.warns(UserWarning, match=said):
+        call(rows(), ENDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            assert call(rows(), ENDS).shape == (20, WIDTH)
+        made.requires_grad_(False)  # frozen, so that nothing is to be learned
+        assert call(rows(), ENDS).shape == (20, WIDTH)
+        made.requires_grad_(True)
+        bs.convert(holder, "bf16")  # which quantizes nothing
+        call(rows(), ENDS).float().sum().backward()
 
 
 def why(module: nn.Module, recipe: str = "mxfp8") -> dict[str, str]:
