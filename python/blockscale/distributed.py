@@ -65,7 +65,8 @@ def linear_over_mesh(
     mesh, placement = w.device_mesh, w.placements[0]
     if mesh.ndim != 1:
         need = "a mesh of one dimension, the tensor-parallel one"
-        fail("linear", "w.device_mesh", mesh, need, "use fully_shard for the others")
+        remedy = "leave the others to fully_shard(mesh=...), without its dp_mesh_dims="
+        fail("linear", "w.device_mesh", mesh, need, remedy)
     for name, tensor in (("x", x), ("bias", row)):
         if tensor is not None and tensor.device_mesh != mesh:
             remedy = "give parallelize_module one mesh for both"

@@ -159,3 +159,21 @@ def replicas(device: str) -> None:
 @pytest.mark.parametrize("device", FOUR)
 def test_replicas_gather_codes(device: str, tmp_path: Path) -> None:
     on_ranks(replicas, tmp_path, device, device=device, ranks=4)
+
+
+def test_weights_on_the_whole_mesh_are_refused(one_rank: DeviceMesh) -> None:
+    dims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)  # PyTorch 2.13
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    made = model("nvfp4", "cpu", 0)
+    for layer in (made[0], made[2], made[3]):
+        distribute_module(layer, mesh)
+    if dims is not None:
+        fully_shard(made, mesh=mesh, dp_mesh_dims=dims(shard=("data",)))
+    x = distribute_tensor(torch.randn(64, 256), mesh, [Replicate(), Replicate()])
+    said = (
+        r"linear: w.device_mesh = DeviceMesh\(.*; need a mesh of one dimension, the "
+        r"tensor-parallel one; leave the others to fully_shard\(mesh=...\), without its "
+        r"dp_mesh_dims="
+    )
+    with pytest.raises(ValueError, match=said):
+        made(x)
