@@ -128,7 +128,7 @@ def _tell_dtensors_apart() -> None:
     from torch.distributed.tensor import DTensor
 
     key: Any = getattr(DTensor, "_stable_hash_for_caching", None)
-    if key is None:  # this release hashes what is inside
+    if key is None:  # in a release without such keys
         return
 
     @functools.wraps(key)
