@@ -73,10 +73,45 @@ def test_a_full_disk_at_the_report(text: str, tmp_path: Path) -> None:
     done = blockscale("train", "--out", str(out), "--resume", limit=1000)
     assert (done.returncode, done.stderr) == (
         1,
-        f"blockscale train: {out / 'loss.png'}: File too large; all is trained; when that is "
+        f"blockscale train: {out / 'report.md'}: File too large; all is trained; when that is "
         f"mended, write the report with: blockscale train --out {out} --resume\n",
     )
     assert "gap to BF16" in done.stdout
+
+
+def test_a_picture_that_cannot_be_drawn(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures are printed, and written first."""
+    save_file({"x": torch.ones(16, 32)}, tmp_path / "x.safetensors")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it fails
+    run, bench, picture = tmp_path / "run", tmp_path / "bench", tmp_path / "x.png"
+    mended = "when that is mended,"
+    commands = {
+        f"train --out {run} --data {text}": (
+            run / "loss.png",
+            f"all is trained; {mended} write the report with: blockscale train --out {run} "
+            "--resume",
+        ),
+        f"inspect {tmp_path / 'x.safetensors'} --out {picture}": (
+            picture,
+            f"{mended} run the command again",
+        ),
+        f"bench --from {H200} --out {bench}": (
+            bench / "bench.png",
+            f"{mended} draw it with: blockscale bench --from {H200} --out {bench}",
+        ),
+    }
+    for command, (path, remedy) in commands.items():
+        words = command.split()
+        assert main([*words, *(SMALL if words[0] == "train" else [])]) == 1
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"blockscale {words[0]}: {path} (not drawn, ")
+        assert printed.err.endswith(f"); need matplotlib; {remedy}\n")
+        assert printed.err.count("\n") == 1
+        assert "┃" in printed.out  # a table
+        assert not path.exists()
+    assert (run / "report.md").exists()
 
 
 def test_letters_that_the_output_lacks(tmp_path: Path) -> None:

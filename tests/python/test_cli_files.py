@@ -60,12 +60,14 @@ def test_text_that_would_be_left_out_or_counted_twice(
 
 
 def test_files_beside_a_picture_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a user's own settings of matplotlib do not matter."""
+    """And a user's own settings of matplotlib do not matter, nor a notebook's backend that it
+    cannot find."""
     save_file({"w": torch.ones(32, 32)}, tmp_path / "a.safetensors")
     own = {".probe": "mine", "p.png.tmp": "too", "matplotlibrc": "text.usetex: True\n"}
     for name, text in own.items():
         (tmp_path / name).write_text(text)
     environment = {**os.environ, "MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
+    environment["MPLBACKEND"] = "a notebook's"
     longest = f"{'p' * 240}.png"
     for picture in ("p.png", longest):
         words = ["inspect", "a.safetensors", "--spec", "mxfp8", "--out", picture]

@@ -137,7 +137,7 @@ def test_a_gpu_that_is_not_used_is_noted(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(Trainer, "run", lambda trainer, progress: None)  # nothing is trained
-    monkeypatch.setattr(cli_train, "write_report", lambda folder, corpus: None)
+    monkeypatch.setattr(cli_train, "write_report", lambda *_: None)
     monkeypatch.setattr(cli_train, "print_table", lambda folder, console: None)
     assert main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL, *words]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -25,13 +25,12 @@ from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
 from blockscale.cli.bench_read import MEASURES, read
 from blockscale.cli.errors import CliError, Failure, device_name, out_of_memory, path_text
-from blockscale.cli.output import Output, own_style
+from blockscale.cli.output import Output, write_picture
 from blockscale.cli.provenance import provenance
 from blockscale.cli.run_folder import (
     check_writable,
     make_folder,
     remove_empty,
-    write_atomically,
     write_json,
 )
 
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         if args.source is None:
             check_writable("--out", folder)
             found = measure(device, args.shape, console, args.only)
-        written = write_and_print(folder, found, args.source is None, console)
+        written = write_and_print(folder, found, args.source, console)
     finally:
         remove_empty(made)
     console.print(f"wrote {written} to {folder}", highlight=False, markup=False, soft_wrap=True)
@@ -113,19 +112,21 @@ def write(path: Path, found: dict[str, Any]) -> None:
     write_json(path, found, indent=1)
 
 
-def write_and_print(folder: Path, found: dict[str, Any], measured: bool, console: Console) -> str:
-    """Writes results.json, if it is new, and bench.png. Always prints the tables: a full disk must
-    not cost the figures. Returns what is written."""
+def write_and_print(
+    folder: Path, found: dict[str, Any], source: str | None, console: Console
+) -> str:
+    """Writes results.json, unless `source` is one, and bench.png. Always prints the tables: a full
+    disk must not cost the figures. Returns what is written."""
+    results = str(folder / "results.json") if source is None else source
     try:
-        if measured:
-            write(folder / "results.json", found)
-        with own_style():
-            plot = draw(found)
-        if plot:
-            write_atomically(folder / "bench.png", lambda file: file.write(plot))
+        if source is None:
+            write(Path(results), found)
+        again = shlex.join(["blockscale", "bench", "--from", results, "--out", str(folder)])
+        remedy = f"when that is mended, draw it with: {again}"
+        drawn = write_picture(folder / "bench.png", lambda: draw(found), remedy)
     finally:
         print_tables(found, console)
-    files = ["results.json"] * measured + ["bench.png"] * bool(plot)
+    files = ["results.json"] * (source is None) + ["bench.png"] * drawn
     return " and ".join(files) or "no picture, as nothing is a share of a copy,"
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.cli.errors import CliError, nearest, path_text
-from blockscale.cli.output import Output, own_style
-from blockscale.cli.run_folder import check_writable, write_atomically
+from blockscale.cli.output import Output, write_picture
+from blockscale.cli.run_folder import check_writable
 from blockscale.noise import Noise
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
@@ -89,9 +89,8 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
     finally:  # whatever standard output takes
         if results and args.out is not None:
-            with own_style():
-                content = draw(results, specs)
-            write_atomically(Path(args.out), lambda handle: handle.write(content))
+            remedy = "when that is mended, run the command again"
+            write_picture(Path(args.out), lambda: draw(results, specs), remedy)
     if not results:
         why = "all its tensors are skipped" if skipped else "it holds no tensors"
         where = ", ".join(args.files)

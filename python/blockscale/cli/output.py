@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
+
+from blockscale.cli.errors import Failure
+from blockscale.cli.run_folder import write_atomically
 
 
 class Output(Console):
@@ -23,9 +28,29 @@ class Output(Console):
         raise
 
 
+def write_picture(path: Path, draw: Callable[[], bytes], remedy: str) -> bool:
+    """Draws a picture and writes it; returns whether there is one, as `draw` may return nothing.
+
+    Failure if it cannot be drawn, whatever is wrong with the user's matplotlib: the figures, which
+    took the time, have been kept before, and `remedy` says how to draw them again.
+    """
+    try:
+        with own_style():
+            picture = draw()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Failure(f"{path} (not drawn, {reason}); need matplotlib; {remedy}") from error
+    if picture:
+        write_atomically(path, lambda file: file.write(picture))
+    return bool(picture)
+
+
 @contextlib.contextmanager
 def own_style() -> Iterator[None]:
     """Makes pictures look alike, whatever style the user has configured."""
+    # matplotlib cannot be imported with a backend that it does not find, such as a notebook's,
+    # which the processes started there inherit. Files need none.
+    os.environ["MPLBACKEND"] = "agg"
     import matplotlib
 
     with matplotlib.rc_context():

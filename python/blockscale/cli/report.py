@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockscale.cli.data import Corpus, bits_per_byte
-from blockscale.cli.output import own_style
+from blockscale.cli.output import write_picture
 from blockscale.cli.run_folder import Cell, RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -112,14 +112,12 @@ def print_table(folder: RunFolder, console: Console) -> None:
     console.print(table)
 
 
-def write_report(folder: RunFolder, corpus: Corpus) -> None:
-    """Writes report.md and loss.png."""
+def write_report(folder: RunFolder, corpus: Corpus, remedy: str) -> None:
+    """Writes report.md, then loss.png; `remedy` as for `write_picture`."""
     unigram = corpus.unigram_loss()
-    with own_style():
-        plot = draw(folder, unigram)
-    write_atomically(folder.path / "loss.png", lambda file: file.write(plot))
     text = markdown(folder, corpus, unigram).encode(errors="surrogateescape")
     write_atomically(folder.path / "report.md", lambda file: file.write(text))
+    write_picture(folder.path / "loss.png", lambda: draw(folder, unigram), remedy)
 
 
 def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:

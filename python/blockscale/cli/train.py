@@ -76,16 +76,14 @@ def run(args: argparse.Namespace) -> int:
     console = Output()
     folder, corpus = prepare(args, console)
     again = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
-    unwritten: OSError | None = None
+    remedy = f"all is trained; when that is mended, write the report with: {again}"
+    unwritten: OSError | Failure | None = None
     try:
         train_all(folder, corpus, console)
         try:
-            write_report(folder, corpus)
-        except OSError as error:  # the table must not be lost with it
+            write_report(folder, corpus, remedy)
+        except (OSError, Failure) as error:  # the table must not be lost with it
             unwritten = error
-        except Exception:  # from matplotlib, such as for an unknown backend
-            print_table(folder, console)
-            raise
     except KeyboardInterrupt:
         console.print(f"stopped; continue with: {again}", highlight=False, soft_wrap=True)
         return 130
@@ -99,11 +97,10 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise Failure(too_large(folder, again)) from None
     print_table(folder, console)
+    if isinstance(unwritten, OSError):
+        raise Failure(f"{os_reason(unwritten)}; {remedy}")
     if unwritten is not None:
-        raise Failure(
-            f"{os_reason(unwritten)}; all is trained; when that is mended, write the report with: "
-            f"{again}"
-        )
+        raise unwritten
     console.print(
         f"report.md, loss.png, metrics.jsonl and the final weights are in {folder.path}",
         highlight=False, soft_wrap=True,
