@@ -194,6 +194,21 @@ def test_long_and_odd_names_beside_the_plot(figures: list[Figure]) -> None:
     assert axes.bbox.width > figures[0].bbox.width / 5
 
 
+def test_long_specs_leave_the_panels_their_size(figures: list[Figure]) -> None:
+    specs = [
+        bs.spec(f"nvfp4[block=16x16,outer=false,scale_rounding=up,rounding={rounding}]")
+        for rounding in ("stochastic", "nearest")
+    ]
+    specs += [bs.spec(spec.text.replace("16x16", "1x16")) for spec in specs]
+    found = [inspect.Result("x", (2, 2), spec.text, 1.0, 30.0, 0.0, 0.0) for spec in specs]
+    inspect.draw(found, specs)
+    whole, legend = figures[0].bbox, figures[0].legends[0].get_window_extent()
+    assert whole.x0 < legend.x0 < legend.x1 < whole.x1
+    for axes in figures[0].axes:
+        assert axes.bbox.width > 0.25 * whole.width
+        assert axes.bbox.height > 2.0 * figures[0].dpi
+
+
 def test_a_checkpoint_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [tmp_path / f"model-{i}-of-2.safetensors" for i in (1, 2)]
     save_file({"b": torch.eye(4), "d": torch.eye(8)}, parts[0])

@@ -11,23 +11,21 @@ import signal
 import sysconfig
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import blockscale as bs
 import pytest
 import torch
 from blockscale.cli import train as cli_train
 from blockscale.cli.data import Corpus, load_corpus
+from blockscale.cli.doctor import processor_name
 from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, Experts, LanguageModel
 from blockscale.cli.provenance import ORIGIN
-from blockscale.cli.report import command, deviation_of, draw, results, smoothed
 from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
 from blockscale.cli.trainer import Trainer, learning_rate
 from commands import Command, refusal
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RECIPES = "bf16,nvfp4"
 SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
@@ -87,6 +85,9 @@ def test_run_leaves_report_plot_metrics_and_weights(whole: tuple[Path, str]) -> 
     y, dx, dw = noise[-1].values()
     assert all(10 < db < 30 for db in (y, dx, dw))
     assert f"| nvfp4 | {y:.1f} | {dx:.1f} | {dw:.1f} |" in (folder / "report.md").read_text()
+    about = bs.describe()["instruction_set"]
+    report = (folder / "report.md").read_text()
+    assert f"| instruction_set | {processor_name(about)} |" in report
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["bf16-seed0.safetensors", "nvfp4-seed0.safetensors"]
@@ -332,86 +333,6 @@ def test_schedule_warms_up_and_decays_to_a_tenth() -> None:
     assert learning_rate(1, 1, 2.0) == 2.0
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {"recipes": ["bf16", "nvfp4"], "steps": 2, "seeds": 2, "seed": 4}
-    return values | {"batch_size": 3, "seq_len": 5} | changes
-
-
-def test_gap_is_taken_seed_by_seed(tmp_path: Path) -> None:
-    folder = create_run(tmp_path / "run", settings())
-    final = {(4, "bf16"): 2.0, (5, "bf16"): 3.0, (4, "nvfp4"): 2.25, (5, "nvfp4"): 3.75}
-    for (seed, recipe), loss in final.items():
-        for step in (1, 2):
-            folder.append(Cell(seed, recipe), step, train_loss=9.0, seconds=0.5)
-        folder.append(Cell(seed, recipe), 2, validation_loss=loss, seconds=7.0)
-    baseline, nvfp4 = results(folder)
-    assert (baseline.loss, baseline.tokens_per_second) == (2.5, 30.0)
-    assert nvfp4.gap == 0.5
-    assert nvfp4.spread == pytest.approx(math.sqrt(0.125))  # deviations of .25 and .75
-    assert nvfp4.cells() == ("nvfp4", "3.0000", "4.3281", "+0.5000 ± 0.3536", "30")
-
-
-def test_a_diverged_seed_leaves_no_deviation() -> None:
-    """statistics.stdev raises for it, and the report would be lost."""
-    assert math.isnan(deviation_of([0.1, math.nan]))
-    assert deviation_of([1.0, 3.0]) == pytest.approx(math.sqrt(2))
-
-
-UNIGRAM = 3.2
-
-
-@pytest.mark.parametrize(
-    ("nvfp4", "top", "said"),
-    [
-        ((2.5, 2.1), 1.25 * UNIGRAM, "nvfp4"),
-        ((2.5, 30.0), 1.05 * 30, "nvfp4"),  # it is seen
-        ((2.5, math.nan), 1.25 * UNIGRAM, "nvfp4: not finite from step 2"),
-        ((math.inf, math.nan), 1.25 * UNIGRAM, "nvfp4: not finite from step 1"),
-    ],
-)
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_a_training_that_diverges_is_in_the_picture(
-    seeds: int,
-    nvfp4: tuple[float, float],
-    top: float,
-    said: str,
-    tmp_path: Path,
-    figures: list[Figure],
-) -> None:
-    folder = create_run(tmp_path / "run", settings(seeds=seeds))
-    for cell in folder.cells():
-        for step, loss in enumerate(nvfp4 if cell.recipe == "nvfp4" else (2.4, 2.0), 1):
-            folder.append(cell, step, train_loss=loss, seconds=1.0)
-            folder.append(cell, step, validation_loss=loss)
-    draw(folder, UNIGRAM)
-    left, right = figures[0].axes
-    assert left.get_ylim()[1] == pytest.approx(top)
-    assert left.get_legend_handles_labels()[1] == ["bf16", said]
-    assert right.get_legend_handles_labels()[1] == [said]
-    assert left.get_xlim() == right.get_xlim() == pytest.approx((0, 2.1))
-
-
-def test_diverged_loss_survives_the_file(tmp_path: Path) -> None:
-    from blockscale.cli.run_folder import decode_row, encode_row
-
-    line = encode_row({"step": 3, "train_loss": math.nan})
-    assert json.loads(line) == {"step": 3, "train_loss": None}
-    assert math.isnan(decode_row(line)["train_loss"])
-
-
-def test_smoothing_keeps_a_constant_and_has_no_starting_bias() -> None:
-    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
-    assert smoothed([5.0, 1.0])[0] == pytest.approx(5.0)
-
-
-def test_reported_command_repeats_the_run() -> None:
-    text = command(settings(data=["/a b", "/c"], lr=0.5, environment={}, data_sha256="x"))
-    assert text == (
-        "blockscale train --recipes bf16,nvfp4 --steps 2 --seeds 2 --seed 4 --batch-size 3 "
-        "--seq-len 5 --data '/a b' /c --lr 0.5"
-    )
-
-
 def test_date_and_commit_are_stated_and_decide_nothing(whole: tuple[Path, str]) -> None:
     folder, _ = whole
     saved = json.loads((folder / "settings.json").read_text())
@@ -449,7 +370,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_metrics_reach_as_far_as_the_checkpoint(tmp_path: Path) -> None:
     """A checkpoint is never ahead of the metrics on disk."""
-    folder: RunFolder = create_run(tmp_path / "run", settings())
+    folder: RunFolder = create_run(tmp_path / "run", {"recipes": ["bf16"], "seeds": 1, "seed": 4})
     cell = Cell(4, "bf16")
     folder.append(cell, 1, train_loss=1.0, seconds=1.0)
     folder.save_checkpoint(cell, {"step": 1})

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.cli.errors import CliError, nearest, path_text
-from blockscale.cli.output import Output, write_picture
+from blockscale.cli.output import Output, shared_legend, shortened, write_picture
 from blockscale.cli.run_folder import check_writable
 from blockscale.noise import Noise
 
@@ -256,12 +256,6 @@ def as_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def shortened(name: str, most: int = 64) -> str:
-    """A tensor's name beside the panels; of a long one, the ends say most."""
-    half = most // 2
-    return name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}"
-
-
 def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
     """Three panels over the tensors, a colour and marker per spec."""
     from matplotlib.figure import Figure
@@ -271,7 +265,7 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
     names = list(dict.fromkeys(r.tensor for r in results))
     every = math.ceil(len(names) / MOST_LABELS)
     shown = [shortened(name) for name in names[::every]]
-    height = max(4.0, 2.0 + 0.16 * len(shown))
+    height = max(4.0, 2.0 + 0.16 * len(shown)) - 0.2  # the legend adds a row at least
     figure = Figure(figsize=(13, height), dpi=120, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     rows = range(len(names))
@@ -292,9 +286,7 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(rows[::every], shown, fontsize=8, parse_math=False)  # a name may contain $
     panels[0].set_ylim(len(names) - 1 + 0.5 * every, -0.5 * every)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
-    )
+    shared_legend(figure, panels[0], "upper")
     buffer = io.BytesIO()
     with warnings.catch_warnings():  # about letters that the font lacks and draws as boxes
         warnings.filterwarnings("ignore", message="Glyph .* missing")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from blockscale.cli.errors import Failure
 from blockscale.cli.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CHARACTERS_PER_INCH = 10  # of a legend's text, at least
 
 
 class Output(Console):
@@ -56,3 +64,25 @@ def own_style() -> Iterator[None]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         yield
+
+
+def shortened(name: str, most: int = 64) -> str:
+    """A name in a picture; of a long one, the ends say most."""
+    half = most // 2
+    return name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}"
+
+
+def shared_legend(figure: Figure, axes: Axes, where: str) -> None:
+    """One legend for all panels, outside them, of what `axes` shows, in as many columns as the
+    longest label leaves room for. The figure grows by its rows, so the panels do not shrink."""
+    handle = 8  # its width and the gaps around it, in characters
+    room = int(CHARACTERS_PER_INCH * figure.get_figwidth())
+    handles, names = axes.get_legend_handles_labels()
+    labels = [shortened(name, room - handle) for name in names]
+    columns = max(1, room // (max(map(len, labels)) + handle))
+    rows = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * rows)
+    figure.legend(
+        handles, labels, loc=f"outside {where} center", ncols=math.ceil(len(labels) / rows),
+        frameon=False,
+    )  # fmt: skip

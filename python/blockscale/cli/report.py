@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import shlex
 import statistics
@@ -14,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from blockscale.cli.data import Corpus, bits_per_byte
-from blockscale.cli.output import write_picture
+from blockscale.cli.doctor import processor_name
+from blockscale.cli.output import shared_legend, write_picture
 from blockscale.cli.run_folder import Cell, RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -42,9 +44,12 @@ class Result:
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table, as text."""
-        gap = "–" if self.gap is None or self.recipe == BASELINE else f"{self.gap:+.4f}"
-        if gap != "–" and self.spread is not None:
-            gap += f" ± {self.spread:.4f}"
+        if self.gap is None or self.recipe == BASELINE:
+            gap = "–"
+        elif math.isnan(self.gap):  # one of the two diverged
+            gap = "nan"
+        else:
+            gap = f"{self.gap:+.4f}" + ("" if self.spread is None else f" ± {self.spread:.4f}")
         bits = bits_per_byte(self.loss)
         return (
             self.recipe, f"{self.loss:.4f}", f"{bits:.4f}", gap, f"{self.tokens_per_second:,.0f}"
@@ -149,6 +154,8 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
     for key, value in (settings | settings["environment"]).items():
         if key not in ("environment", "data"):
             shown = ", ".join(value) if isinstance(value, list) else value
+            if key == "instruction_set":
+                shown = processor_name(str(value))
             lines.append(f"| {key} | {shown} |")
     return "\n".join([*lines, "", "Again:", "", f"    {command(settings)}", ""])
 
@@ -205,6 +212,7 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
     settings = folder.settings
     figure = Figure(figsize=(12, 5), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
+    compared = {*settings["recipes"]} - {BASELINE} if BASELINE in settings["recipes"] else set()
     for index, recipe in enumerate(settings["recipes"]):
         colour = COLOURS[index % len(COLOURS)]
         marker = MARKERS[index % len(MARKERS)]
@@ -212,7 +220,7 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
         # Hollow markers that shrink and lines that thin out, since most of them coincide.
         shrink = 1.0 - index / (len(settings["recipes"]) + 3)
         draw_losses(left, folder, recipe, style, shrink)
-        if recipe != BASELINE and BASELINE in settings["recipes"]:
+        if recipe in compared:
             draw_gap(right, folder, recipe, style, index)
     left.axhline(unigram, color="0.5", linestyle=":", linewidth=1.2)
     left.annotate(
@@ -223,22 +231,18 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
     left.set(xlim=(0, 1.05 * settings["steps"]), ylim=(None, top(folder, unigram)))
     left.set(xlabel="step", ylabel="loss (nats per byte)")
     left.set_title("Training (line, smoothed) and validation (points)")
-    left.legend(frameon=False)
     right.axhline(0.0, color="0.5", linewidth=1.0)
     right.set(xlabel="step", ylabel="validation loss above BF16 (nats per byte)")
     right.set_xlim(left.get_xlim())
     right.set_title("Gap to BF16" + (", mean ± deviation" if settings["seeds"] > 1 else ""))
-    if names := right.get_legend_handles_labels()[1]:
-        low, high = right.get_ylim()
-        right.set_ylim(low, high + 0.07 * (len(names) + 0.5) * (high - low))  # room for the legend
-        right.legend(frameon=False, loc="upper left")
-    else:
+    if not compared:
         note = "needs bf16 and one more recipe in --recipes"
         right.text(0.5, 0.6, note, transform=right.transAxes, ha="center", color="0.35")
     for axes in (left, right):
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(color="0.9", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
+    shared_legend(figure, left, "lower")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -279,7 +283,6 @@ def draw_gap(axes: Axes, folder: RunFolder, recipe: str, style: dict[str, Any], 
     steps = list(seed_curves(folder, recipe, "validation_loss")[0])
     values = [gaps(folder, recipe, step) for step in steps]
     means = [statistics.fmean(v) for v in values]
-    style = style | {"label": labelled(recipe, dict(zip(steps, means, strict=True)))}
     if len(values[0]) > 1:
         # Side by side, so that the bars of different recipes do not hide one another.
         shift = (index - len(folder.settings["recipes"]) / 2) * 0.006 * steps[-1]
@@ -298,11 +301,17 @@ def mean_curve(curves: Sequence[dict[int, float]]) -> dict[int, float]:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average over about a twentieth of the curve, without a starting bias."""
-    decay = math.exp(-20.0 / max(20, len(values)))
-    out, total, weight = [], 0.0, 0.0
-    for value in values:
-        total = decay * total + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        out.append(total / weight)
+    """The mean over the tenth of the curve around each value. Near its ends, where less is left on
+    one side, a mean would lag behind a falling loss: a line is fitted to what is there."""
+    sums = [0.0, *itertools.accumulate(values)]
+    moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(values))]
+    reach = len(values) // 20
+    out = []
+    for index in range(len(values)):
+        first, end = max(0, index - reach), min(len(values), index + reach + 1)
+        count, middle = end - first, (first + end - 1) / 2
+        total = sums[end] - sums[first]
+        spread = max(1, count * (count**2 - 1)) / 12  # of the places, squared
+        slope = (moments[end] - moments[first] - middle * total) / spread
+        out.append(total / count + slope * (index - middle))
     return out
