@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from blockscale.cli import bench_chart
+from blockscale.cli.bench import print_tables
 from blockscale.cli.bench_read import fault_of
 from blockscale.cli.inspect import Result, as_table
 from blockscale.cli.output import Output
@@ -95,6 +96,30 @@ def test_names_are_printed_as_they_are() -> None:
     assert "…" not in file.getvalue()
     assert tensor.replace(" ", "") == name.replace(" ", "")
     assert (shape, amax, text) == ("4096x16384", "1.25e-12", spec)
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_narrow_tables_lose_nothing(width: int) -> None:
+    where = {"blockscale": "0", "torch": "2", "date": "2026-01-01", "commit": "c", "gpu": "g"}
+    row = {"case": "quantize/nvfp4/axis:-1", "shape": [16384, 8192], "us": 1234.5, "goal": 0.92}
+    row |= {"tb_per_s": 4.211, "of_copy": 0.99}
+    file = io.StringIO()
+    console = Output(width_in_a_file=width, markup=True)
+    console.file = file
+    console.print(as_table([Result("layers.0.weight", (128, 64), "nvfp4", 2.5, 20, 0.5, 0.25)]))
+    inspected = cells(file.getvalue())
+    assert inspected == ["layers.0.weight", "128x64", "2.5", "nvfp4", "20.00", "50.000%", "25.000%"]
+    file = console.file = io.StringIO()
+    print_tables({"provenance": {**where, "copy_tb_per_s": 1.0}, "rows": [row]}, console)
+    assert cells(file.getvalue()) == [row["case"], "1,234.5", "4,211", "99%ofcopy", "≥92%"]
+
+
+def cells(table: str) -> list[str]:
+    """The only row of a table, put together from its lines."""
+    lines = [line.split("│")[1:-1] for line in table.splitlines() if "│" in line]
+    return [
+        "".join(cell.replace(" ", "") for cell in column) for column in zip(*lines, strict=True)
+    ]
 
 
 def test_a_reader_that_goes_away_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import blockscale as bs
 import pytest
 import torch
+from blockscale.cli import data
 from blockscale.cli.main import main
 from blockscale.cli.run_folder import open_run, save_state
 from commands import Command, refusal
@@ -114,6 +117,21 @@ def test_resume_with_changed_text(
     )
 
 
+def test_resume_of_the_standard_library_under_another_python(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, "read_stdlib", lambda: [("a.py", b"x = 1\n" * 99)])
+    file = run_folder / "settings.json"
+    settings = json.loads(file.read_text())
+    settings |= {"data": [], "environment": settings["environment"] | {"python": "3.0.1"}}
+    file.write_text(json.dumps(settings))
+    assert refusal(capsys, "train", "--out", str(run_folder), "--resume") == (
+        f"blockscale train: --data = the standard library of Python {platform.python_version()}, "
+        "where the run began with Python 3.0.1's; need the same text; resume with that Python, or "
+        "start again in another folder"
+    )
+
+
 def damaged_checkpoint(kind: str, path: Path) -> str:
     """Damages a checkpoint; returns what the message says is wrong with it."""
     if kind == "truncated":
@@ -196,6 +214,10 @@ def test_ctrl_c_while_a_checkpoint_is_written(where: str, tmp_path: Path) -> Non
 def test_metrics_that_are_whole_are_not_written_again(run_folder: Path) -> None:
     done = Command("train", "--resume", "--out", str(run_folder)).end()
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == (
+        f"note: continues the run in {run_folder}: preset tiny, 4 steps, seed 0, recipes bf16; 2 "
+        "of its 4 steps are done"
+    )
     stamp = (run_folder / "metrics.jsonl").stat().st_mtime_ns
     open_run(run_folder, json.loads((run_folder / "settings.json").read_text()))
     assert (run_folder / "metrics.jsonl").stat().st_mtime_ns == stamp
@@ -336,6 +358,20 @@ def test_final_weights_that_are_damaged(
         "final weights that this run wrote; delete it to train bf16-seed0 again from its start"
     )
     assert tree(folder) == before
+
+
+def test_a_table_in_a_file_is_not_folded(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "40")
+    folder = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    capsys.readouterr()  # of the fixture
+    assert main(["train", "--out", str(folder), "--resume"]) == 0
+    assert "┃ gap to BF16 (nats) ┃" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+    reason = next(b["reason"] for b in bs.describe()["backends"] if b["name"] == "cuda")
+    assert reason in capsys.readouterr().out
 
 
 def test_final_weights_that_are_deleted_are_trained_again(

@@ -10,6 +10,7 @@ import os
 import signal
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +230,18 @@ def test_split_is_by_file_and_does_not_depend_on_the_folder(tmp_path: Path) -> N
     assert torch.equal(one.validation, two.validation)
     assert 0 < one.validation_files < 10
     assert len(one.train) + len(one.validation) == 40 * 101
+    assert replace(one, validation_files=1).split.startswith("40 files, of which 1 is held out")
+    assert replace(one, validation_files=2).split.startswith("40 files, of which 2 are held out")
     held_out = {bytes(part)[:2] for part in bytes(one.validation.numpy()).split(b"\0") if part}
     assert all(bytes(one.train.numpy()).find(name * 50) < 0 for name in held_out)
+
+
+def test_one_file_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("0123456789" * 20)
+    text = load_corpus([str(file)], 16)
+    assert (len(text.train), len(text.validation)) == (180, 20)
+    assert text.split == "1 file, of which the last tenth is held out for validation"
 
 
 def test_names_of_any_bytes_and_brackets(tmp_path: Path) -> None:

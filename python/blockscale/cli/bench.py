@@ -262,7 +262,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
         table = Table(title=title)
         table.add_column("case", overflow="fold")
         for heading in ("µs", "GB/s", "share", "goal"):
-            table.add_column(heading, justify="right", no_wrap=True)
+            table.add_column(heading, justify="right", overflow="fold")
         for row in rows:
             style = "" if row.get("goal") is None else "green" if reached(row) else "yellow"
             speed = f"{1e3 * row['tb_per_s']:,.4g}" if "tb_per_s" in row else ""

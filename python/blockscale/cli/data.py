@@ -31,6 +31,16 @@ class Corpus:
     sha256: str
     source: str
 
+    @property
+    def split(self) -> str:
+        """What is held out, in words."""
+        if self.files == 1:
+            return "1 file, of which the last tenth is held out for validation"
+        verb = "is" if self.validation_files == 1 else "are"
+        return (
+            f"{self.files} files, of which {self.validation_files} {verb} held out for validation"
+        )
+
     def batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets [B, T] of a step: a pure function of (seed, step), so that resuming
         needs no loader state and every recipe sees the same text."""

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints two tables."""
-    console = Output()
+    console = Output(width_in_a_file=160)
     about = bs.describe()
     console.print(facts(about))
     console.print(recipes([backend["name"] for backend in about["backends"]]))

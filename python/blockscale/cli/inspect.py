@@ -236,10 +236,10 @@ def as_table(results: Sequence[Result]) -> Table:
     )
     for heading in ("tensor", "shape"):
         table.add_column(heading, overflow="fold")
-    table.add_column("amax", justify="right", no_wrap=True)
+    table.add_column("amax", justify="right", overflow="fold")
     table.add_column("spec", overflow="fold")
     for heading in ("SQNR dB", "underflow", "saturation"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     previous = None
     for r in results:
         first = r.tensor != previous

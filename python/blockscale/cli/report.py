@@ -145,8 +145,8 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
         "![Training loss, validation loss and gap to BF16](loss.png)",
         "",
         *noise_table(folder),
-        f"Text: {corpus.source}; {corpus.files} files, of which {corpus.validation_files} are held "
-        f"out for validation; {len(corpus.train):,} and {len(corpus.validation):,} bytes.",
+        f"Text: {corpus.source}; {corpus.split}; {len(corpus.train):,} and "
+        f"{len(corpus.validation):,} bytes.",
         "",
         "| setting | value |",
         "|---|---|",

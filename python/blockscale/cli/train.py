@@ -34,7 +34,7 @@ from blockscale.cli.model import PRESETS
 from blockscale.cli.output import Output
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.provenance import ORIGIN, origin
-from blockscale.cli.report import print_table, write_report
+from blockscale.cli.report import print_table, seed_range, write_report
 from blockscale.cli.run_folder import RunFolder
 from blockscale.cli.saved import SETTINGS, WHOLE, read_settings
 from blockscale.cli.trainer import Trainer, reproducible_kernels
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains every cell, then writes report.md and loss.png and prints the table."""
-    console = Output()
+    console = Output(width_in_a_file=160)
     folder, corpus = prepare(args, console)
     again = shlex.join(["blockscale", "train", "--out", str(folder.path), "--resume"])
     remedy = f"all is trained; when that is mended, write the report with: {again}"
@@ -148,19 +148,40 @@ def prepare(args: argparse.Namespace, console: Console) -> tuple[RunFolder, Corp
         run_folder.check_free(path)
     corpus = load_corpus(settings["data"], settings["seq_len"])
     if saved and saved["data_sha256"] != corpus.sha256:
-        raise CliError(
-            "--data = text that has changed since the run began; need the same text; restore it, "
-            "or start again in another folder"
-        )
+        raise CliError(changed_text(saved))
     settings |= {"data_sha256": corpus.sha256, "environment": environment(settings["device"])}
     # Notes come after the folder, the last thing that may be refused: a refusal is one line.
     if saved:
         folder = run_folder.open_run(path, saved)
+        say_what_goes_on(folder, console)
         warn_of_changes(saved["environment"], settings["environment"], console)
     else:
         folder = run_folder.create_run(path, settings)
         say_what_was_chosen(args, settings["device"], console)
     return folder, corpus
+
+
+def changed_text(saved: dict[str, Any]) -> str:
+    """The message for a text that is not the one the run began with."""
+    if saved["data"]:
+        got, remedy = "text that has changed since the run began", "restore it"
+    else:
+        before, now = saved["environment"].get("python"), platform.python_version()
+        got = f"the standard library of Python {now}, where the run began with Python {before}'s"
+        remedy = "resume with that Python"
+    return f"--data = {got}; need the same text; {remedy}, or start again in another folder"
+
+
+def say_what_goes_on(folder: RunFolder, console: Console) -> None:
+    """Prints which run is continued: its settings may not be those one has in mind."""
+    settings, cells = folder.settings, folder.cells()
+    done = sum("train_loss" in row for row in folder.rows)
+    console.print(
+        f"note: continues the run in {folder.path}: preset {settings['preset']}, "
+        f"{settings['steps']} steps, {seed_range(settings)}, recipes {shown(settings['recipes'])}; "
+        f"{done} of its {len(cells) * settings['steps']} steps are done",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def say_what_was_chosen(args: argparse.Namespace, device: str, console: Console) -> None:
