@@ -55,6 +55,7 @@ class Noise:
             self.nonzero += int((encoded != 0).sum())
             self.underflowed += int(((encoded != 0) & (after == 0)).sum())
             cut = encoded.abs() > after.abs() * (1.0 + _ROUNDING_OF_DECODE)
+            cut &= after != 0  # underflowed instead: a scale of 0 leaves codes as they were
             self.saturated += int((cut & largest[rows]).sum())
         return y
 

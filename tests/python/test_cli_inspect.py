@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import math
@@ -113,6 +114,53 @@ def test_saturation_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["inspect", str(tmp_path / "x.safetensors"), "--spec", "mxfp4"]) == 0
     amax, _, underflow, saturation = rows(capsys.readouterr().out)["x", "mxfp4"]
     assert (amax, underflow, saturation) == ("6.9", f"{1 / 3:.3%}", f"{1 / 64:.3%}")
+
+
+def test_what_becomes_0_is_not_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block whose scale underflows keeps codes of the largest magnitude."""
+    x = torch.zeros(2, 16)
+    x[0], x[1, 3] = 1e-9, 1.0
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    assert main(["inspect", str(tmp_path / "x.safetensors"), "--spec", "nvfp4"]) == 0
+    _, _, underflow, saturation = rows(capsys.readouterr().out)["x", "nvfp4"]
+    assert (underflow, saturation) == (f"{16 / 17:.3%}", "0.000%")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_rates(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.ones(4, 32)
+    x[1, 1] = value
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    words = ["inspect", str(tmp_path / "x.safetensors"), "--spec", "nvfp4", "--spec", "mxfp8"]
+    assert main(words) == 0
+    found = rows(capsys.readouterr().out)
+    for spec in ("nvfp4", "mxfp8"):
+        assert found["x", spec] == [f"{value:.4g}", "nan", "nan", "nan"]
+
+
+def test_what_has_no_place_in_the_plot_is_marked(figures: list[Figure]) -> None:
+    nan, inf = math.nan, math.inf
+    values = {"a": (30.0, 0.0, 0.0), "b": (nan, nan, nan), "c": (inf, 0, 0), "d": (-inf, 0, 0)}
+    found = [inspect.Result(name, (2, 2), "mxfp8", 1.0, *of) for name, of in values.items()]
+    inspect.draw(found, [bs.spec("mxfp8")])
+    texts: list[list[Any]] = [list(axes.texts) for axes in figures[0].axes]
+    marked = [{(text.get_text(), text.xy) for text in panel} for panel in texts]
+    nothing = {("NaN", (0, 1))}
+    assert marked == [nothing | {("exact", (1, 2)), ("overflows", (0, 3))}, nothing, nothing]
+
+
+def test_a_name_does_not_reach_the_terminal_as_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a\x1b[2J\nb": torch.ones(4, 4), "c\x07": torch.ones(4)}, tmp_path / "x.safetensors")
+    assert main(["inspect", str(tmp_path / "x.safetensors"), "--spec", "mxfp8"]) == 0
+    out = capsys.readouterr().out
+    assert r"│ a\x1b[2J\nb │" in out
+    assert r"skipped c\x07: 1-D" in out
+    refused = refusal(capsys, "inspect", f"{tmp_path}/\x1b]0;gone")
+    assert refused.startswith(rf"blockscale inspect: file = {tmp_path}/\x1b]0;gone; need")
 
 
 def test_brackets_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,11 +326,29 @@ def test_bad_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert line.endswith(
             "); need a whole safetensors file; it is truncated, damaged or of another kind"
         )
+    within = str(file / "a")
+    assert refusal(capsys, "inspect", within) == (
+        f"blockscale inspect: file = {within} (Not a directory); need a file that can be read; "
+        "check its permissions"
+    )
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     said = "(a folder without *.safetensors); need a safetensors file, or a folder of some; check"
     assert said in refusal(capsys, "inspect", str(file), str(nothing))
     assert f"file = {missing}" in refusal(capsys, "inspect", str(file), missing)
+
+
+def test_a_file_that_may_not_be_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any) -> Any:  # as for anyone but root
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(inspect, "open", refuse, raising=False)
+    assert refusal(capsys, "inspect", str(file)) == (
+        f"blockscale inspect: file = {file} (Permission denied); need a file that can be read; "
+        "check its permissions"
+    )
 
 
 def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

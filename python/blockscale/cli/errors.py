@@ -28,6 +28,11 @@ def os_reason(error: OSError) -> str:
     return f"{error.filename or 'output'}: {error.strerror or error}"
 
 
+def printable(text: str) -> str:
+    """Text from a file or the user, with escapes for what would act on a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 # PyTorch's messages for failed allocations without an exception type of their own. The last is for
 # an allocation within one of our operators, whose interface does not pass on the reason.
 NO_MEMORY = (

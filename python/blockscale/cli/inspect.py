@@ -16,17 +16,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
 import blockscale as bs
-from blockscale.cli.errors import CliError, nearest, path_text
+from blockscale.cli.errors import CliError, nearest, path_text, printable
 from blockscale.cli.output import Output, shared_legend, shortened, write_picture
 from blockscale.cli.run_folder import check_writable
 from blockscale.noise import Noise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         times = Counter(name for name, _ in named)
         for name, path in named:
             piece = files[path].get_slice(name)
-            label = name if times[name] == 1 else f"{name} ({path})"
+            label = printable(name if times[name] == 1 else f"{name} ({path})")
             shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
             reason = why_skip(shape, dtype)
             if reason:
@@ -156,12 +159,18 @@ def open_file(path: str) -> Any:
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind):  # opening a pipe would block
             raise CliError(f"file = {path} (not a regular file); need one; save it to a file first")
+        open(path, "rb").close()  # safe_open calls every file missing that it cannot open
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
         raise CliError(
             f"file = {path or repr(path)}; need an existing file; check the path"
         ) from None
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CliError(
+            f"file = {path} ({error.strerror or error}); need a file that can be read; check its "
+            "permissions"
+        ) from None
+    except SafetensorError as error:
         raise CliError(
             f"file = {path} ({error}); need a whole safetensors file; it is truncated, damaged or "
             "of another kind"
@@ -216,10 +225,15 @@ def inspect_tensor(
     for index, chunk in enumerate(chunks(file_slice, shape)):
         for spec, total in zip(specs, sums, strict=True):
             total.add(chunk, spec, amax if spec.outer else None, bs.Rng(0, index))
+    # A block with a NaN or Inf becomes NaN, whose elements are neither kept, nor 0, nor cut off.
+    rated = math.isfinite(amax)
     return [
-        Result(name, shape, spec.text, float(amax), of.sqnr, of.underflow, of.saturation)
+        Result(
+            name, shape, spec.text, float(amax), of.sqnr,
+            of.underflow if rated else math.nan, of.saturation if rated else math.nan,
+        )
         for spec, of in zip(specs, sums, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def max_of(values: Iterator[Tensor]) -> Tensor:
@@ -250,10 +264,29 @@ def as_table(results: Sequence[Result]) -> Table:
             f"{r.amax:.4g}" if first else "",
             r.spec,
             f"{r.sqnr:.2f}",
-            f"{r.underflow:.3%}",
-            f"{r.saturation:.3%}",
+            percent(r.underflow),
+            percent(r.saturation),
         )
     return table
+
+
+def percent(share: float) -> str:
+    return "nan" if math.isnan(share) else f"{share:.3%}"
+
+
+def mark_at_edge(axes: Axes, values: Sequence[float], style: dict[str, Any]) -> None:
+    """Marks, with a word, what has no place along the axis."""
+    across = axes.get_yaxis_transform()  # from 0 to 1 across the panel
+    for row, value in enumerate(values):
+        if math.isfinite(value):
+            continue
+        word = "NaN" if math.isnan(value) else "exact" if value > 0 else "overflows"
+        x, away, side = (1, -8, "right") if word == "exact" else (0, 8, "left")
+        axes.plot([x], [row], transform=across, clip_on=False, **style)
+        axes.annotate(
+            word, (x, row), (away, 0), xycoords=across, textcoords="offset points", ha=side,
+            va="center", color="0.35", fontsize=8,
+        )  # fmt: skip
 
 
 def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
@@ -273,12 +306,12 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
         ours = [r for r in results if r.spec == spec.text]
         columns = ([r.sqnr for r in ours], [100 * r.underflow for r in ours],
                    [100 * r.saturation for r in ours])  # fmt: skip
+        style = {"linestyle": "", "fillstyle": "none", "markeredgewidth": 1.5}
+        style |= {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        style |= {"markersize": 10 - 5 * index / len(specs)}
         for axes, values in zip(panels, columns, strict=True):
-            axes.plot(
-                values, rows, linestyle="", color=COLOURS[index % len(COLOURS)],
-                marker=MARKERS[index % len(MARKERS)], label=spec.text, fillstyle="none",
-                markersize=10 - 5 * index / len(specs), markeredgewidth=1.5,
-            )  # fmt: skip
+            axes.plot(values, rows, label=spec.text, **style)
+            mark_at_edge(axes, values, style)
     labels = ("SQNR (dB), more is better", "underflow (% of nonzeros)", "saturation (% of all)")
     for axes, label in zip(panels, labels, strict=True):
         axes.set_xlabel(label)

@@ -14,7 +14,15 @@ import sys
 from collections.abc import Sequence
 
 from blockscale._core import facts
-from blockscale.cli.errors import CliError, Failure, Parser, nearest, os_reason, out_of_memory
+from blockscale.cli.errors import (
+    CliError,
+    Failure,
+    Parser,
+    nearest,
+    os_reason,
+    out_of_memory,
+    printable,
+)
 
 SUBCOMMANDS = {
     "train": "train a small language model in several recipes and compare them",
@@ -57,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status, reason = 130, "stopped"
     drop_output()
-    print(f"{prog}: {reason}", file=sys.stderr)
+    print(f"{prog}: {printable(reason)}", file=sys.stderr)
     return status
 
 

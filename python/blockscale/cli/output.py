@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text
 
-from blockscale.cli.errors import Failure
+from blockscale.cli.errors import Failure, printable
 from blockscale.cli.run_folder import write_atomically
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ CHARACTERS_PER_INCH = 10  # of a legend's text, at least
 
 class Output(Console):
     """Standard output. Paths and tensor names are printed as they are: nothing in them is taken for
-    an emoji, nor brackets for markup unless `markup` is set. A reader that goes away is an output
-    error like any other (rich would silently end the process). In a file, tables are
-    `width_in_a_file` wide instead of folded."""
+    an emoji, nor brackets for markup unless `markup` is set, nor for commands to the terminal. A
+    reader that goes away is an output error like any other (rich would silently end the process).
+    In a file, tables are `width_in_a_file` wide instead of folded."""
 
     def __init__(self, width_in_a_file: int | None = None, markup: bool = False) -> None:
         super().__init__(markup=markup, emoji=False)
@@ -34,6 +35,10 @@ class Output(Console):
 
     def on_broken_pipe(self) -> None:
         raise
+
+    def render_str(self, text: str, **options: Any) -> Text:  # cells of tables come here, too
+        lines = text.split("\n")
+        return super().render_str("\n".join(map(printable, lines)), **options)
 
 
 def write_picture(path: Path, draw: Callable[[], bytes], remedy: str) -> bool:
