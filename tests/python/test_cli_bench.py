@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import blockscale as bs
 import pytest
@@ -16,6 +16,9 @@ from blockscale.cli import bench, bench_cases, bench_chart, bench_read, bench_ru
 from blockscale.cli.bench_clock import CpuClock
 from blockscale.cli.main import main
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = ROOT / "bench" / "results" / "h200.json"
@@ -255,6 +258,17 @@ def test_the_picture_shows_every_case_once() -> None:
     for peer, case in bench_cases.BESIDE.items():
         if peer in lines:
             assert lines.index(case) < lines.index(peer) < lines.index(case) + 3
+
+
+def test_the_picture_says_what_it_shows(figures: list[Figure]) -> None:
+    bench_chart.draw(bench_read.read(H200))
+    (figure,), (legend,) = figures, figures[0].legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts[0] == "blockscale, 16384x8192"
+    assert texts[-1] == "a large copy"
+    title, machine = figure.axes[0].get_title().splitlines()
+    assert title == "Quantizers: share of a large copy's speed"
+    assert machine.startswith("NVIDIA H200, copy 4.")
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,20 @@ def test_bench_from_another_file(
     assert file.read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("name", "tool"),
+    [("cpu", "bench/run.py"), ("h200_gemm", "bench/gemm.py, grouped.py, model.py or fsdp.py")],
+)
+def test_bench_from_the_file_of_another_benchmark(
+    name: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = H200.with_name(f"{name}.json")
+    assert refusal(capsys, "bench", "--from", str(file), "--out", str(tmp_path / "out")) == (
+        f"blockscale bench: --from = {file} (written by {tool}); need a results.json that "
+        "`blockscale bench` wrote; measure again"
+    )
+
+
 ABSENT = object()
 # Where in a results.json, what is put there, and what is said of it.
 EDITS: list[tuple[str, str, Any, str]] = [

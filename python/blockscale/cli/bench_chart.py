@@ -114,7 +114,9 @@ def finish(axes: Axes, lines: list[str], shape: str, where: dict[str, Any]) -> N
             tick.set_fontweight("bold")
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lines) - 0.4, -0.6)
-    axes.axvline(100, color="0.4", linewidth=1.2, linestyle="--", zorder=1)
+    style: dict[str, Any] = {"color": "0.4", "linewidth": 1.2, "linestyle": "--"}
+    axes.axvline(100, zorder=1, **style)
+    copy = Line2D([], [], label="a large copy", **style)
     axes.set_xlim(0, max(105, axes.get_xlim()[1]))
     axes.set_xlabel("bytes read and written a second, % of a large copy's")
     axes.grid(axis="x", color="0.9", linewidth=0.8)
@@ -128,11 +130,13 @@ def finish(axes: Axes, lines: list[str], shape: str, where: dict[str, Any]) -> N
     if any(isinstance(line, Line2D) and line.get_color() == "black" for line in axes.lines):
         handles.append(goal)
     handles += axes.get_legend_handles_labels()[0]
+    handles.append(copy)
     axes.figure.legend(
         handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5
     )
     machine = where.get("gpu") or where["cpu"]
-    axes.set_title(f"{machine}, {copy_text(where)}, {where['date'][:10]}")
+    about = f"{machine}, {copy_text(where)}, {where['date'][:10]}"
+    axes.set_title(f"Quantizers: share of a large copy's speed\n{about}", fontsize=11)
 
 
 def copy_text(where: dict[str, Any]) -> str:
