@@ -1,5 +1,5 @@
-// Every code of every format, every rounding boundary, and all 2^32 floats (specification, sections
-// 2 and 3).
+// Every code of every format, every rounding boundary, and every float of the half binades in which
+// the code changes (specification, sections 2 and 3).
 #include "blockscale/formats.h"
 
 #include <gtest/gtest.h>
