@@ -14,6 +14,7 @@ import products
 from blockscale.cli.bench import reached
 from blockscale.cli.bench_cases import BESIDE, ODD
 from blockscale.cli.bench_chart import SHORTER, WIDE, draw
+from blockscale.cli.output import own_style
 from tables import GPU, ROOT, Row, between, results, table, where
 
 GPU_PICTURE = ROOT / "docs" / "bench" / "h200.png"
@@ -264,7 +265,8 @@ def main() -> None:
         if not check:
             (ROOT / page).write_text(new)
     if not check:
-        GPU_PICTURE.write_bytes(draw(results(GPU)))
+        with own_style():
+            GPU_PICTURE.write_bytes(draw(results(GPU)))
 
 
 if __name__ == "__main__":
