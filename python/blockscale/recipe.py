@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
 from blockscale import _core
+from blockscale._constant import constant
 from blockscale._errors import did_you_mean, fail, fail_type, message
+from blockscale._recipe_text import GEMMS as GEMMS
+from blockscale._recipe_text import KEPT, refuse_change, split_changes, with_changes
+from blockscale._recipe_text import OPERANDS as OPERANDS
+from blockscale._recipe_text import split_outside_brackets as split_outside_brackets
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -59,7 +64,7 @@ class Spec:
     extent_multiple: int = dataclasses.field(compare=False)
 
     def __init__(self, text: str, **facts: Any) -> None:
-        if facts.keys() != _FACTS:
+        if ("text", *facts) != _FACTS:
             need = "all that the core says of it"
             raise TypeError(message("Spec", "text", repr(text), need, "make it with bs.spec(name)"))
         for name, value in {"text": text, **facts}.items():
@@ -73,6 +78,9 @@ class Spec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return spec, (self.text,)
+
+    def __deepcopy__(self, memo: object) -> Spec:
+        return self  # a value; and torch.compile cannot trace a copy of what is constant
 
     @property
     def stochastic(self) -> bool:
@@ -91,7 +99,7 @@ class Spec:
         return _SCALE_DTYPES.get(self.scale, torch.uint8)
 
 
-_FACTS: Final = {field.name for field in dataclasses.fields(Spec)} - {"text"}
+_FACTS: Final = tuple(field.name for field in dataclasses.fields(Spec))
 _SCALE_DTYPES: Final = {
     "fp32": torch.float32,
     "e8m0": torch.float8_e8m0fnu,
@@ -104,8 +112,9 @@ def any_stochastic(*specs: Spec | None) -> bool:
     return any(s is not None and s.rounding == "stochastic" for s in specs)
 
 
-@functools.cache
-def _spec_from_text(text: str, changes: str = "") -> Spec:
+@constant
+def _facts_of_spec(text: str, changes: str) -> tuple[Any, ...]:
+    """The attributes of a spec in their order, from the core."""
     try:
         facts = dict(_core.spec_facts_with(text, changes) if changes else _core.spec_facts(text))
     except ValueError:
@@ -116,20 +125,16 @@ def _spec_from_text(text: str, changes: str = "") -> Spec:
     facts["block"] = tuple(facts["block"])
     facts["scale_rule"] = facts.pop("rule")  # under the name that `spec` takes
     facts["hadamard_mask"] = int(facts["hadamard_mask"], 16)
-    return Spec(**facts)
+    return tuple(facts[name] for name in _FACTS)
 
 
-def _constant(text: str, changes: str) -> Spec:
-    """torch.compile cannot trace a call into C, and need not: a text has one meaning. Returns a
-    copy, since the compiler identifies objects by identity: one that is also reached through a
-    recipe is not a constant. Operators read `text`: PyTorch 2.14 traces no method of such a
-    constant, nor `str` of it."""
-    known = _spec_from_text(text, changes)
-    return Spec(**{field.name: getattr(known, field.name) for field in dataclasses.fields(Spec)})
+@functools.cache
+def _known_spec(text: str, changes: str) -> Spec:
+    return _spec_of(_facts_of_spec(text, changes))
 
 
-# The mark of torch.compiler.assume_constant_result(), which would import the compiler: a second.
-_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _spec_of(facts: tuple[Any, ...]) -> Spec:
+    return Spec(**dict(zip(_FACTS, facts, strict=True)))
 
 
 def _change_text(key: str, value: object) -> str:
@@ -170,9 +175,10 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
     if not isinstance(name, str | Spec):
         fail_type("spec", "name", name, "a name such as 'nvfp4', or a Spec")
     text = ",".join(_change_text(key, value) for key, value in changes.items())
-    parse = _constant if torch.compiler.is_compiling() else _spec_from_text
-    parsed: Spec = parse(name.text if isinstance(name, Spec) else name, text)
-    return parsed
+    named = name.text if isinstance(name, Spec) else name
+    if torch.compiler.is_compiling():  # it ignores caches
+        return _spec_of(_facts_of_spec(named, text))
+    return _known_spec(named, text)
 
 
 def spec_names() -> tuple[str, ...]:
@@ -180,20 +186,11 @@ def spec_names() -> tuple[str, ...]:
     return tuple(_core.facts()["specs"])
 
 
-# The operands of the three GEMMs of y = x·Wᵀ, two per GEMM.
-GEMMS: Final = {
-    "fprop": ("fprop_x", "fprop_w"),  # y [M, N], contraction K
-    "dgrad": ("dgrad_dy", "dgrad_w"),  # dx [M, K], contraction N
-    "wgrad": ("wgrad_dy", "wgrad_x"),  # dW [N, K], contraction M
-}
-OPERANDS: Final = tuple(operand for pair in GEMMS.values() for operand in pair)
 # Facts determined when a recipe is made.
 _RECIPE_FACTS: Final = (
     "text", "forward_text", "later_x", "high_precision", "stochastic", "quantizes_x", "draws_dx",
     "draws_dw", "cuda_needs",
 )  # fmt: skip
-# The switches for what a forward keeps for its backward, and the operand of each.
-_KEPT: Final = {"keep_w": "dgrad_w", "keep_x": "wgrad_x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +201,8 @@ class Recipe:
     PyTorch's own GEMM multiplies it by the other operand, decoded.
 
     Args:
-        name: a label only: recipes are equal when their operands, keep_w and keep_x are.
+        name: a label: recipes are equal when their operands, keep_w and keep_x are. A text that
+            `recipe` takes can only be the label of what it gives.
         fprop_x: x [M, K] of y = x·Wᵀ, quantized along axis -1 (K).
         fprop_w: W [N, K] of y = x·Wᵀ, along axis -1 (K).
         dgrad_dy: dy [M, N] of dx = dy·W, along axis -1 (N).
@@ -240,7 +238,7 @@ class Recipe:
             keep_w or keep_x that is not a bool.
         ValueError: two operands of a GEMM that cannot be multiplied, as their Hadamard transforms
             or block lengths differ; keep_w=False where dgrad_w draws random bits, or keep_x=False
-            where wgrad_x does.
+            where wgrad_x does; the name of another recipe.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -272,7 +270,7 @@ class Recipe:
                 fail_type("recipe", operand, value, "a Spec, or None", "bs.spec(name) makes one")
         texts = ["none" if s is None else s.text for s in operands]
         text, later_x = " ".join(texts), ""
-        for keep, operand in _KEPT.items():
+        for keep, operand in KEPT.items():
             if not isinstance(getattr(self, keep), bool):
                 fail_type("recipe", keep, getattr(self, keep), "a bool")
             at, value = OPERANDS.index(operand), getattr(self, operand)
@@ -284,6 +282,9 @@ class Recipe:
             texts[at] = "none"
             if keep == "keep_x":
                 later_x = " ".join([*["none"] * at, value.text])
+        if _meaning_of(self.name) not in (None, (text, self.keep_w, self.keep_x)):
+            remedy = f"choose another, or call bs.recipe({self.name!r}) for that one"
+            fail("recipe", "name", repr(self.name), "one that names no other recipe", remedy)
         facts = (text, " ".join(texts), later_x, *_facts_of(text))
         for name, value in zip(_RECIPE_FACTS, facts, strict=True):
             object.__setattr__(self, name, value)
@@ -310,22 +311,19 @@ class Recipe:
         """
         for key in operands:
             if key not in OPERANDS:
-                _refuse_change(key)
+                refuse_change(key)
         specs = {k: None if v is None else spec(v) for k, v in operands.items()}
         changes = {k: "none" if v is None else v.text for k, v in specs.items()}
         kept = {k: v for k, v in (("keep_w", keep_w), ("keep_x", keep_x)) if v is not None}
         changes |= {k: str(v) for k, v in kept.items()}
-        changed = ",".join(f"{k}={v}" for k, v in changes.items())
-        label = f"{self.name}[{changed}]" if changed else self.name
-        named = label if name is None else name
-        made = dataclasses.replace(self, name=named, **kept, **specs)  # type: ignore[arg-type]
-        if name is not None and _RECIPES.get(name, made) != made:
-            need = "one that names no other recipe"
-            fail("recipe", "name", repr(named), need, f"leave it out: this is {label!r}")
-        return made
+        named = with_changes(self.name, changes) if name is None else name
+        return dataclasses.replace(self, name=named, **kept, **specs)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return self.name
+
+    def __deepcopy__(self, memo: object) -> Recipe:
+        return self  # as a spec
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew: what its GEMMs need on a GPU was determined on another machine.
@@ -337,6 +335,7 @@ class Recipe:
 torch.serialization.add_safe_globals([spec, Recipe])
 
 
+@constant
 def _facts_of(text: str) -> tuple[bool | str, ...]:
     """The facts that follow from the text of a recipe; ValueError for operands that no GEMM can
     multiply."""
@@ -353,9 +352,6 @@ def _facts_of(text: str) -> tuple[bool | str, ...]:
             needs = needs or next(filter(None, each), "")
     x_alone = operands["fprop_x"] is not None and not draws & {"fprop_x", "wgrad_x"}
     return not made, bool(draws), x_alone, "dgrad_dy" in draws, "wgrad_dy" in draws, needs
-
-
-_facts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _constant() is
 
 
 def _check_pair(gemm: str, pair: dict[str, Spec | None]) -> None:
@@ -379,15 +375,14 @@ def _check_pair(gemm: str, pair: dict[str, Spec | None]) -> None:
         compare("block length", blocks, why, f"use one family for {a} and {b}")
 
 
-def _uniform(name: str, x: str, w: str, dy: str, wgrad_dy: str, wgrad_x: str) -> Recipe:
-    """A recipe with the same spec for W in fprop and dgrad."""
-    return Recipe(name, spec(x), spec(w), spec(dy), spec(w), spec(wgrad_dy), spec(wgrad_x))
+def _uniform(x: str, w: str, dy: str, wgrad_dy: str, wgrad_x: str) -> str:
+    """A recipe's text with the same spec for W in fprop and dgrad."""
+    return " ".join(spec(one).text for one in (x, w, dy, w, wgrad_dy, wgrad_x))
 
 
-def _fp4(family: str) -> Recipe:
+def _fp4(family: str) -> str:
     """nvfp4 and amdfp4: square blocks on W, stochastic dy, signed Hadamard 16 in wgrad."""
     return _uniform(
-        family,
         x=family,
         w=f"{family}[block=16x16]",
         dy=f"{family}[rounding=stochastic]",
@@ -396,29 +391,75 @@ def _fp4(family: str) -> Recipe:
     )
 
 
-def _named_recipes() -> dict[str, Recipe]:
-    """The named recipes (specification, section 9), one row each."""
-    mxfp4_wgrad = "mxfp4[hadamard=16:0x0]"
+def _named_texts() -> dict[str, str]:
+    """`Recipe.text` of the named recipes (specification, section 9)."""
     fp8, mxfp8, mxfp4 = "fp8_1x128", "mxfp8", "mxfp4"
-    rows = (
-        Recipe("bf16"),
-        _uniform("fp8_blockwise", x=fp8, w="fp8_128x128", dy=fp8, wgrad_dy=fp8, wgrad_x=fp8),
-        _uniform("mxfp8", x=mxfp8, w=mxfp8, dy=mxfp8, wgrad_dy=mxfp8, wgrad_x=mxfp8),
-        _uniform(
-            "mxfp4",
+    mxfp4_wgrad = "mxfp4[hadamard=16:0x0]"
+    return {
+        "bf16": " ".join(["none"] * len(OPERANDS)),
+        "fp8_blockwise": _uniform(x=fp8, w="fp8_128x128", dy=fp8, wgrad_dy=fp8, wgrad_x=fp8),
+        "mxfp8": _uniform(x=mxfp8, w=mxfp8, dy=mxfp8, wgrad_dy=mxfp8, wgrad_x=mxfp8),
+        "mxfp4": _uniform(
             x=mxfp4,
             w="mxfp4[block=32x32]",
             dy=mxfp4,
             wgrad_dy=mxfp4_wgrad,
             wgrad_x=mxfp4_wgrad,
         ),
-        _fp4("nvfp4"),
-        _fp4("amdfp4"),
-    )
-    return {row.name: row for row in rows}
+        "nvfp4": _fp4("nvfp4"),
+        "amdfp4": _fp4("amdfp4"),
+    }
 
 
-_RECIPES: Final = _named_recipes()
+_NAMED: Final = _named_texts()
+
+
+@functools.cache
+def _parsed(name: str) -> tuple[str, str, bool, bool]:
+    """The recipe that a text stands for: its label, `Recipe.text`, keep_w and keep_x."""
+    if name in _NAMED:
+        return name, _NAMED[name], True, True
+    if not ("[" in name or "]" in name):
+        known = recipe_names()
+        remedy = did_you_mean(name, known)
+        if name in spec_names():
+            both = f"fprop_x={name!r}, fprop_w={name!r}"
+            remedy = f"{name!r} is a spec, for one operand: bs.recipe(...).replace({both}, ...)"
+        fail("recipe", "name", repr(name), f"one of {', '.join(known)}", remedy)
+    of, changes = split_changes(name)
+    label, text, *kept = _parsed(of)
+    parts = dict(zip((*OPERANDS, *KEPT), (*text.split(" "), *map(str, kept)), strict=True))
+    for key, value in changes.items():
+        if key in KEPT:
+            changes[key] = value.capitalize()
+        else:
+            changes[key] = "none" if value in ("none", "None") else spec(value).text
+    parts |= changes
+    text = " ".join(parts[operand] for operand in OPERANDS)
+    keep_w, keep_x = (parts[key] == "True" for key in KEPT)
+    return with_changes(label, changes), text, keep_w, keep_x
+
+
+_parts_of = constant(_parsed)
+
+
+@constant
+def _meaning_of(name: str) -> tuple[str, bool, bool] | None:
+    """The same without the label; None for a text that stands for no recipe."""
+    try:
+        return _parsed(name)[1:]
+    except ValueError:
+        return None
+
+
+def _made(name: str) -> Recipe:
+    label, text, keep_w, keep_x = _parts_of(name)
+    operands = [None if one == "none" else spec(one) for one in text.split(" ")]
+    return Recipe(label, *operands, keep_w, keep_x)  # type: ignore[arg-type, call-arg]
+
+
+_known_recipe = functools.cache(_made)
+_RECIPES: Final = {name: _known_recipe(name) for name in _NAMED}
 
 
 def recipe(name: str | Recipe) -> Recipe:
@@ -440,75 +481,9 @@ def recipe(name: str | Recipe) -> Recipe:
         fail_type("recipe", "name", name, "a name such as 'nvfp4', or a Recipe (not a Spec)")
     if name in _RECIPES:
         return _RECIPES[name]
-    if "[" in name or "]" in name:
-        if torch.compiler.is_compiling():
-            label, keep_w, keep_x, *texts = _parts_of(name)
-            operands: Any = [None if text == "none" else spec(text) for text in texts]
-            return Recipe(label, *operands, keep_w=keep_w, keep_x=keep_x)  # type: ignore[misc]
-        return _changed_recipe(name)
-    known = recipe_names()
-    remedy = did_you_mean(name, known)
-    if name in spec_names():
-        both = f"fprop_x={name!r}, fprop_w={name!r}"
-        remedy = f"{name!r} is a spec, for one operand: bs.recipe(...).replace({both}, ...)"
-    fail("recipe", "name", repr(name), f"one of {', '.join(known)}", remedy)
-
-
-def split_outside_brackets(text: str) -> list[str]:
-    """The parts between the commas outside brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
-
-
-def _refuse_change(key: str) -> NoReturn:
-    known = (*OPERANDS, *_KEPT)
-    need = f"one of {', '.join(OPERANDS)}, {' or '.join(_KEPT)}"
-    fail("recipe", "operand", repr(key), need, did_you_mean(key, known))
-
-
-@functools.cache
-def _changed_recipe(text: str) -> Recipe:
-    """The recipe of NAME[operand=spec,...]."""
-    need = "NAME[operand=spec,...], such as 'fp8_blockwise[wgrad_x=fp8_128x128,keep_w=False]'"
-    opens = [i for i, letter in enumerate(text) if letter == "["]
-    if len(opens) != text.count("]"):
-        fail("recipe", "name", repr(text), need, "close every bracket that is opened")
-    if len(opens) > 100:
-        fail("recipe", "name", f"{text[:60]!r}...", "at most 100 brackets")
-    # The opening bracket that matches the last one.
-    start = next((i for i in reversed(opens) if text.count("[", i) == text.count("]", i)), -1)
-    changes: dict[str, Any] = {}
-    for part in split_outside_brackets(text[start + 1 : -1]):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if start < 1 or not (key and equals and value) or key in changes:
-            fail("recipe", "name", repr(text), need)
-        if key not in (*OPERANDS, *_KEPT):
-            _refuse_change(key)
-        if key in _KEPT:
-            if value not in ("True", "False", "true", "false"):
-                fail("recipe", key, value, "True or False")
-            changes[key] = value.lower() == "true"
-        else:
-            changes[key] = None if value in ("none", "None") else value
-    return recipe(text[:start].strip()).replace(**changes)
-
-
-def _parts_of(text: str) -> tuple[Any, ...]:
-    """Its label, what it keeps, and its operands as texts: what torch.compile treats as
-    constants."""
-    made = _changed_recipe(text)
-    return made.name, made.keep_w, made.keep_x, *made.text.split(" ")
-
-
-_parts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return _made(name) if torch.compiler.is_compiling() else _known_recipe(name)
 
 
 def recipe_names() -> tuple[str, ...]:
     """The names that `recipe` knows."""
-    return tuple(_RECIPES)
+    return tuple(_NAMED)

@@ -292,6 +292,54 @@ def test_a_spec_that_a_recipe_has_too() -> None:
     assert torch.equal(run(x, w), both(x, w))
 
 
+def test_specs_and_recipes_are_values_in_compiled_code() -> None:
+    outside, lean = bs.spec("mxfp8"), bs.recipe("mxfp8").replace(keep_w=False)
+
+    def compare(x: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
+        q, made = bs.quantize(x, "mxfp8"), bs.recipe("mxfp8[keep_w=False]")
+        return x + 1, [
+            q.spec == bs.spec("mxfp8"),
+            q.spec == outside,
+            bs.spec("mxfp4") == bs.spec("mxfp8"),
+            bs.spec("mxfp4") != bs.spec("mxfp8"),
+            bs.spec("mxfp4") in (bs.spec("mxfp8"), bs.spec("mxfp4", block=(1, 32))),
+            bs.spec("mxfp8") is None,
+            bs.spec("mxfp8") == None,  # noqa: E711
+            copy.deepcopy(bs.spec("mxfp8")) == outside,
+            made == bs.recipe("mxfp8").replace(keep_w=False),
+            made == lean,
+            made == bs.recipe("mxfp8"),
+            copy.deepcopy(made) == lean,
+        ]
+
+    y, got = compiled(compare, backend="aot_eager")(normal(4, 64))
+    assert torch.equal(y, normal(4, 64) + 1)
+    assert got == compare(normal(4, 64))[1]
+
+
+def test_a_refusal_is_caught_in_compiled_code() -> None:
+    texts: list[Callable[[torch.Tensor], object]] = [
+        lambda x: bs.spec("nvpf4"),
+        lambda x: bs.quantize(x, "nvfp4[block=3x3]"),
+        lambda x: bs.recipe("nvpf4"),
+        lambda x: bs.recipe("mxfp8[fprop_x=nvfp4]"),
+        lambda x: bs.recipe("mxfp8").replace(fprop_x="nvfp4"),
+        lambda x: bs.Recipe("mxfp8"),
+        lambda x: bs.linear(x, x, recipe="mxfp8[keep_w=2]"),
+    ]
+
+    def caught(x: torch.Tensor) -> int:
+        count = 0
+        for make in texts:
+            try:
+                make(x)
+            except ValueError:
+                count += 1
+        return count
+
+    assert compiled(caught, backend="aot_eager")(normal(4, 64)) == len(texts)
+
+
 def test_conversion_after_compilation_is_seen() -> None:
     model = Net()
     run = compiled(model, backend="aot_eager")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import blockscale as bs
@@ -203,7 +204,7 @@ def test_a_recipe_is_text(text: str) -> None:
     assert bs.recipe(text) == made
     assert str(bs.recipe(text)) == text
     if text.count("[") == 1:  # the text of a spec has no spaces
-        assert bs.recipe(text.replace(",", " , ").replace("=", " = ")) == made
+        assert bs.recipe(f" {text} ".replace(",", " , ").replace("=", " = ")) == made
     twice = bs.recipe(f"{text}[keep_w=True]")
     assert (twice, str(twice)) == (made.replace(keep_w=True), f"{text}[keep_w=True]")
 
@@ -219,9 +220,20 @@ def test_a_name_of_its_own_is_no_other_recipes() -> None:
     made = bs.recipe("nvfp4").replace(keep_w=False, name="mine")
     assert str(made) == "mine"
     assert bs.recipe("nvfp4").replace(name="nvfp4") == bs.recipe("nvfp4")
-    said = r"name = 'nvfp4'; need one that names no other recipe; .* 'nvfp4\[keep_w=False\]'"
-    with pytest.raises(ValueError, match=said):
-        bs.recipe("nvfp4").replace(keep_w=False, name="nvfp4")
+    said = r"^recipe: name = 'nvfp4.*'; need one that names no other recipe; .* bs.recipe\('nvfp4"
+    makes: list[Callable[[], bs.Recipe]] = [
+        lambda: bs.Recipe("nvfp4"),
+        lambda: bs.recipe("nvfp4").replace(keep_w=False, name="nvfp4"),
+        lambda: bs.recipe("mxfp8").replace(name="nvfp4[keep_w=False]"),
+        lambda: bs.recipe("nvfp4[keep_x=False]").replace(name="nvfp4[keep_w=False]"),
+        lambda: dataclasses.replace(bs.recipe("nvfp4"), wgrad_x=None, wgrad_dy=None),
+    ]
+    for make in makes:
+        with pytest.raises(ValueError, match=said):
+            make()
+    lean = bs.recipe("nvfp4[keep_w=False]")
+    assert lean.replace(name="nvfp4[ keep_w = false ]") == lean
+    assert bs.Recipe("bf16") == bs.Recipe("of my own") == bs.recipe("bf16")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +242,9 @@ def test_a_name_of_its_own_is_no_other_recipes() -> None:
         *((f"nvfp4[{inside}]", "need NAME[operand=spec,...]") for inside in (
             "", "x", "wgrad_x=", "=none", "keep_w=True,", "keep_w=True,keep_w=True",
         )),
-        *((text, "need NAME[operand=spec,...]") for text in ("]", "nvfp4]", "[keep_w=True]")),
+        *((text, "need NAME[operand=spec,...]") for text in (
+            "]", "nvfp4]", "][", "[keep_w=True]", "nvfp4[keep_w=True]x",
+        )),
         ("nvfp4[keep_w=no]", "recipe: keep_w = no; need True or False"),
         ("nvpf4[keep_w=True]", "recipe: name = 'nvpf4'; need one of bf16"),
         ("nvfp4[[keep_w=True]", "close every bracket that is opened"),
