@@ -205,6 +205,8 @@ class _Watch:
             if type(t) not in functional.USUAL:
                 self.made.left_out[str(name)] = f"{role} is a {type(t).__name__}, no plain tensor"
                 return
+        if x.numel() == 0 or w.numel() == 0:  # all three products are of nothing, or are nothing
+            return
         call = _Call(self.made, name, recipe, x, w, offsets, y.dtype)
         # A forward that is recomputed for a backward has been measured already.
         if torch._C._current_graph_task_id() == -1:

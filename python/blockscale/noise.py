@@ -103,8 +103,8 @@ def _signs(spec: Spec, rng: Rng | None, device: torch.device) -> torch.Tensor | 
     d = spec.hadamard
     if not d:
         return None
-    units = dequantize(quantize(torch.eye(d, device=device), spec, rng=rng), dtype=torch.float32)
-    return units[:, 0].sign()
+    units = quantize(torch.eye(d, dtype=torch.float32, device=device), spec, rng=rng)
+    return dequantize(units, dtype=torch.float32)[:, 0].sign()
 
 
 def _transformed(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:

@@ -434,6 +434,37 @@ def test_under_fsdp2(one_rank: DeviceMesh) -> None:
     assert str(found) == str(plain)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_extents_of_zero(shape: tuple[int, int]) -> None:
+    """A layer of them works, and has no product to measure."""
+    layer, experts = bs.nn.Linear(*shape), bs.nn.GroupedLinear(2, *shape)
+    x = torch.randn(3, shape[0], requires_grad=True)
+    for made, more in ((layer, ()), (experts, (torch.tensor([1, 3]),))):
+        with bs.measure(made) as found:
+            made(x, *more).sum().backward()
+        assert found.products == []
+        assert found.left_out == {}
+
+
+def test_another_default_dtype() -> None:
+    """Also of what a recipe with Hadamard transforms needs."""
+    x = x_of(32, 64)
+    tables = []
+    for dtype in (torch.float32, torch.float64):
+        layer = bs.nn.Linear(64, 48, False, dtype=torch.float32, recipe="mxfp4")
+        with torch.no_grad():
+            layer.weight.copy_(x_of(48, 64, seed=1))
+        torch.set_default_dtype(dtype)
+        try:
+            with bs.measure(layer) as found:
+                step(layer, x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        tables.append(str(found))
+    assert tables[0] == tables[1]
+
+
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
     yield
