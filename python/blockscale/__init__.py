@@ -18,12 +18,12 @@ from blockscale import _fakes as _fakes  # registers the fake kernels
 from blockscale import _flops as _flops  # registers FLOP counts
 from blockscale import nn
 from blockscale._core import describe, explain, facts
+from blockscale.ahead import quantized_weights
 from blockscale.convert import Report, convert, revert
 from blockscale.counting import advance, attach, rng_state, set_step
 from blockscale.exchange import quantized_all_to_all
 from blockscale.functional import grouped_linear, linear
 from blockscale.measure import Measurement, measure
-from blockscale.nn import quantized_weights
 from blockscale.ops import (
     amax,
     dequantize,

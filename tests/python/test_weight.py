@@ -319,6 +319,37 @@ def test_copies_made_within_are_models_like_others() -> None:
             assert torch.equal(other(x), want)
 
 
+def test_copies_of_all_attributes_are_models_like_others() -> None:
+    """As parametrizations copy a module, and classes that say themselves how."""
+
+    class Own(torch.nn.Linear):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+            made = memo[id(self)] = type(self).__new__(type(self))
+            made.__dict__ = copy.deepcopy(self.__dict__, memo)
+            return made
+
+    model, x = torch.nn.Sequential(Own(70, 37), torch.nn.Linear(37, 19)), normal(11, 70).float()
+    bs.convert(model, "mxfp8")
+    torch.nn.utils.parametrize.register_parametrization(model[1], "bias", torch.nn.Identity())
+    with bs.quantized_weights(model):
+        want = model(x)
+        other = copy.deepcopy(model)
+    assert torch.equal(other(x), want)
+    with bs.quantized_weights(other):
+        assert torch.equal(other(x), want)
+
+
+def test_a_weight_that_has_lost_rows_is_quantized() -> None:
+    """As structured pruning leaves it, in a layer with the extents of before."""
+    model, x = converted("mxfp8"), normal(11, 70).float()
+    layer = model.get_submodule("2")
+    layer.weight = torch.nn.Parameter(layer.get_parameter("weight")[:7].detach())
+    layer.bias = None
+    want = model(x)
+    with bs.quantized_weights(model):
+        assert torch.equal(model(x), want)
+
+
 def test_a_weight_that_fsdp_has_flattened_is_refused() -> None:
     model = converted("mxfp8")
     layer = model.get_submodule("2")
