@@ -19,6 +19,8 @@ from blockscale.rng import Key, RngState, as_tensor, fake_mode_of, layer_seed
 from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight, quantize_weight
 
+__all__ = ["GroupedLinear", "Linear"]
+
 
 class Uncopied:
     """What copies of a layer do not get, however they are made: None takes its place."""
@@ -97,7 +99,8 @@ class Layer(torch.nn.Module):
         recipe: do not assign it: `convert` changes it, along with what is counted for it.
     """
 
-    # The class that `convert` found and `revert` restores; None for one only built by hand.
+    # The class that `convert` found and `revert` restores; None for a class only built by hand,
+    # which stays what it is.
     plain: type[torch.nn.Module] | None = None
 
     recipe: Recipe
@@ -256,7 +259,8 @@ class Linear(WeightLayer, torch.nn.Linear):
     """`torch.nn.Linear` with quantized GEMMs: same parameters, same state_dict.
 
     `blockscale.convert` turns the linear layers of a model into this class and gives them one
-    shared count of forwards. A layer built by hand counts its own.
+    shared count of forwards. A layer built by hand counts its own. One of a subclass of this class
+    stays what it is, as a `GroupedLinear` does, if `convert` leaves it alone and in `revert`.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `torch.nn.Linear`.
@@ -288,6 +292,8 @@ class Linear(WeightLayer, torch.nn.Linear):
         chosen = recipe_named(recipe)
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         _check_dtype("Linear", self.weight, chosen)
+        if "plain" not in vars(type(self)):  # a user's subclass: not to be lost
+            vars(self)["plain"] = None
         self.recipe = chosen
         self.count_alone(number)
 

@@ -335,6 +335,26 @@ def test_a_recipe_is_changed_by_convert() -> None:
     m[0].recipe = "its own"  # type: ignore[assignment]  # of a plain layer
 
 
+def test_a_subclass_of_ours_stays() -> None:
+    class Mine(bs.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    m = nn.Sequential(nn.Linear(32, 32), Mine(32, 32, recipe="mxfp8"), nn.Linear(32, 32))
+    for other in (m, copy.deepcopy(m)):
+        report = bs.convert(other, "mxfp4", skip=["1"], rules={"2": None})
+        assert report.skipped == [("1", "skip '1', stays in mxfp8"), ("2", "rule '2'")]
+        assert bs.revert(other) == ["0"]
+        assert [type(layer) for layer in other] == [nn.Linear, Mine, nn.Linear]
+        other(torch.ones(1, 32)).sum().backward()
+        bs.convert(other, "mxfp4")
+        assert str(other[1].recipe) == "mxfp4"
+        assert type(other[1]) is Mine
+    by_hand = nn.Sequential(bs.nn.Linear(32, 32))
+    bs.convert(nn.ModuleList([nn.Linear(32, 32), by_hand]), "mxfp4", skip=["1"])
+    assert type(by_hand[0]) is nn.Linear
+
+
 def test_layers_by_hand_are_of_a_dtype_that_is_quantized() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
