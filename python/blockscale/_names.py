@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from blockscale._errors import fail
+
 # Name components that wrappers add. A layer's random bits must not depend on whether it is
 # compiled, checkpointed, replicated or sharded.
 _WRAPPED = frozenset(
@@ -38,10 +40,19 @@ def _add_names(
             _add_names(inner, child, names, above | {module})
 
 
-def by_first_name(names: dict[torch.nn.Module, list[str]]) -> dict[str, torch.nn.Module]:
+def by_first_name(
+    operation: str, names: dict[torch.nn.Module, list[str]]
+) -> dict[str, torch.nn.Module]:
     """Each module by its first name. A wrapper and what it wraps share a name: it stands for the
-    latter."""
-    return {known[0]: module for module, known in names.items()}
+    latter. Others with the same name are refused: a layer's random bits come from it."""
+    named: dict[str, torch.nn.Module] = {}
+    for module, (name, *_) in names.items():
+        if name in named and module not in named[name]._modules.values():
+            got = f"two modules named {shown(name)!r}"
+            need = f"names that differ without {', '.join(sorted(_WRAPPED))}, which wrappers add"
+            fail(operation, "model", got, need, "rename one of the two")
+        named[name] = module
+    return named
 
 
 def shown(name: str) -> str:

@@ -12,10 +12,10 @@ import torch
 
 from blockscale._errors import any_int, did_you_mean, fail, fail_type
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of, shown
-from blockscale.classes import class_of, why_not_linear
+from blockscale._unfit import NO_LINEAR, has_own_parameters, unfit
+from blockscale.classes import class_of
 from blockscale.counting import states_of
-from blockscale.experts import Experts, is_experts, matrices_of, why_not
-from blockscale.fsdp import is_sharded
+from blockscale.experts import Experts, is_experts
 from blockscale.nn import (
     Layer,
     Linear,
@@ -29,7 +29,7 @@ from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import RngState
 from blockscale.sharded import check_gathered, gathered_spec, gathers_codes
-from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer, values_of
+from blockscale.tensor import values_of
 
 # PyTorch's encoder has an inference kernel that reads the parameters of its linear layers without
 # calling their forward: the class and attribute that allow it, and the value that does not.
@@ -38,8 +38,6 @@ _FAST_PATHS: tuple[tuple[type[torch.nn.Module], str, object], ...] = (
     (torch.nn.TransformerEncoder, "use_nested_tensor", False),
 )
 
-
-_NO_LINEAR = " is not nn.Linear"  # after the kind of a module
 
 # The states of reverted models, in which their optimizers still count steps.
 _REVERTED: weakref.WeakKeyDictionary[torch.nn.Module, RngState] = weakref.WeakKeyDictionary()
@@ -134,7 +132,7 @@ def convert(
     )
     if not report.converted:
         # Layers before modules that never are layers.
-        skipped = sorted(report.skipped, key=lambda of: of[1].endswith(_NO_LINEAR))
+        skipped = sorted(report.skipped, key=lambda of: of[1].endswith(NO_LINEAR))
         why = "; ".join(f"{shown(name)}: {reason}" for name, reason in skipped[:4])
         fail(
             "convert",
@@ -191,7 +189,7 @@ def revert(model: torch.nn.Module) -> list[str]:
     """
     check_model("revert", model)
     model = _unwrapped(model)
-    named = by_first_name(names_of(model))
+    named = by_first_name("revert", names_of(model))
     _check_restorable("revert", model, named)
     state = root_state(model)
     names = [name for name, module in named.items() if _restore(module)]
@@ -266,16 +264,16 @@ def _plan(
     _check_named("skip", skip, names)
     chosen = _experts(experts, names)
     reasons = {
-        module: _unfit(module, module in chosen)
+        module: unfit(module, module in chosen)
         for module in names
         # A layer's weight may be in a submodule, or held by FSDP.
-        if isinstance(module, Layer | torch.nn.Linear) or _has_own_parameters(module)
+        if isinstance(module, Layer | torch.nn.Linear) or has_own_parameters(module)
     }
     _check_fit(
         "experts", {entry: _named(entry, chosen, names) for entry in experts}, names, reasons
     )
     _check_rules(parsed, names, reasons, chosen)
-    for name, module in by_first_name(names).items():
+    for name, module in by_first_name("convert", names).items():
         if module not in reasons:
             continue
         known, reason = names[module], reasons[module]
@@ -298,10 +296,6 @@ def _ends_in(module: torch.nn.Module) -> str:
     if not isinstance(module, Layer) or _has_no_plain_form(module):
         return ""
     return f", no longer in {module.recipe}"
-
-
-def _has_own_parameters(module: torch.nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def _has_no_plain_form(module: torch.nn.Module) -> TypeGuard[Layer]:
@@ -387,49 +381,6 @@ def _pattern(rule: str) -> re.Pattern[str]:
         return re.compile(rule)
     except re.error as error:
         fail("convert", "rules", repr(rule), "a regular expression", str(error))
-
-
-def _unfit(module: torch.nn.Module, as_experts: bool) -> str:
-    """Why a module cannot be converted; "" if it can. `as_experts`: whether `experts` names it."""
-    kind = type(module).__name__
-    if isinstance(module, Layer):
-        matrices = module.matrices()
-    elif isinstance(module, torch.nn.Linear) and not _has_own_parameters(module):
-        held = "FSDP has made its parameters part of a flat one"
-        return f"{held}: convert before that, or wrap with use_orig_params=True"
-    elif type(module) is torch.nn.Linear:
-        matrices = [module.weight]
-    elif isinstance(module, torch.nn.LazyLinear):
-        return f"{kind} has no shape yet: convert after it has seen a batch"
-    elif isinstance(module, torch.nn.Linear) and is_sharded(module):
-        return f"{kind} is sharded by itself: convert before fully_shard"
-    elif isinstance(module, torch.nn.Linear) and torch.nn.utils.parametrize.is_parametrized(module):
-        return f"{kind} is parametrized: convert it first, then parametrize it"
-    elif isinstance(module, torch.nn.Linear):
-        if reason := why_not_linear(module):
-            return reason
-        matrices = [module.weight]
-    elif not as_experts:
-        weight = module._parameters.get("weight")
-        if kind == "Conv1D" and weight is not None and weight.dim() == 2:  # Transformers' GPT-2
-            return f"{kind}{_NO_LINEAR}: replace it by one with its weight transposed"
-        of = [len(matrix) for matrix in matrices_of(module)] if is_experts(module) else []
-        experts = of and ("experts" in kind.lower() or (len(of) > 1 and {*of} == {max(of[0], 2)}))
-        return f"{kind}{_NO_LINEAR}{'; experts= converts what it multiplies' if experts else ''}"
-    elif is_sharded(module):
-        return f"{kind} is sharded by itself: convert before fully_shard"
-    elif reason := why_not(module):
-        return reason
-    else:
-        matrices = [*matrices_of(module)]
-    if not isinstance(module, Layer) and "forward" in vars(module):
-        return "its forward was replaced by another library: convert before that"
-    for matrix in matrices:
-        if not is_for_layer(matrix):
-            return f"its weight is a tensor of type {type(matrix).__name__}"
-        if matrix.dtype not in FLOATS:
-            return f"its weight is {matrix.dtype}, not {FLOATS_TEXT}"
-    return ""
 
 
 def _settle_fast_paths(model: torch.nn.Module) -> None:

@@ -310,7 +310,7 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
         fail_type("measure", "model", model, "a module")
     if functional.product_seen is not None:
         fail("measure", "model", "measured within another measure", "one at a time")
-    watch = _Watch(by_first_name(names_of(model)))
+    watch = _Watch(by_first_name("measure", names_of(model)))
     handles = [
         hooks.register_module_forward_pre_hook(watch.begin),
         hooks.register_module_forward_hook(watch.end, always_call=True),

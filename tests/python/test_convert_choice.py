@@ -128,6 +128,35 @@ def test_what_is_left_alone_and_why() -> None:
     assert "act" not in reasons
 
 
+def test_a_weight_that_is_no_parameter() -> None:
+    """Frozen into a buffer it is converted; computed, it is left alone."""
+    frozen, computed = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    weight = frozen.weight.detach()
+    del frozen.weight
+    frozen.register_buffer("weight", weight)
+    torch.nn.utils.parametrizations.weight_norm(computed)
+    m = nn.ModuleDict({"frozen": frozen, "computed": computed})
+    report = bs.convert(m, "mxfp8")
+    assert [name for name, _ in report.converted] == ["frozen"]
+    assert torch.equal(frozen(torch.ones(1, 4)), bs.linear(torch.ones(1, 4), weight, None, "mxfp8"))
+    said = "ParametrizedLinear is parametrized: convert it first, then parametrize it"
+    assert dict(report.skipped)["computed"] == said
+
+
+@pytest.mark.parametrize("other", [nn.Linear(4, 4), nn.LayerNorm(4)])
+def test_two_modules_of_one_name_are_refused(other: nn.Module) -> None:
+    """One would be missing from the report."""
+    m = nn.Module()
+    m.add_module("_orig_mod", nn.Sequential(nn.Linear(4, 4)))
+    m.add_module("0", other)
+    said = "^convert: model = two modules named '0'; need names that differ without "
+    with pytest.raises(ValueError, match=said):
+        bs.convert(m, "mxfp8")
+    by_hand = nn.ModuleDict({"_forward_module": nn.Sequential(bs.nn.Linear(4, 4)), "0": other})
+    with pytest.raises(ValueError, match=r"^measure: model = two modules named '0'"):
+        bs.measure(by_hand).__enter__()
+
+
 def test_a_forward_that_another_library_replaced_is_left_alone() -> None:
     """It still calls nn.Linear's own, as accelerate's hooks do: converted in name only."""
     m = nn.ModuleDict(dict(plain=nn.Linear(4, 4), hooked=nn.Linear(4, 4)))
