@@ -242,7 +242,7 @@ class QuantizedTensor:
         """`outer` as the operators take it: an empty FP32 tensor stands for None."""
         if self.outer is not None:
             return self.outer
-        return torch.empty(0, dtype=torch.float32, device=self.device)
+        return self.scales.new_empty(0, dtype=torch.float32)  # fake if they are
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The values within `shape`, for a Hadamard spec the transformed ones; see
@@ -267,12 +267,19 @@ class QuantizedTensor:
         return _restored, (_as_bytes(self.codes), _as_bytes(self.scales), *rest)
 
     def __repr__(self) -> str:
-        groups = "" if self.offsets is None else f"groups={self.offsets.numel()}, "
+        grouped = isinstance(self.offsets, torch.Tensor)
+        groups = f"groups={self.offsets.numel()}, " if grouped else ""  # type: ignore[union-attr]
+        device = getattr(self.codes, "device", None)
         return (
             f"QuantizedTensor(shape={list(self.shape)}, spec={str(self.spec)!r}, axis={self.axis}, "
-            f"layout={self.layout!r}, {groups}codes={self.codes.dtype}{list(self.codes.shape)}, "
-            f"scales={self.scales.dtype}{list(self.scales.shape)}, device={str(self.device)!r})"
+            f"layout={self.layout!r}, {groups}codes={_shown(self.codes)}, "
+            f"scales={_shown(self.scales)}, device={str(device)!r})"
         )
+
+
+def _shown(leaf: object) -> str:
+    """A tensor's dtype and shape; tree_map may have put anything in its place."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pickle
 import blockscale as bs
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from bits import assert_same_bits
 
 # Every dtype of codes and scales, with and without an outer scale, a tiled layout, groups.
@@ -64,6 +65,21 @@ def test_copies() -> None:
     q.codes.zero_()
     assert not shallow.codes.any()
     assert deep.codes.any()
+
+
+def test_it_prints_whatever_tree_map_has_put_in_it() -> None:
+    offsets = torch.tensor([3, 60])
+    for q, groups in (
+        (bs.quantize(torch.ones(4, 70), "mxfp8"), ""),
+        (bs.quantize(torch.ones(60, 70), "mxfp8", offsets=offsets), "groups=2, "),
+    ):
+        rows = q.shape[0]
+        codes = f"codes=torch.float8_e4m3fn[{rows}, 96], scales=torch.float8_e8m0fnu[{rows}, 3]"
+        assert f"{groups}{codes}, device='cpu')" in repr(q)
+        for value in (None, (1, 2), "text"):
+            said = repr(pytree.tree_map(lambda _, value=value: value, q))
+            assert said.startswith("QuantizedTensor(shape=")
+            assert f"codes={value!r}, scales={value!r}" in said
 
 
 def test_to_what_is_no_device() -> None:
