@@ -11,7 +11,7 @@ import torch
 
 from blockscale._errors import check_int, fail, fail_offsets, fail_type, integer, reword
 from blockscale.recipe import Spec, spec
-from blockscale.rng import Rng
+from blockscale.rng import Rng, tensors_beside
 from blockscale.tensor import QuantizedTensor, check_layout, check_plain
 
 
@@ -76,7 +76,7 @@ def check_rng(
         return None, None
     if not isinstance(rng, Rng):
         fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
-    return rng.tensors(x.device)
+    return tensors_beside(rng, x)
 
 
 def check_offsets(operation: str, offsets: object) -> torch.Tensor | None:
@@ -113,4 +113,4 @@ def check_amax(
     if torch.finfo(torch.float32).max < number < math.inf or 0 < number < 2**-149:
         fail(operation, name, number, need)
     shape = x.shape[:batch_dims] if offsets is None else offsets.shape
-    return torch.full(shape, number, dtype=torch.float32, device=x.device)
+    return x.new_full(shape, number, dtype=torch.float32)  # fake if x is

@@ -92,7 +92,7 @@ def linear(
     chosen = recipe_named(recipe)
     if not isinstance(x, torch.Tensor):
         fail_type("linear", "x", x, "a tensor")
-    key = layer_key("linear", rng, chosen.stochastic, x.device)
+    key = layer_key("linear", rng, chosen.stochastic, x)
     return linear_with_key(x, w, bias, chosen, key, None, accumulate_into, quantized_weight)
 
 
@@ -138,7 +138,7 @@ def grouped_linear(
         fail_type("grouped_linear", "x", x, "a tensor")
     if not isinstance(offsets, torch.Tensor):
         fail_offsets("grouped_linear", offsets)
-    key = layer_key("grouped_linear", rng, chosen.stochastic, x.device)
+    key = layer_key("grouped_linear", rng, chosen.stochastic, x)
     return linear_with_key(x, w, None, chosen, key, offsets, accumulate_into, quantized_weight)
 
 

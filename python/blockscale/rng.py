@@ -132,16 +132,23 @@ def layer_seed(seed: int, name: str) -> int:
 Key = tuple[torch.Tensor, torch.Tensor]
 
 
-def layer_key(
-    operation: str, rng: Rng | None, stochastic: bool, device: torch.device
-) -> Key | None:
+def tensors_beside(rng: Rng, x: torch.Tensor) -> Key:
+    """`rng.tensors` for an operation on x: fake if x is, also outside its fake mode."""
+    mode = fake_mode_of(x)
+    if mode is None:
+        return rng.tensors(x.device)
+    with mode:
+        return rng.tensors(x.device)
+
+
+def layer_key(operation: str, rng: Rng | None, stochastic: bool, x: torch.Tensor) -> Key | None:
     """The key that a layer with this Rng draws with; None unless `stochastic`, since its tensors
     may cost launches on a GPU."""
     if rng is not None and not isinstance(rng, Rng):
         fail_type(operation, "rng", rng, "bs.Rng(seed, offset)")
     if rng is None or not stochastic:
         return None
-    return rng.tensors(device)
+    return tensors_beside(rng, x)
 
 
 # A running forward: a copy of its offset, and the sequence number of its first autograd node.
@@ -457,20 +464,21 @@ def is_exporting() -> bool:
 
 def _fake_mode() -> Any:
     """The active fake tensor mode, if any; None while a tracer records."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if torch._C._len_torch_dispatch_stack() == 0 or _is_recording():
         return None
-    modes = torch._C._TorchDispatchModeKey
-    traces = torch._C._get_dispatch_mode(modes.PROXY) is not None
-    return None if traces else torch._C._get_dispatch_mode(modes.FAKE)
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def fake_mode_of(weight: torch.Tensor) -> Any:
-    """The active fake mode if the weight is fake, as in `functional_call` with fake parameters."""
-    return (
-        None
-        if torch.compiler.is_compiling()
-        else _fake_mode() and getattr(weight, "fake_mode", None)
-    )
+def fake_mode_of(t: torch.Tensor) -> Any:
+    """A fake tensor's mode, which need not be active, as in `functional_call` with fake parameters;
+    None in compiled code and while a tracer records, which see to theirs."""
+    if torch.compiler.is_compiling() or not hasattr(t, "fake_mode") or _is_recording():
+        return None
+    return t.fake_mode
+
+
+def _is_recording() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _is_outside_backward() -> bool:

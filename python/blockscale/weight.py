@@ -110,7 +110,7 @@ def quantize_weight(
         fail_type("quantize_weight", "backward", backward, "a bool")
     chosen = recipe_named(recipe)
     stochastic = any_stochastic(chosen.fprop_w, chosen.dgrad_w)
-    key = layer_key("quantize_weight", rng, stochastic, w.device)
+    key = layer_key("quantize_weight", rng, stochastic, w)
     if stochastic and key is None:
         need = f"a key for random bits: recipe {chosen} rounds w stochastically"
         fail("quantize_weight", "rng", None, need, "pass rng=bs.Rng(seed, offset)")

@@ -96,6 +96,27 @@ def test_fake_tensors_are_refused_too() -> None:
                 CALLS[what](CPU)
 
 
+def test_fake_tensors_outside_their_mode() -> None:
+    """Also where an operator needs a tensor that is made of numbers."""
+    mode = FakeTensorMode()
+    x, w = mode.from_tensor(torch.empty(40, 64)), mode.from_tensor(torch.empty(16, 64))
+    w.requires_grad_()
+    rng = bs.Rng(3, 1)
+    q = bs.quantize(x, "nvfp4[rounding=stochastic]", amax=2.0, rng=rng)
+    assert bs.dequantize(q).shape == x.shape
+    q = bs.quantize(x, "mxfp8")
+    assert bs.matmul(q, q, out_dtype=torch.float32).shape == (40, 40)
+    random = "nvfp4[fprop_w=nvfp4[rounding=stochastic],dgrad_w=nvfp4[rounding=stochastic]]"
+    assert bs.quantize_weight(w.detach(), random, rng=rng).operands[0].shape
+    y = bs.linear(x, w, recipe="nvfp4", rng=rng)
+    assert torch.autograd.grad(y, w, y)[0].shape == w.shape
+    layer = bs.nn.Linear(64, 16)
+    fakes: dict[str, torch.Tensor] = {
+        name: mode.from_tensor(p) for name, p in layer.named_parameters()
+    }
+    assert torch.func.functional_call(layer, fakes, (x,)).shape == (40, 16)
+
+
 @pytest.mark.parametrize("index", range(len(op_samples(CPU))))
 def test_what_operators_take_is_taken(index: int) -> None:
     name, arguments = op_samples(CPU)[index]
