@@ -454,8 +454,11 @@ def _meaning_of(name: str) -> tuple[str, bool, bool] | None:
 
 def _made(name: str) -> Recipe:
     label, text, keep_w, keep_x = _parts_of(name)
-    operands = [None if one == "none" else spec(one) for one in text.split(" ")]
-    return Recipe(label, *operands, keep_w, keep_x)  # type: ignore[arg-type, call-arg]
+    texts = text.split(" ")
+    # Each once: a compiler traces what makes them.
+    specs = {one: None if one == "none" else spec(one) for one in dict.fromkeys(texts)}
+    operands: Any = [specs[one] for one in texts]
+    return Recipe(label, *operands, keep_w, keep_x)  # type: ignore[call-arg]
 
 
 _known_recipe = functools.cache(_made)
