@@ -20,7 +20,7 @@ from blockscale._errors import fail, message
 from blockscale._layer_arguments import autocast_dtype
 from blockscale.classes import why_none
 from blockscale.functional import linear_with_key
-from blockscale.nn import Kept, Layer
+from blockscale.nn import Kept, Layer, Uncopied
 from blockscale.rng import as_tensor, checkpointed_region, layer_seed
 from blockscale.tensor import is_dtensor
 from blockscale.weight import QuantizedWeight, quantize_weight
@@ -58,7 +58,7 @@ def why_not(module: torch.nn.Module) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ahead:
+class _Ahead(Uncopied):
     """Within quantized_weights(): the operands that products have read so far, with w's strides."""
 
     backward: bool

@@ -245,6 +245,24 @@ def test_weights_are_quantized_once(recipe: str, turned: bool, device: torch.dev
     other(x)
 
 
+def test_a_copy_of_all_attributes_is_a_model_like_others() -> None:
+    """Made while a forward's operands are kept, by a class that says itself how it is copied."""
+
+    class Own(ManyExperts):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+            made = memo[id(self)] = type(self).__new__(type(self))
+            made.__dict__ = copy.deepcopy(self.__dict__, memo)
+            return made
+
+    made = nn.ModuleDict({"experts": Own()})
+    bs.convert(made, "mxfp8", experts=["experts"])
+    with bs.quantized_weights(made), torch.no_grad():
+        want = made["experts"](rows(), ENDS)
+        other = copy.deepcopy(made)
+    with torch.no_grad():
+        assert torch.equal(other["experts"](rows(), ENDS), want)
+
+
 class Falls(ManyExperts):
     """Multiplies as Transformers does where PyTorch's own product does not compile."""
 
