@@ -109,15 +109,9 @@ struct WarpEnds {
   bool wrong;  // true in some lane if offsets decrease or pass the end, else in none
 
   BLOCKSCALE_DEVICE WarpEnds(const Groups& groups, int first, int rows) {
-    // An offset's high word, if it has one, is 0 where it makes sense: of what would come first in
-    // every kernel, this takes least.
-    const bool wide = groups.wide;
     const auto end_of = [&](int g) {
-      const auto last = static_cast<uint32_t>(groups.count) - 1;
-      const uint32_t at = min(static_cast<uint32_t>(g), last) << (wide ? 1 : 0);
-      const uint32_t* word = static_cast<const uint32_t*>(groups.offsets) + at;
-      const uint32_t low = word[0], high = wide ? word[1] : 0;
-      return high == 0 && low <= static_cast<uint32_t>(rows) ? static_cast<int>(low) : -1;
+      const int64_t at = groups.end(min(g, static_cast<int>(groups.count) - 1));
+      return static_cast<uint64_t>(at) <= static_cast<uint64_t>(rows) ? static_cast<int>(at) : -1;
     };
     const int lane = static_cast<int>(threadIdx.x) % 32;
     end = end_of(first + lane);
