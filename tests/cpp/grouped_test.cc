@@ -218,6 +218,27 @@ TEST_P(GroupedTest, BothAxesInOnePassAreTheTwoPasses) {
   }
 }
 
+// A group of one row takes 16 positions: with 113 rows behind it, the last lies at position 128,
+// for which the columns' lines have no room.
+TEST_P(GroupedTest, RowsOfNoGroupBehindWholeLines) {
+  const QuantSpec spec = parse_spec("nvfp4[outer=false]");
+  const Offsets offsets({1}, false);
+  for (const int64_t rows : {113, 114, 115}) {
+    Random random(seed());
+    const Input x(DType::bf16, 1, rows, 40, Strides::aligned_rows, random_values(random));
+    const auto output = [&](int axis) {
+      return Output(spec, StorageLayout{}, axis, rows, 40, 1, offsets.view());
+    };
+    Output row = output(-1), column = output(-2), want_row = output(-1), want_column = output(-2);
+    ASSERT_EQ(column.shape.padded, 128);
+    reference::quantize(x.view(), want_row.view, {});
+    reference::quantize(x.view(), want_column.view, {});
+    runner->quantize_dual(x, row, column, {}, {}, 1);
+    EXPECT_TRUE(same_operand(row, want_row)) << rows;
+    EXPECT_TRUE(same_operand(column, want_column)) << rows;
+  }
+}
+
 // Whether groups in linear layouts have kernels of their own: along rows, as they lie as rows do
 // without them; down columns, where a line holds groups one after another and no block is a tile.
 bool has_linear_kernel(const Specs* rows, const Specs* columns) {
