@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils._pytree import tree_leaves
 
+from blockscale._constant import constant
 from blockscale._errors import fail, message
 from blockscale._layer_arguments import autocast_dtype
 from blockscale.classes import why_none
@@ -184,10 +185,10 @@ class Experts(Layer):
         _let_modes_see_grouped_mm()  # also in a process that unpickles it
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _warn(text: str) -> None:
     """A warning, which Python shows once; in compiled code given as it is compiled."""
-    warnings.warn(text, stacklevel=2)
+    warnings.warn(text, stacklevel=3)
 
 
 def _is_view(w: torch.Tensor, of: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ BLOCKSCALE_HD constexpr bool goes_by_positions(const Pass& row, const Pass& colu
 // The rows of x at a block of positions: row (position + shift), up to `end`. Rows of no group lie
 // behind those of the groups, as if they were one more.
 struct RowsAt {
-  int group;       // as many as there are groups: none
+  int group;       // or, if `none`, as many as there are groups
   int shift, end;  // `end` is a position
   bool none, bad;  // bad: offsets decrease or pass the end; then no row is in a group
 };
@@ -26,8 +26,8 @@ struct RowsAt {
 // multiples of `mask` + 1.
 BLOCKSCALE_DEVICE RowsAt find_rows(const GroupGrid& grid, int mask, int position) {
   const int lane = static_cast<int>(threadIdx.x) % 32, count = static_cast<int>(grid.groups.count);
-  // Of the groups that begin at or before the position: how many, how much the last one is shifted,
-  // and the position where its rows end. None of these falls from group to group.
+  // Of the groups that begin at or before the position: how many, how far the last one lies behind
+  // its rows, and the position where it ends. None of these falls from group to group.
   uint32_t groups = 0, shift = 0, end = 0;
   uint32_t before = 0;  // positions of the groups of earlier rounds
   bool wrong = false;
@@ -52,10 +52,10 @@ BLOCKSCALE_DEVICE RowsAt find_rows(const GroupGrid& grid, int mask, int position
   }
   groups = warp_sum(groups), shift = warp_max(shift), end = warp_max(wrong ? ~0u : end);
   if (end == ~0u) return {count, 0, grid.rows, true, true};
-  const int own = static_cast<int>(shift), rows_end = static_cast<int>(end);
+  const int own = -static_cast<int>(shift), rows_end = static_cast<int>(end);
   const int behind = round_up_by(rows_end, mask);
-  if (position < behind) return {static_cast<int>(groups) - 1, -own, rows_end, false, false};
-  const int none = rows_end - own - behind;
+  if (position < behind) return {static_cast<int>(groups) - 1, own, rows_end, false, false};
+  const int none = rows_end + own - behind;  // from `behind` to the row after the last group's
   return {count, none, grid.rows - none, true, false};
 }
 
@@ -89,9 +89,10 @@ struct OutputAtRows {
     }
     MatrixAt m = matrix_at(side, 0, outer);
     if (kOperand == 0) {
-      constexpr int kWidened = kPass.widened ? sizeof(float) : 0;  // mn_major
+      // Widened scales are mn_major: those of neighbouring lines are adjacent.
+      const int scale_step = kPass.widened ? static_cast<int>(sizeof(float)) : side.scale_step;
       m.codes += int64_t{1} * shift * side.line_bytes;
-      m.scales += int64_t{1} * shift * (kPass.widened ? kWidened : side.scale_step);
+      m.scales += int64_t{1} * shift * scale_step;
       m.line += static_cast<uint32_t>(shift);
     }
     return m;
