@@ -219,7 +219,7 @@ def _product(
     if forward_ad._current_level >= 0:
         refuse_tangents(operation_of(offsets), x, w, bias)
     compiling = torch.compiler.is_compiling()
-    watched = compiling or torch._C._are_functorch_transforms_active()
+    watched = _is_watched()
     exporting = watched and is_exporting()
     text = recipe.text if exporting else recipe.forward_text
     made_x = None

@@ -2,6 +2,8 @@
 // are emulated.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #if defined(BLOCKSCALE_CUDA)
 #include <cuda_runtime_api.h>
 
@@ -18,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "blockscale/ops.h"
 #include "buffers.h"
 
 namespace blockscale::testing {
@@ -102,6 +105,17 @@ class TestStream final : public Stream {
  private:
   void* stream_ = new_stream();
   mutable std::vector<Memory> pieces_;
+};
+
+// Tests of what runs on a GPU, or emulated: skipped where a build for GPUs finds none. `Base` is
+// one of GoogleTest's classes.
+template <class Base>
+class DeviceTest : public Base {
+ protected:
+  void SetUp() override {
+    for (const Backend& b : backends())
+      if (b.name == "cuda" && !b.available) GTEST_SKIP() << b.reason;
+  }
 };
 
 inline int64_t bytes_of(const Groups& groups) { return groups.count * (groups.wide ? 8 : 4); }

@@ -53,12 +53,9 @@ std::vector<uint8_t> stored(const std::vector<float>& values, DType dtype) {
   return bytes;
 }
 
-struct EpilogueTest : public ::testing::TestWithParam<uint64_t> {
+struct EpilogueTest : public DeviceTest<::testing::TestWithParam<uint64_t>> {
   void SetUp() override {
-#ifdef BLOCKSCALE_CUDA
-    for (const Backend& b : backends())
-      if (b.name == "cuda" && !b.available) GTEST_SKIP() << b.reason;
-#endif
+    DeviceTest::SetUp();
     std::printf("seed %llu\n", static_cast<unsigned long long>(GetParam()));
   }
 };

@@ -55,13 +55,7 @@ struct Made {
   std::optional<DeviceOutput> device_column;
 };
 
-class Pairs : public ::testing::Test {
- protected:
-  void SetUp() override {
-    for (const Backend& b : backends())
-      if (b.name == "cuda" && !b.available) GTEST_SKIP() << b.reason;
-  }
-};
+class Pairs : public DeviceTest<::testing::Test> {};
 
 TEST_F(Pairs, AmaxesOfTwoInputs) {
   const TestStream stream;

@@ -144,13 +144,7 @@ void compare(Random& random, const Kind& kind, DType dtype, Strides strides, int
   }
 }
 
-class WidenedOutput : public ::testing::Test {
- protected:
-  void SetUp() override {
-    for (const Backend& b : backends())
-      if (b.name == "cuda" && !b.available) GTEST_SKIP() << b.reason;
-  }
-};
+class WidenedOutput : public DeviceTest<::testing::Test> {};
 
 TEST_F(WidenedOutput, IsWhatWideningMakes) {
   for (const uint64_t seed : test_seeds()) {

@@ -31,7 +31,7 @@ template <bool kGrouped, int kOperand>
 struct OutputAt {
   const Side& side;
 
-  BLOCKSCALE_DEVICE OutputAt(const Side& whole, const GroupSide&, int) : side(whole) {}
+  BLOCKSCALE_DEVICE explicit OutputAt(const Side& whole) : side(whole) {}
   // The tile's matrix; the first tile of a matrix stores its outer scale.
   template <Pass kPass>
   BLOCKSCALE_DEVICE MatrixAt matrix(const TileAt& at, const Outer& outer) const {
@@ -211,8 +211,8 @@ struct InMatrix {
     return gpu::outer_by_warp(operand == 0 ? p.row : p.column, at.batch);
   }
   BLOCKSCALE_DEVICE uint32_t missing() const { return 0; }
-  BLOCKSCALE_DEVICE OutputAt<false, 0> row() const { return {p.row, {}, 0}; }
-  BLOCKSCALE_DEVICE OutputAt<false, 1> column() const { return {p.column, {}, 0}; }
+  BLOCKSCALE_DEVICE OutputAt<false, 0> row() const { return OutputAt<false, 0>(p.row); }
+  BLOCKSCALE_DEVICE OutputAt<false, 1> column() const { return OutputAt<false, 1>(p.column); }
 };
 // One group. Two warps find its place in either operand, by place(operand).
 template <class Place>

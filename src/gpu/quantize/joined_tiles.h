@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kDirectThreads* kJoined, kJoinedBlocks<Column>
   TileAt at = direct_tile(p.sideways);
   if (at.column >= p.x.columns) return;
   at.row = at.row * kJoined + static_cast<int>(threadIdx.y) * kTile;
-  const OutputAt<false, 1> out(p.column, {}, 0);
+  const OutputAt<false, 1> out(p.column);
   const auto out_at = [&] { return out; };
   columns_of_tile<kPass, Bf16Tile>(out_at, at, part.direct, part.stage, [&](const auto& columns) {
     LoadedColumns<PairColumns> loaded;
