@@ -35,6 +35,13 @@ else:
     settings.load_profile("blockscale")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_afresh(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compile in a folder of these tests' own, also in the processes that tests start: PyTorch's
+    cache on disk does not know what sizes the operators of another commit had."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
+
+
 @functools.cache
 def why_no_cuda() -> str:
     """Why tests cannot run on a GPU here; empty when they can."""
