@@ -1,11 +1,11 @@
 // GEMM: decodes both operands into panels, block by block, which a microkernel multiplies. Outer
 // scales, alpha and bias are applied once, at the end.
 //
-// If the processor has a BF16 dot product and the operands are exact in BF16, panels hold pairs of
-// BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and E8M0 scales; the codes alone
-// for FP32 scales, which are multiplied into the sum of each block. Otherwise panels hold
-// fl(scale * code) in FP32. Either way every product is exact or rounded once, and the error bound
-// of the specification (section 10) holds with c = 1 + 4/K.
+// If the processor has a dot product of BF16 values (dot_bf16.h) and the operands are exact in
+// BF16, panels hold pairs of BF16 values: scale * code for E4M3, UE5M3 (6 significant bits) and
+// E8M0 scales; the codes alone for FP32 scales, which are multiplied into the sum of each block.
+// Otherwise panels hold fl(scale * code) in FP32. Either way every product is exact or rounded
+// once, and the error bound of the specification (section 10) holds with c = 1 + 4/K.
 #include "cpu/cpu.h"
 #include "cpu/dot_bf16.h"
 #include "parts.h"
@@ -31,27 +31,46 @@ HWY_INLINE constexpr int64_t tile_n() { return 2 * static_cast<int64_t>(lanes())
 // Block sizes of the surrounding loops: a panel of B (kBlockK x tile_n) and a block of A (kBlockM x
 // kBlockK) stay in the L2 cache together.
 inline constexpr int64_t kBlockK = 512;
-inline constexpr int64_t kBlockM = 96;  // a multiple of every kTileM
+inline constexpr int64_t kBlockM = 96;  // a multiple of every Dot::kRows
 inline constexpr int64_t kBlockN = 1024;
 
-// A word of a panel: an FP32 value, or the BF16 values of two consecutive positions, the first in
-// the low half.
-template <bool kPairs>
-using Word = std::conditional_t<kPairs, uint32_t, float>;
-template <bool kPairs>
-inline constexpr int64_t kPositions = kPairs ? 2 : 1;  // per word
+// The microkernel of FP32 words, beside those of dot_bf16.h, whose words are pairs of BF16 values.
+struct Fp32Dot {
+  static constexpr int64_t kRows = kTileM, kTogether = 1;
+  struct Session {};
+};
+template <class Dot>
+inline constexpr bool kPairs = !std::is_same_v<Dot, Fp32Dot>;
+template <class Dot>
+using Word = std::conditional_t<kPairs<Dot>, uint32_t, float>;
+template <class Dot>
+inline constexpr int64_t kPositions = kPairs<Dot> ? 2 : 1;  // per word
 
-// Decodes positions [k0, k0 + depth) of the `width` lines from `line` on into panel[k][width].
-// Whole vectors are stored in order of k, so that values past the width are overwritten next; the
-// panel needs room for one more vector. depth is a multiple of 16.
-template <int kM, bool kPairs>
+// Stores one word of each of `lanes()` lines from `w` on into a panel of `width` lines, where
+// kTogether words of a line lie side by side.
+template <int64_t kTogether, class V, class T>
+HWY_INLINE void store_words(V words, int64_t at, int64_t width, int64_t w, T* panel) {
+  if constexpr (kTogether == 1) {
+    hn::StoreU(words, hn::DFromV<V>(), panel + at * width + w);
+  } else {
+    const hn::RebindToSigned<DU> di;
+    const auto apart = hn::Mul(hn::Iota(di, 0), hn::Set(di, kTogether));
+    hn::ScatterIndex(words, hn::DFromV<V>(),
+                     panel + (at / kTogether * width + w) * kTogether + at % kTogether, apart);
+  }
+}
+
+// Decodes positions [k0, k0 + depth) of the `width` lines from `line` on into a panel. Whole
+// vectors are stored in order of k, so that values past the width are overwritten next; the panel
+// needs room for one more vector. depth is a multiple of 16.
+template <int kM, class Dot, int64_t kTogether>
 HWY_INLINE void pack_panel(const Reader& reader, const Decoder<kM>& decoder, int64_t line,
-                           int64_t width, int64_t k0, int64_t depth, Word<kPairs>* panel) {
+                           int64_t width, int64_t k0, int64_t depth, Word<Dot>* panel) {
   constexpr int64_t kRun = kM == 1 ? 32 : 16;
   const DF df;
   const DU du;
   const int64_t block = reader.q.spec.block;
-  const bool scaled = !kPairs || reader.q.spec.scale != Format::fp32;
+  const bool scaled = !kPairs<Dot> || reader.q.spec.scale != Format::fp32;
   HWY_ALIGN float scales[2 * 16];
   for (int i = 0; i < 2 * 16; ++i) scales[i] = 1.0f;
   for (int64_t k = 0; k < depth; k += kRun) {
@@ -62,19 +81,22 @@ HWY_INLINE void pack_panel(const Reader& reader, const Decoder<kM>& decoder, int
       for_line_codes<kM>(reader, line + w, k0 + k, [&](int i, VU code) HWY_ATTR {
         if (k + i >= depth) return;
         const VF value = hn::Mul(hn::LoadU(df, scales + i / 16 * 16), decoder(code));
-        if constexpr (kPairs) {  // exact in BF16: the upper half of the FP32 word is the value
+        if constexpr (kPairs<Dot>) {  // exact in BF16: the upper half of the FP32 word is the value
           const VU bits = hn::BitCast(du, value);
           if (i % 2 == 0)
             low = hn::ShiftRight<16>(bits);
           else
-            hn::StoreU(hn::OrAnd(low, bits, hn::Set(du, 0xFFFF0000u)), du,
-                       panel + (k + i) / 2 * width + w);
+            store_words<kTogether>(hn::OrAnd(low, bits, hn::Set(du, 0xFFFF0000u)), (k + i) / 2,
+                                   width, w, panel);
         } else {
-          hn::StoreU(value, df, panel + (k + i) * width + w);
+          store_words<kTogether>(value, k + i, width, w, panel);
         }
       });
     }
   }
+  for (int64_t at = depth / kPositions<Dot>; at % Dot::kTogether != 0; ++at)
+    for (int64_t w = 0; w < width; w += lanes())
+      store_words<kTogether>(hn::Zero(hn::ScalableTag<Word<Dot>>()), at, width, w, panel);
 }
 
 // The number of positions whose sum is multiplied by one scale per line, in panels of pairs.
@@ -206,83 +228,93 @@ struct Epilogue {
   double factor;
 };
 
-// Panels of consecutive lines over one block of k and, for pairs, their scales.
-template <bool kPairs>
+// Panels of consecutive lines over one block of k, with kTogether words of a line side by side,
+// and, for pairs, their scales.
+template <class Dot, int64_t kTogether>
 struct Panels {
   Panels(const Reader& r, int64_t panel_width, int64_t count, int64_t block_depth)
       : reader(r),
         width(panel_width),
-        words(width * block_depth / kPositions<kPairs>),
+        words(width * round_up(block_depth / kPositions<Dot>, Dot::kTogether)),
         rows(width * ceil_div(block_depth, scaled_depth(r.q.spec))),
-        values(std::make_unique_for_overwrite<Word<kPairs>[]>(count * words + lanes())),
-        scales(kPairs ? std::make_unique_for_overwrite<float[]>(count * rows + lanes()) : nullptr) {
-  }
+        values(std::make_unique_for_overwrite<Word<Dot>[]>(count * words + lanes())),
+        scales(kPairs<Dot> ? std::make_unique_for_overwrite<float[]>(count * rows + lanes())
+                           : nullptr) {}
 
   void pack(int64_t first_line, int64_t begin, int64_t end, int64_t k0, int64_t depth) {
     with_mantissa_bits(reader.q.spec.element, [&](auto m) HWY_ATTR {
       const Decoder<m> decoder(reader.q.spec.element);
       for (int64_t p = begin; p < end; ++p) {
         const int64_t line = first_line + p * width;
-        pack_panel<m, kPairs>(reader, decoder, line, width, k0, depth, values.get() + p * words);
-        if (kPairs) pack_scales(reader, line, width, k0, depth, scales.get() + p * rows);
+        pack_panel<m, Dot, kTogether>(reader, decoder, line, width, k0, depth,
+                                      values.get() + p * words);
+        if (kPairs<Dot>) pack_scales(reader, line, width, k0, depth, scales.get() + p * rows);
       }
     });
   }
 
   const Reader& reader;
   int64_t width, words, rows;
-  std::unique_ptr<Word<kPairs>[]> values;
+  std::unique_ptr<Word<Dot>[]> values;
   std::unique_ptr<float[]> scales;
 };
 
-template <bool kPairs>
-HWY_INLINE void multiply(const Panels<kPairs>& a, int64_t pa, const Panels<kPairs>& b, int64_t pb,
-                         int64_t depth, bool accumulate, float* c, int64_t c_stride) {
-  const Word<kPairs>* a_words = a.values.get() + pa * a.words;
-  const Word<kPairs>* b_words = b.values.get() + pb * b.words;
-  if constexpr (kPairs) {
+template <class Dot>
+using RowPanels = Panels<Dot, Dot::kTogether>;  // of A
+template <class Dot>
+using ColumnPanels = Panels<Dot, 1>;  // of B
+
+template <class Dot>
+HWY_INLINE void multiply(const RowPanels<Dot>& a, int64_t pa, const ColumnPanels<Dot>& b,
+                         int64_t pb, int64_t depth, bool accumulate, float* c, int64_t c_stride) {
+  const Word<Dot>* a_words = a.values.get() + pa * a.words;
+  const Word<Dot>* b_words = b.values.get() + pb * b.words;
+  if constexpr (kPairs<Dot>) {
     const int64_t step = std::min(scaled_depth(a.reader.q.spec), scaled_depth(b.reader.q.spec));
     const float* a_scales = a.scales.get() + pa * a.rows;
     const float* b_scales = b.scales.get() + pb * b.rows;
     for (int64_t k = 0; k < depth; k += step) {
-      multiply_pairs(
-          a_words + k / 2 * a.width, b_words + k / 2 * b.width, std::min(step, depth - k) / 2,
-          a_scales + k / scaled_depth(a.reader.q.spec) * a.width,
-          b_scales + k / scaled_depth(b.reader.q.spec) * b.width, accumulate || k > 0, c, c_stride);
+      const int64_t pairs = round_up(std::min(step, depth - k) / 2, Dot::kTogether);
+      Dot::multiply(a_words + k / 2 * a.width, b_words + k / 2 * b.width, pairs,
+                    a_scales + k / scaled_depth(a.reader.q.spec) * a.width,
+                    b_scales + k / scaled_depth(b.reader.q.spec) * b.width, accumulate || k > 0, c,
+                    c_stride);
     }
   } else {
     multiply_panels(a_words, b_words, depth, accumulate, c, c_stride);
   }
 }
 
-template <bool kPairs>
+template <class Dot>
 void gemm_panels(const Reader& ra, const Reader& rb, const Matrix& d, const Epilogue& epilogue,
                  const Executor& executor) {
+  static_assert(kBlockM % Dot::kRows == 0);
   const int64_t m_blocks = ceil_div(d.rows, kBlockM), n_blocks = ceil_div(d.columns, kBlockN);
   const int64_t n_panels = ceil_div(d.columns, tile_n());
   const int64_t depth_all = ra.s.padded, block_depth = std::min(kBlockK, depth_all);
   const int64_t c_stride = round_up(d.columns, tile_n());
   // Sums over the blocks of k so far.
   const auto c = std::make_unique_for_overwrite<float[]>(round_up(d.rows, kBlockM) * c_stride);
-  Panels<kPairs> b(rb, tile_n(), n_panels, block_depth);
+  ColumnPanels<Dot> b(rb, tile_n(), n_panels, block_depth);
 
   for (int64_t k0 = 0; k0 == 0 || k0 < depth_all; k0 += kBlockK) {
     const int64_t depth = std::min(kBlockK, depth_all - k0);
     executor.parallel_for(
         n_panels, [&](int64_t begin, int64_t end) HWY_ATTR { b.pack(0, begin, end, k0, depth); });
     executor.parallel_for(m_blocks * n_blocks, [&](int64_t begin, int64_t end) HWY_ATTR {
-      Panels<kPairs> a(ra, kTileM, kBlockM / kTileM, block_depth);
+      [[maybe_unused]] const typename Dot::Session session;
+      RowPanels<Dot> a(ra, Dot::kRows, kBlockM / Dot::kRows, block_depth);
       int64_t packed = -1;
       for (int64_t i = begin; i < end; ++i) {
         const int64_t m0 = i / n_blocks * kBlockM, n0 = i % n_blocks * kBlockN;
         const int64_t m_end = std::min(m0 + kBlockM, d.rows);
         const int64_t n_end = std::min(n0 + kBlockN, d.columns);
-        if (packed != m0) a.pack(m0, 0, ceil_div(m_end - m0, kTileM), k0, depth);
+        if (packed != m0) a.pack(m0, 0, ceil_div(m_end - m0, Dot::kRows), k0, depth);
         packed = m0;
         for (int64_t n = n0; n < n_end; n += tile_n())
-          for (int64_t r = m0; r < m_end; r += kTileM)
-            multiply(a, (r - m0) / kTileM, b, n / tile_n(), depth, k0 > 0,
-                     c.get() + r * c_stride + n, c_stride);
+          for (int64_t r = m0; r < m_end; r += Dot::kRows)
+            multiply<Dot>(a, (r - m0) / Dot::kRows, b, n / tile_n(), depth, k0 > 0,
+                          c.get() + r * c_stride + n, c_stride);
         if (k0 + kBlockK < depth_all) continue;
         for (int64_t r = m0; r < m_end; ++r)
           epilogue.store(r, n0, n_end - n0, c.get() + r * c_stride + n0);
@@ -296,11 +328,12 @@ void gemm_blocks(const Product& p, const GemmOptions& options, const Executor& e
   if (p.empty() && options.accumulate && !p.bias) return;  // even -0 stays as it is
   const Reader ra(p.a.q, p.a.shape, 0), rb(p.b.q, p.b.shape, 0);
   const Epilogue epilogue(p, options);
-  if constexpr (kTileM == kDotRows && tile_n() == kDotColumns) {
+  if constexpr (tile_n() == Avx512Dot::kColumns && tile_n() == AmxDot::kColumns) {
     if (has_bf16() && !p.empty() && fits_bf16(ra) && fits_bf16(rb))
-      return gemm_panels<true>(ra, rb, p.d, epilogue, executor);
+      return AmxDot::available() ? gemm_panels<AmxDot>(ra, rb, p.d, epilogue, executor)
+                                 : gemm_panels<Avx512Dot>(ra, rb, p.d, epilogue, executor);
   }
-  gemm_panels<false>(ra, rb, p.d, epilogue, executor);
+  gemm_panels<Fp32Dot>(ra, rb, p.d, epilogue, executor);
 }
 
 }  // namespace blockscale::cpu::HWY_NAMESPACE
