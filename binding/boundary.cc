@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "checks.h"
+
 namespace blockscale::binding {
 namespace {
 
@@ -34,13 +36,21 @@ ScalarType torch_dtype(Format format) {
   }
 }
 
+template <class Byte, class Float>
+void describe(BasicQuantized<Byte, Float>& q, const QuantSpec& spec, const StorageLayout& layout,
+              int axis, const Extent& e) {
+  q.spec = spec, q.layout = layout, q.axis = axis;
+  q.rows = e.rows, q.columns = e.columns, q.batch = e.batch.value_or(1), q.groups = e.groups;
+}
+
 // Shapes and dtypes of the stored tensors (specification, section 13). Non-linear layouts are flat,
 // but for mn_major, which is a transposed and padded matrix.
 struct Sizes {
   std::vector<int64_t> codes, scales, outer;
   ScalarType code_type, scale_type;
 };
-Sizes sizes_of(const Place& at, const ConstQuantized& q, std::optional<int64_t> batch, bool bytes) {
+Sizes sizes_of(const Context& at, const ConstQuantized& q, std::optional<int64_t> batch,
+               bool bytes) {
   check_sizes(at.op(), "shape", q.rows, q.columns, q.batch, q.groups.count);
   const StoredShape s = q.shape();
   const StorageLayout& layout = q.layout;
@@ -69,7 +79,7 @@ Sizes sizes_of(const Place& at, const ConstQuantized& q, std::optional<int64_t> 
 }
 
 // Contiguous, and exactly of this dtype and shape.
-Tensor checked(const Place& at, const std::string& name, const Tensor& t, ScalarType dtype,
+Tensor checked(const Context& at, const std::string& name, const Tensor& t, ScalarType dtype,
                const std::vector<int64_t>& sizes, const QuantSpec& spec) {
   const char* op = at.op();
   at.check(name.c_str(), t);
@@ -155,12 +165,13 @@ DType dtype_of(const char* op, const char* argument, ScalarType type) {
   }
 }
 
-Matrix matrices(const Place& at, const Tensor& out, int64_t rows, int64_t columns, int64_t batch) {
+Matrix matrices(const Context& at, const Tensor& out, int64_t rows, int64_t columns,
+                int64_t batch) {
   const DType dtype = dtype_of(at.op(), "dtype", out.scalar_type());
   return {out.mutable_data_ptr(), dtype, rows, columns, columns, 1, batch, rows * columns};
 }
 
-Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
+Input input(const Context& at, const Tensor& x, int axis, int64_t batch_dims) {
   const char* op = at.op();
   const DType dtype = dtype_of(op, "x.dtype", x.scalar_type());
   require(batch_dims == 0 || batch_dims == 1, op, "batch_dims", batch_dims, "0 or 1",
@@ -193,7 +204,7 @@ Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims) {
   return result;
 }
 
-Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
+Groups groups_of(const Context& at, const std::optional<Tensor>& offsets,
                  std::optional<int64_t> batch, int64_t rows) {
   if (!offsets) return {};
   const char* op = at.op();
@@ -215,19 +226,17 @@ Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
     check_offsets(op, groups, rows);
   } else if (checks) {
     const Tensor copy = torch::stable::to(*offsets, Device(DeviceType::CPU));
-    check_offsets(op, {copy.const_data_ptr(), groups.wide, groups.count}, rows);
+    check_offsets(op, {copy.const_data_ptr(), groups.int64_offsets, groups.count}, rows);
   }
   return groups;
 }
 
-Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
-                int64_t rows, int64_t columns, std::optional<int64_t> batch, const Groups& groups,
-                bool bytes) {
+Output allocate(const Context& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
+                const Extent& extent, bool bytes) {
   Output out{.codes = {}, .scales = {}, .outer = {}, .view = {}};
   Quantized& q = out.view;
-  q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
-  q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
-  const Sizes sizes = sizes_of(at, as_const(q), batch, bytes);
+  describe(q, spec, layout, axis, extent);
+  const Sizes sizes = sizes_of(at, as_const(q), extent.batch, bytes);
   out.codes = empty(sizes.codes, sizes.code_type, at.device());
   out.scales = empty(sizes.scales, sizes.scale_type, at.device());
   out.outer = empty(sizes.outer, ScalarType::Float, at.device());
@@ -237,16 +246,14 @@ Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& lay
   return out;
 }
 
-Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
+Operand operand(const Context& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
-                const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
-                std::optional<int64_t> batch, const Groups& groups, bool bytes) {
+                const StorageLayout& layout, int axis, const Extent& extent, bool bytes) {
   validate(spec, layout);
   Operand result{.codes = {}, .scales = {}, .outer = {}, .view = {}};
   ConstQuantized& q = result.view;
-  q.spec = spec, q.layout = layout, q.axis = axis, q.groups = groups;
-  q.rows = rows, q.columns = columns, q.batch = batch.value_or(1);
-  const Sizes sizes = sizes_of(at, q, batch, bytes);
+  describe(q, spec, layout, axis, extent);
+  const Sizes sizes = sizes_of(at, q, extent.batch, bytes);
   const auto check = [&](const char* name, const Tensor& t, ScalarType dtype,
                          const std::vector<int64_t>& size) {
     return checked(at, prefix + name, t, dtype, size, spec);
@@ -268,16 +275,16 @@ Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
   return result;
 }
 
-Extents extents(const char* op, const std::vector<int64_t>& shape) {
+Extent extent_of(const char* op, const std::vector<int64_t>& shape) {
   const std::string text = list_text(shape.data(), shape.size());
   require(shape.size() == 2 || shape.size() == 3, op, "shape", text, "[R, C] or [E, R, C]",
           "flatten the leading dimensions into rows");
   for (int64_t extent : shape) require(extent >= 0, op, "shape", text, "extents of 0 or more");
   const size_t at = shape.size() - 2;
-  return {shape[at], shape[at + 1], at ? std::optional<int64_t>(shape[0]) : std::nullopt};
+  return {shape[at], shape[at + 1], at ? std::optional<int64_t>(shape[0]) : std::nullopt, {}};
 }
 
-const int64_t* key_of(const Place& at, const char* name, const Tensor& t) {
+const int64_t* key_of(const Context& at, const char* name, const Tensor& t) {
   at.check(name, t);
   if (t.scalar_type() != ScalarType::Long)
     fail(at.op(), std::string(name) + ".dtype", dtype_text(t.scalar_type()), "int64");
@@ -285,8 +292,8 @@ const int64_t* key_of(const Place& at, const char* name, const Tensor& t) {
   return static_cast<const int64_t*>(t.const_data_ptr());
 }
 
-void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, const int64_t* offset,
-             uint64_t step) {
+void set_key(const Context& at, QuantizeOptions& options, const int64_t* seed,
+             const int64_t* offset, uint64_t step) {
   if (at.cuda()) {
     options.device_seed = seed, options.device_offset = offset;
     options.device_seed_step = step;
@@ -295,7 +302,7 @@ void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, con
   }
 }
 
-Options options(const Place& at, const QuantSpec& spec, const char* amax_name,
+Options options(const Context& at, const QuantSpec& spec, const char* amax_name,
                 const std::optional<Tensor>& amax, const std::optional<Tensor>& seed,
                 const std::optional<Tensor>& offset, const std::vector<int64_t>& origin,
                 int64_t matrices) {

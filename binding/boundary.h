@@ -37,22 +37,31 @@ struct Input {
 };
 // batch_dims 0: all leading dimensions are rows; 1: [E, R, C] is a batch of E matrices. Any
 // strides; only leading dimensions that no single row stride describes are copied.
-Input input(const Place& at, const Tensor& x, int axis, int64_t batch_dims);
+Input input(const Context& at, const Tensor& x, int axis, int64_t batch_dims);
 
 // The groups that `offsets` cuts the rows of x into, or none. The tensor keeps their memory.
-Groups groups_of(const Place& at, const std::optional<Tensor>& offsets,
+Groups groups_of(const Context& at, const std::optional<Tensor>& offsets,
                  std::optional<int64_t> batch, int64_t rows);
+
+// The logical extents of an operand: of a matrix, of a batch of them or, with groups, of one whose
+// rows they cut.
+struct Extent {
+  int64_t rows, columns;
+  std::optional<int64_t> batch{};  // none: a single matrix, without a dimension for it
+  Groups groups{};
+};
+// From a list: [R, C], or [E, R, C] for a batch.
+Extent extent_of(const char* op, const std::vector<int64_t>& shape);
 
 // A quantized operand in fresh tensors.
 struct Output {
   Tensor codes, scales, outer;
   Quantized view;
 };
-// `batch` is none for a single matrix. `bytes`: codes and scales are tensors of bytes, whose last
-// extent counts them, as FSDP2 moves them.
-Output allocate(const Place& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
-                int64_t rows, int64_t columns, std::optional<int64_t> batch,
-                const Groups& groups = {}, bool bytes = false);
+// `bytes`: codes and scales are tensors of bytes, whose last extent counts them, as FSDP2 moves
+// them.
+Output allocate(const Context& at, const QuantSpec& spec, const StorageLayout& layout, int axis,
+                const Extent& extent, bool bytes = false);
 
 // A quantized operand that came from a caller: its tensors must be what `allocate` would make.
 struct Operand {
@@ -60,10 +69,9 @@ struct Operand {
   ConstQuantized view;
 };
 // `prefix` names the operand in errors, e.g. "a_".
-Operand operand(const Place& at, const std::string& prefix, const Tensor& codes,
+Operand operand(const Context& at, const std::string& prefix, const Tensor& codes,
                 const Tensor& scales, const Tensor& outer, const QuantSpec& spec,
-                const StorageLayout& layout, int axis, int64_t rows, int64_t columns,
-                std::optional<int64_t> batch, const Groups& groups = {}, bool bytes = false);
+                const StorageLayout& layout, int axis, const Extent& extent, bool bytes = false);
 
 // torch's name, e.g. "float8_e4m3fn"; torch/headeronly only has "Float8_e4m3fn".
 std::string dtype_text(ScalarType type);
@@ -72,22 +80,15 @@ int checked_axis(const char* op, int64_t axis);
 DType dtype_of(const char* op, const char* argument, ScalarType type);
 
 // The memory of a contiguous tensor as matrices to write.
-Matrix matrices(const Place& at, const Tensor& out, int64_t rows, int64_t columns,
+Matrix matrices(const Context& at, const Tensor& out, int64_t rows, int64_t columns,
                 int64_t batch = 1);
 
-// Logical extents given as a list: [R, C], or [E, R, C] for a batch.
-struct Extents {
-  int64_t rows, columns;
-  std::optional<int64_t> batch;
-};
-Extents extents(const char* op, const std::vector<int64_t>& shape);
-
 // One int64 on the device of the call.
-const int64_t* key_of(const Place& at, const char* name, const Tensor& t);
+const int64_t* key_of(const Context& at, const char* name, const Tensor& t);
 // The key of random bits, `step` added to the seed. On a GPU it stays there: reading it here would
 // wait for the device.
-void set_key(const Place& at, QuantizeOptions& options, const int64_t* seed, const int64_t* offset,
-             uint64_t step = 0);
+void set_key(const Context& at, QuantizeOptions& options, const int64_t* seed,
+             const int64_t* offset, uint64_t step = 0);
 
 // What `amax`, `seed`, `offset` and `origin` ask for. `amax_tensor` keeps the memory of `options`;
 // on a GPU amax stays there too. `amax_name`: of that argument. `matrices`: how many have an outer
@@ -96,7 +97,7 @@ struct Options {
   std::optional<Tensor> amax_tensor;
   QuantizeOptions options;
 };
-Options options(const Place& at, const QuantSpec& spec, const char* amax_name,
+Options options(const Context& at, const QuantSpec& spec, const char* amax_name,
                 const std::optional<Tensor>& amax, const std::optional<Tensor>& seed,
                 const std::optional<Tensor>& offset, const std::vector<int64_t>& origin,
                 int64_t matrices);

@@ -40,8 +40,15 @@ std::string list(const Range& range, Item item) {
   return out + "]";
 }
 
-std::string spec_json(const QuantSpec& s) {
+// Numbers as JSON has them, whatever the locale of the program.
+std::ostringstream json_text() {
   std::ostringstream out;
+  out.imbue(std::locale::classic());
+  return out;
+}
+
+std::string spec_json(const QuantSpec& s) {
+  std::ostringstream out = json_text();
   out << "{\"text\": " << quote(to_string(s)) << ", \"family\": " << quote(family_of(s).name)
       << ", \"element\": " << quote(traits(s.element).name)
       << ", \"codes_per_byte\": " << codes_per_byte(s.element)
@@ -58,7 +65,7 @@ std::string spec_json(const QuantSpec& s) {
 
 std::string layout_json(const LayoutTraits& t) {
   const char* applies = t.for_codes && t.for_scales ? "both" : t.for_codes ? "codes" : "scales";
-  std::ostringstream out;
+  std::ostringstream out = json_text();
   out << "{\"name\": " << quote(t.name) << ", \"applies\": " << quote(applies)
       << ", \"scale_bytes\": " << t.scale_bytes << ", \"row_multiple\": " << t.row_multiple
       << ", \"column_multiple\": " << t.column_multiple << "}";
@@ -66,7 +73,7 @@ std::string layout_json(const LayoutTraits& t) {
 }
 
 std::string element_json(const FormatTraits& t, Format f) {
-  std::ostringstream out;
+  std::ostringstream out = json_text();
   out << "{\"name\": " << quote(t.name) << ", \"bits\": " << t.bits()
       << ", \"max\": " << max_value(f) << "}";
   return out.str();
@@ -76,7 +83,7 @@ std::string describe_json() {
   std::vector<Format> elements, scales;
   for (int i = 0; i < kFormatCount; ++i)
     (kFormats[i].is_element ? elements : scales).push_back(static_cast<Format>(i));
-  std::ostringstream out;
+  std::ostringstream out = json_text();
   out << "{\"version\": " << quote(BLOCKSCALE_VERSION)
       << ", \"instruction_set\": " << quote(instruction_set())
       << ", \"instruction_sets\": " << list(instruction_sets(), quote)

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "per_device.h"
-#include "told.h"
+#include "torch_errors.h"
 
 // PyTorch has these in its builds for GPUs only: weak, so that one binary loads under every build.
 #define BLOCKSCALE_OF_GPUS extern "C" __attribute__((weak, visibility("default"))) AOTITorchError
@@ -48,10 +48,10 @@ bool runs_kernels(const Device& device) {
 }
 
 int64_t bytes_of(const std::vector<int64_t>& sizes, ScalarType dtype) {
-  const bool wide = dtype == ScalarType::Long,
+  const bool eight = dtype == ScalarType::Long,
              narrow = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
   const bool four = dtype == ScalarType::Float || dtype == ScalarType::Int;
-  int64_t bytes = wide ? 8 : four ? 4 : narrow ? 2 : 1;  // of what operators make
+  int64_t bytes = eight ? 8 : four ? 4 : narrow ? 2 : 1;  // of what operators make
   for (const int64_t size : sizes) bytes *= size;
   return bytes;
 }
@@ -66,7 +66,7 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
 
 }  // namespace
 
-Place::Place(const char* op, const char* argument, const Tensor& first)
+Context::Context(const char* op, const char* argument, const Tensor& first)
     : op_(op), first_(argument), device_(first.device()), memory_(device_) {
   if (device_.type() == DeviceType::CPU) return;
   if (cuda() && runs_kernels(device_)) {
@@ -78,7 +78,7 @@ Place::Place(const char* op, const char* argument, const Tensor& first)
        "move it with .cpu(): " + refusal(device_));
 }
 
-void Place::check(const char* argument, const Tensor& tensor) const {
+void Context::check(const char* argument, const Tensor& tensor) const {
   const Device device = tensor.device();
   // CPU tensors are all in one memory, whatever index they carry.
   if (device.type() == device_.type() && (!cuda() || device.index() == device_.index())) return;
@@ -131,7 +131,7 @@ Tensor borrowed(void* data, const std::vector<int64_t>& sizes, const std::vector
   return Tensor(made);
 }
 
-Piece::Piece(const Device& device, int64_t bytes) {
+Allocation::Allocation(const Device& device, int64_t bytes) {
   if (device.type() == DeviceType::CPU) {
     tensor_ = empty({bytes}, ScalarType::Byte, device);
     data_ = static_cast<uint8_t*>(tensor_->mutable_data_ptr());
@@ -143,16 +143,16 @@ Piece::Piece(const Device& device, int64_t bytes) {
     fail_allocation(bytes, device);
   data_ = static_cast<uint8_t*>(data);
 }
-Piece::~Piece() {
+Allocation::~Allocation() {
   if (data_ && !tensor_) (void)aoti_torch_cuda_caching_allocator_raw_delete(data_);
 }
 
-uint8_t* Memory::take(int64_t bytes) {
+uint8_t* Arena::take(int64_t bytes) {
   if (uint8_t* const small = take_small(bytes)) return small;
   return pieces_.emplace_back(device_, bytes).data();
 }
 
-uint8_t* Memory::take_small(int64_t bytes) {
+uint8_t* Arena::take_small(int64_t bytes) {
   constexpr int64_t kShared = 1 << 19, kMost = 1 << 17, kAlign = 256;
   if (device_.type() == DeviceType::CPU || bytes > kMost) return nullptr;
   if (!base_ || used_ + bytes > kShared) {
@@ -162,7 +162,7 @@ uint8_t* Memory::take_small(int64_t bytes) {
   return base_ + std::exchange(used_, round_up(used_ + bytes, kAlign));
 }
 
-TorchStream::TorchStream(const Device& device, Memory& memory) : device_(device), memory_(memory) {
+TorchStream::TorchStream(const Device& device, Arena& memory) : device_(device), memory_(memory) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &handle_));
 }
 

@@ -24,13 +24,13 @@ using Ints = std::vector<int64_t>;  // sizes and strides
 // Memory from PyTorch's allocator. On a GPU it is not a tensor, which would cost the host twice as
 // much; it is on the current device, and may be freed before the kernels that use it have run, as
 // memory is handed on in stream order.
-class Piece {
+class Allocation {
  public:
-  Piece(const Device& device, int64_t bytes);
-  Piece(Piece&& other) noexcept
+  Allocation(const Device& device, int64_t bytes);
+  Allocation(Allocation&& other) noexcept
       : tensor_(std::move(other.tensor_)), data_(std::exchange(other.data_, nullptr)) {}
-  Piece& operator=(Piece&&) = delete;
-  ~Piece();
+  Allocation& operator=(Allocation&&) = delete;
+  ~Allocation();
   uint8_t* data() const { return data_; }
 
  private:
@@ -40,16 +40,16 @@ class Piece {
 
 // Memory of a call, until it returns. Small pieces on a GPU are parts of one: to the host of a
 // small layer an allocation is a good part of a kernel's launch.
-class Memory {
+class Arena {
  public:
-  explicit Memory(const Device& device) : device_(device) {}
+  explicit Arena(const Device& device) : device_(device) {}
   uint8_t* take(int64_t bytes);
   // Null for what is large, or lies in host memory.
   uint8_t* take_small(int64_t bytes);
 
  private:
   Device device_;
-  std::vector<Piece> pieces_;
+  std::vector<Allocation> pieces_;
   uint8_t* base_ = nullptr;  // of the last one for small parts
   int64_t used_ = 0;
 };
@@ -57,23 +57,23 @@ class Memory {
 // PyTorch's current stream of a device.
 class TorchStream final : public Stream {
  public:
-  TorchStream(const Device& device, Memory& memory);
+  TorchStream(const Device& device, Arena& memory);
   void* handle() const override { return handle_; }
   void* workspace(int64_t bytes) const override;
   void release() const { workspaces_.clear(); }
 
  private:
   Device device_;
-  Memory& memory_;
+  Arena& memory_;
   void* handle_ = nullptr;
-  mutable std::vector<Piece> workspaces_;
+  mutable std::vector<Allocation> workspaces_;
 };
 
 // The one device of a call: that of its first tensor, which this build must have a backend for, and
 // which is the current one while this lives.
-class Place {
+class Context {
  public:
-  Place(const char* op, const char* argument, const Tensor& first);
+  Context(const char* op, const char* argument, const Tensor& first);
   // Refuses a tensor that lies elsewhere.
   void check(const char* argument, const Tensor& tensor) const;
 
@@ -85,14 +85,14 @@ class Place {
     if (!stream_) stream_.emplace(device_, memory_);
     return *stream_;
   }
-  Memory& memory() const { return memory_; }
+  Arena& memory() const { return memory_; }
 
  private:
   const char* op_;
   const char* first_;
   Device device_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-  mutable Memory memory_;
+  mutable Arena memory_;
   mutable std::optional<TorchStream> stream_;
 };
 
@@ -134,7 +134,7 @@ const Executor& executor_for(int64_t elements);
 
 // call(executor) or call(stream), for operators that have an overload for each.
 template <class Call>
-void run(const Place& at, int64_t elements, const Call& call) {
+void run(const Context& at, int64_t elements, const Call& call) {
   if (!at.cuda()) return call(executor_for(elements));
   call(at.stream());
   at.stream().release();

@@ -11,6 +11,8 @@ Recipe parse_recipe(const std::string& text) {
   for (std::string word; words >> word;)
     specs.push_back(word == "none" ? Spec() : Spec(parse_spec(word)));
   require(specs.size() == 6, "linear", "recipe", text, "six specs, or none in their place");
+  for (size_t i = 0; i < specs.size(); i += 2)
+    if (specs[i] && specs[i + 1]) validate_pair("linear", *specs[i], *specs[i + 1]);
   return {specs[0], specs[1], specs[2], specs[3], specs[4], specs[5]};
 }
 
@@ -24,8 +26,8 @@ Ints with_last(const Tensor& x, int64_t last) {
   return sizes;
 }
 
-Cut cut_of(const Place& at, const char* name, const std::optional<Tensor>& amax, int64_t row,
-           int64_t column) {
+Shard shard_of(const Context& at, const char* name, const std::optional<Tensor>& amax, int64_t row,
+               int64_t column) {
   if (!amax) return {row, column};
   at.check(name, *amax);
   require(amax->scalar_type() == ScalarType::Float && amax->numel() == 2 && amax->is_contiguous(),
@@ -39,15 +41,14 @@ bool is_gathered(const Tensor& first) {
   return first.dim() > 1 && type != ScalarType::Float && type != ScalarType::BFloat16 &&
          type != ScalarType::Half;
 }
-Operand gathered(const Place& at, const char* name, std::span<const Tensor> parts, const Spec& spec,
-                 const Extent& e, bool batched) {
+Operand gathered(const Context& at, const char* name, std::span<const Tensor> parts,
+                 const Spec& spec, const Extent& e) {
   require(spec && spec->square && parts.size() == kGatheredParts, at.op(), name, parts.size(),
           "codes, scales and outer scale of a weight that the recipe quantizes in square blocks");
   require(parts[0].numel() == 0 || parts[0].const_data_ptr(), at.op(), name,
           "a weight whose memory FSDP2 has freed", "one that is gathered",
           "have FSDP2 unshard its module for the backward (set_unshard_in_backward)");
-  return operand(at, std::string(name) + ".", parts[0], parts[1], parts[2], *spec, {}, -1, e.rows,
-                 e.columns, batched ? std::optional(e.batch) : std::nullopt, {}, true);
+  return operand(at, std::string(name) + ".", parts[0], parts[1], parts[2], *spec, {}, -1, e, true);
 }
 
 }  // namespace blockscale::binding

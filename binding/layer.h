@@ -26,15 +26,15 @@ inline const char* name_of(bool grouped) { return grouped ? "grouped_linear" : "
 Ints with_last(const Tensor& x, int64_t last);
 
 // `amax`: what the outer scales of the operands along the rows and down the columns come from.
-Cut cut_of(const Place& at, const char* name, const std::optional<Tensor>& amax, int64_t row,
-           int64_t column);
+Shard shard_of(const Context& at, const char* name, const std::optional<Tensor>& amax, int64_t row,
+               int64_t column);
 
 // A weight's operand along its rows as FSDP2 gathers it: codes, scales and outer scale, each as
 // quantize_piece returns it. Codes have two dimensions, or three of [E, N, K]; what is not gathered
 // is bytes in one, or values.
 inline constexpr size_t kGatheredParts = 3;
 bool is_gathered(const Tensor& first);
-Operand gathered(const Place& at, const char* name, std::span<const Tensor> parts, const Spec& spec,
-                 const Extent& e, bool batched);
+Operand gathered(const Context& at, const char* name, std::span<const Tensor> parts,
+                 const Spec& spec, const Extent& e);
 
 }  // namespace blockscale::binding

@@ -14,9 +14,9 @@ namespace blockscale::binding {
 //
 // [y, what the backward reads]: with dx the gradient of x will be asked for, with dw that of w.
 // With dw the wgrad operand of x, with dx the dgrad operand of w, and, where that backward draws
-// random bits, a copy of offset: all in one tensor of bytes (Kept), none where there is nothing to
-// keep. High-precision operands are not returned: they are x and w themselves. Without a dtype y
-// has x's.
+// random bits, a copy of offset: all in one tensor of bytes (SavedOperands), none where there is
+// nothing to keep. High-precision operands are not returned: they are x and w themselves. Without a
+// dtype y has x's.
 //
 // With offsets x is [T, K] in groups of rows and w [E, N, K] holds a matrix for each; no bias.
 // `quantized_w`: what quantize_weight has made of w, which is not read then, nor is its dgrad

@@ -16,7 +16,7 @@ struct Needs {
 };
 
 // One of `saved`, which hooks for saved tensors may have changed: it has to be as it was.
-const Tensor& values_in(const Place& at, const Tensor& saved, const Extent& e,
+const Tensor& values_in(const Context& at, const Tensor& saved, const Extent& e,
                         bool batched = false) {
   at.check("saved", saved);
   const int64_t rank = saved.dim();
@@ -30,8 +30,8 @@ const Tensor& values_in(const Place& at, const Tensor& saved, const Extent& e,
 // What a backward finds in `saved`: one tensor with what the forward has made, then x's operand and
 // w's where they lie apart (three tensors of a w that was gathered), then the seed.
 struct Saved {
-  Saved(const Place& at, const std::vector<Tensor>& saved, const Recipe& recipe, const Needs& needs,
-        bool draws, const Extent& of_x, const Extent& of_w) {
+  Saved(const Context& at, const std::vector<Tensor>& saved, const Recipe& recipe,
+        const Needs& needs, bool draws, const Extent& of_x, const Extent& of_w) {
     std::span<const Tensor> left(saved);
     const auto take = [&](size_t count) {
       require(count <= left.size(), at.op(), "saved", saved.size(), kNeeds);
@@ -43,13 +43,13 @@ struct Saved {
     const bool w_apart = needs.dx && (!recipe.dgrad_w || needs.w_apart);
     const bool x_here = needs.dw && !x_apart, w_here = needs.dx && !w_apart;
     if (x_here || w_here || draws) {
-      std::optional<Plan> x_plan, w_plan;
+      std::optional<OperandPlan> x_plan, w_plan;
       if (x_here) x_plan.emplace(*recipe.wgrad_x, -2, of_x);
       if (w_here) w_plan.emplace(*recipe.dgrad_w, -2, of_w);
-      Kept kept(x_plan ? &*x_plan : nullptr, w_plan ? &*w_plan : nullptr, draws);
+      SavedOperands kept(x_plan ? &*x_plan : nullptr, w_plan ? &*w_plan : nullptr, draws);
       kept.read(at, "saved", take(1)[0]);
-      if (x_here) x = Side{kept.memory, -2, as_const(kept.view[0])};
-      if (w_here) w = Side{kept.memory, -2, as_const(kept.view[1])};
+      if (x_here) x = GemmOperand{kept.memory, -2, as_const(kept.view[0])};
+      if (w_here) w = GemmOperand{kept.memory, -2, as_const(kept.view[1])};
       offset = kept.offset;
       memory = kept.memory;
     }
@@ -61,7 +61,7 @@ struct Saved {
     if (draws) seed = key_of(at, "seed", take(1)[0]);
     require(left.empty(), at.op(), "saved", saved.size(), kNeeds);
   }
-  std::optional<Side> x, w;
+  std::optional<GemmOperand> x, w;
   std::optional<Tensor> x_values, w_values;  // to be quantized
   std::optional<Operand> w_rows;             // to be transposed
   const int64_t *seed = nullptr, *offset = nullptr;
@@ -71,41 +71,41 @@ struct Saved {
   static constexpr const char* kNeeds =
       "what the forward made, x, w and seed, each where it is needed";
 
-  void read_x(const Place& at, const Tensor& saved, const Spec& spec, const Extent& e) {
+  void read_x(const Context& at, const Tensor& saved, const Spec& spec, const Extent& e) {
     if (spec && saved.scalar_type() == ScalarType::Byte)
-      x = made_before(at, "saved", saved, *spec, -2, e);
+      x = saved_operand(at, "saved", saved, *spec, -2, e);
     else if (const Tensor& values = values_in(at, saved, e); spec)
       x_values = values;
     else
-      x = Side{matrix(values), -2, std::nullopt};
+      x = GemmOperand{matrix(values), -2, std::nullopt};
   }
 
-  void read_w(const Place& at, std::span<const Tensor> saved, const Recipe& recipe, const Extent& e,
-              int64_t groups) {
+  void read_w(const Context& at, std::span<const Tensor> saved, const Recipe& recipe,
+              const Extent& e, int64_t groups) {
     const Spec& spec = recipe.dgrad_w;
     const Tensor& first = saved.front();
     const bool batched = groups > 0;
     if (is_gathered(first))
-      w_rows = gathered(at, "saved", saved, spec, e, batched);
+      w_rows = gathered(at, "saved", saved, spec, e);
     else if (spec && first.scalar_type() == ScalarType::Byte)
       w = weight_of(at, "saved", first, recipe.dgrad_dy, spec, -2, e, groups);
     else if (const Tensor& values = values_in(at, first, e, batched); spec)
       w_values = values;
     else
-      w = Side{batched ? values : matrix(values), -2, std::nullopt};
+      w = GemmOperand{batched ? values : matrix(values), -2, std::nullopt};
   }
 };
 
 // In square blocks the operand along the rows has the codes and scales of that down the columns.
-Side transposed(const Place& at, const Operand& rows) {
+GemmOperand transposed(const Context& at, const Operand& rows) {
   const ConstQuantized& q = rows.view;
-  const Made made(at, q.spec, -2, {q.rows, q.columns, q.batch, {}}, Wanted::here);
+  const Destination made(at, q.spec, -2, {q.rows, q.columns, q.batch, {}}, Lifetime::call);
   run(at, rows.codes.numel(), [&](const auto& on) { transpose(q, made.view, on); });
   return {std::nullopt, -2, as_const(made.view)};
 }
 
 // The buffer that W's gradient is added to.
-void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& sizes) {
+void check_into(const Context& at, const std::optional<Tensor>& into, const Ints& sizes) {
   if (!into) return;
   at.check("accumulate_into", *into);
   const bool same =
@@ -118,12 +118,12 @@ void check_into(const Place& at, const std::optional<Tensor>& into, const Ints& 
 struct Asked {
   Needs needs;
   bool dx, dw, db;  // of the gradients that the forward was told of, those wanted now
-  std::optional<Tensor> offsets;
+  std::optional<Tensor> offsets{};
   // Without one, that of dy.
-  std::optional<ScalarType> x_dtype, w_dtype, bias_dtype;
+  std::optional<ScalarType> x_dtype{}, w_dtype{}, bias_dtype{};
   std::optional<Tensor> into{};  // w's gradient is added to it
   bool w_turned = false;         // w's gradient lies as [K, N], as w does
-  Cut cut{};
+  Shard shard{};
 };
 
 class Backward {
@@ -138,8 +138,8 @@ class Backward {
         n_(columns()),
         k_(k),
         from_(at_, saved, recipe_, asked.needs,
-              recipe_.backward_draws(asked.needs.dx, asked.needs.dw), {rows(), k, 1, groups_},
-              {n_, k, batch(), {}}),
+              recipe_.backward_draws(asked.needs.dx, asked.needs.dw), {rows(), k, {}, groups_},
+              {n_, k, groups_ ? std::optional(groups_.count) : std::nullopt, {}}),
         dys_(operands_of_dy()) {}
 
   // Those wanted, but w's where it is added to a buffer.
@@ -147,12 +147,12 @@ class Backward {
     // Before anything is added to the buffer: a call that lacks memory leaves that as it was.
     std::optional<Tensor> db;
     if (asked_.db) db = bias_gradient();
-    std::optional<Making> ws;
+    std::optional<PendingOperands> ws;
     if (asked_.dx && from_.w_values)
       ws.emplace(at_, *from_.w_values, static_cast<bool>(groups_), Groups{},
-                 Wish{Spec(), Wanted::no}, Wish{recipe_.dgrad_w, Wanted::here},
-                 Key{Role::w, nullptr, nullptr});
-    previous_ = make(at_, &dys_, ws ? &*ws : nullptr);
+                 OperandRequest{Spec(), Lifetime::none},
+                 OperandRequest{recipe_.dgrad_w, Lifetime::call}, Key{Role::w, nullptr, nullptr});
+    previous_ = quantize_operands(at_, &dys_, ws ? &*ws : nullptr);
     std::vector<Tensor> made;
     if (asked_.dx) made.push_back(input_gradient(ws));
     if (asked_.dw) {
@@ -172,19 +172,21 @@ class Backward {
   int64_t batch() const { return groups_ ? groups_.count : 1; }
   ScalarType dtype() const { return dy_.scalar_type(); }
 
-  Making operands_of_dy() const {
+  PendingOperands operands_of_dy() const {
     // Turned round, the product for dw has dy on the right.
-    const bool dx_widens = goes_wide(at_, recipe_.dgrad_dy, recipe_.dgrad_w, groups_.count);
-    const bool dw_widens = (!asked_.w_turned || asked_.into) &&
-                           goes_wide(at_, recipe_.wgrad_dy, recipe_.wgrad_x, groups_.count, rows());
+    const bool dx_widens =
+        is_quantized_widened(at_, recipe_.dgrad_dy, recipe_.dgrad_w, groups_.count);
+    const bool dw_widens =
+        (!asked_.w_turned || asked_.into) &&
+        is_quantized_widened(at_, recipe_.wgrad_dy, recipe_.wgrad_x, groups_.count, rows());
     return {at_,
             dy_,
             false,
             groups_,
-            Wish{recipe_.dgrad_dy, here_if(asked_.dx), dx_widens},
-            Wish{recipe_.wgrad_dy, here_if(asked_.dw), dw_widens},
+            OperandRequest{recipe_.dgrad_dy, for_call_if(asked_.dx), dx_widens},
+            OperandRequest{recipe_.wgrad_dy, for_call_if(asked_.dw), dw_widens},
             {Role::dy, from_.seed, from_.offset},
-            asked_.cut};
+            asked_.shard};
   }
 
   Tensor bias_gradient() const {
@@ -197,8 +199,10 @@ class Backward {
     return once ? sum : torch::stable::to(sum, type);
   }
 
-  Tensor input_gradient(const std::optional<Making>& ws) {
-    const Side w = ws ? *ws->column : from_.w_rows ? transposed(at_, *from_.w_rows) : *from_.w;
+  Tensor input_gradient(const std::optional<PendingOperands>& ws) {
+    const GemmOperand w = ws             ? *ws->column
+                          : from_.w_rows ? transposed(at_, *from_.w_rows)
+                                         : *from_.w;
     const Target to{asked_.x_dtype.value_or(dtype()), with_last(dy_, k_), std::nullopt, previous_};
     Tensor made = product(at_, *dys_.row, w, std::nullopt, dtype(), to, groups_, rows());
     // W's gradient reads nothing of it.
@@ -213,14 +217,14 @@ class Backward {
     Ints sizes{n_, k_};
     if (groups_) sizes.insert(sizes.begin(), batch());
     check_into(at_, asked_.into, sizes);
-    std::optional<Making> xs;
+    std::optional<PendingOperands> xs;
     if (from_.x_values) {
-      xs.emplace(at_, *from_.x_values, false, groups_, Wish{Spec(), Wanted::no},
-                 Wish{recipe_.wgrad_x, Wanted::here}, Key{Role::x, nullptr, nullptr});
-      previous_ = make(at_, &*xs);
+      xs.emplace(at_, *from_.x_values, false, groups_, OperandRequest{Spec(), Lifetime::none},
+                 OperandRequest{recipe_.wgrad_x, Lifetime::call}, Key{Role::x, nullptr, nullptr});
+      previous_ = quantize_operands(at_, &*xs);
     }
     Target to{asked_.w_dtype.value_or(dtype()), sizes, asked_.into, previous_};
-    const Side &dy = *dys_.column, &x = xs ? *xs->column : *from_.x;
+    const GemmOperand &dy = *dys_.column, &x = xs ? *xs->column : *from_.x;
     // Turned, it is the product the other way round; but one in square blocks the FP8 GEMM takes on
     // the right alone.
     const bool x_goes_left = !x.view || !x.view->spec.square;
@@ -234,11 +238,11 @@ class Backward {
   const Tensor& dy_;
   const Asked& asked_;
   const Recipe& recipe_;
-  const Place at_;
+  const Context at_;
   const Groups groups_;
   const int64_t n_, k_;
   const Saved from_;
-  const Making dys_;
+  const PendingOperands dys_;
   Previous previous_ = Previous::any;
 };
 
@@ -250,15 +254,15 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        std::optional<ScalarType> w_dtype,
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
                                        bool skip_dw, bool w_turned, bool x_apart, bool w_apart) {
-  Asked asked{{dx, dw, x_apart, w_apart},
-              dx && !skip_dx,
-              dw && !skip_dw,
-              db,
-              offsets,
-              x_dtype,
-              w_dtype,
-              bias_dtype};
-  asked.w_turned = w_turned;
+  const Asked asked{.needs = {dx, dw, x_apart, w_apart},
+                    .dx = dx && !skip_dx,
+                    .dw = dw && !skip_dw,
+                    .db = db,
+                    .offsets = offsets,
+                    .x_dtype = x_dtype,
+                    .w_dtype = w_dtype,
+                    .bias_dtype = bias_dtype,
+                    .w_turned = w_turned};
   return Backward(dy, saved, recipe, k, asked).gradients();
 }
 
@@ -269,11 +273,16 @@ std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> save
                                              std::optional<ScalarType> bias_dtype, bool skip_dx,
                                              bool skip_dw, Ints origin,
                                              std::optional<Tensor> amax) {
-  const Place at("linear", "dy", dy);
+  const Context at("linear", "dy", dy);
   require(origin.size() == 2, at.op(), "origin", origin.size(), "the row and column of dy");
-  Asked asked{{dx, dw},     dx && !skip_dx, dw && !skip_dw, db,
-              std::nullopt, x_dtype,        w_dtype,        bias_dtype};
-  asked.cut = cut_of(at, "amax", amax, origin[0], origin[1]);
+  const Asked asked{.needs = {dx, dw},
+                    .dx = dx && !skip_dx,
+                    .dw = dw && !skip_dw,
+                    .db = db,
+                    .x_dtype = x_dtype,
+                    .w_dtype = w_dtype,
+                    .bias_dtype = bias_dtype,
+                    .shard = shard_of(at, "amax", amax, origin[0], origin[1])};
   return Backward(dy, saved, recipe, k, asked).gradients();
 }
 
@@ -284,15 +293,15 @@ std::tuple<Tensor, Tensor> linear_backward_into_op(Tensor dy, std::vector<Tensor
                                                    std::optional<ScalarType> bias_dtype,
                                                    bool skip_dx, bool x_apart, bool w_apart) {
   const bool wants_x = dx && !skip_dx;
-  Asked asked{{dx, true, x_apart, w_apart},
-              wants_x,
-              true,
-              db,
-              offsets,
-              x_dtype,
-              ScalarType::Float,
-              bias_dtype};
-  asked.into = into;
+  const Asked asked{.needs = {dx, true, x_apart, w_apart},
+                    .dx = wants_x,
+                    .dw = true,
+                    .db = db,
+                    .offsets = offsets,
+                    .x_dtype = x_dtype,
+                    .w_dtype = ScalarType::Float,
+                    .bias_dtype = bias_dtype,
+                    .into = into};
   const std::vector<Tensor> made = Backward(dy, saved, recipe, k, asked).gradients();
   // Each an empty tensor of its own: results of an operator may not alias.
   const auto none = [&] { return empty({0}, ScalarType::Float, dy.device()); };

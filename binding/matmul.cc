@@ -58,11 +58,11 @@ ConstQuantized without_outer(const ConstQuantized& q) {
 // Memory for both, [lines, extent] and b's as a batch. Rows are at multiples of 16 bytes, which the
 // fast kernels of both sides ask for, and both are parts of one piece, which costs the host less
 // than two.
-Decoded room_for(const Place& at, const ConstQuantized& left, const ConstQuantized& right) {
+Decoded room_for(const Context& at, const ConstQuantized& left, const ConstQuantized& right) {
   const int64_t stride = std::max<int64_t>(round_up(left.columns, 8), 8);
   const int64_t first = round_up(left.rows * stride, 128);
   const int64_t bytes = 2 * (first + right.batch * right.rows * stride);
-  std::optional<Piece> memory;
+  std::optional<Allocation> memory;
   uint8_t* values = at.memory().take_small(bytes);
   if (!values) values = memory.emplace(at.device(), bytes).data();
   const auto view = [&](const ConstQuantized& q, int64_t at_element) {
@@ -71,7 +71,7 @@ Decoded room_for(const Place& at, const ConstQuantized& left, const ConstQuantiz
   };
   return {std::move(memory), view(left, 0), view(right, first)};
 }
-Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+Decoded decoded(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                 const Stream& stream) {
   const ConstQuantized left = without_outer(a), right = without_outer(b);
   gpu::check_decodable(at.op(), "a", left);
@@ -82,11 +82,11 @@ Decoded decoded(const Place& at, const ConstQuantized& a, const ConstQuantized& 
 }
 // As PyTorch's products read them: a, [lines, extent], and the transpose of b, with `batched` a
 // batch. The core's read the memory itself, as a tensor costs the host more than a microsecond.
-Tensor tensor_of(const Place& at, const Matrix& a) {
+Tensor tensor_of(const Context& at, const Matrix& a) {
   return borrowed(a.data, {a.rows, a.columns}, {a.row_stride, 1}, ScalarType::BFloat16,
                   at.device());
 }
-Tensor transpose_of(const Place& at, const Matrix& b, bool batched) {
+Tensor transpose_of(const Context& at, const Matrix& b, bool batched) {
   Ints sizes{b.columns, b.rows}, strides{1, b.row_stride};
   if (batched)
     sizes.insert(sizes.begin(), b.batch), strides.insert(strides.begin(), b.batch_stride);
@@ -99,7 +99,7 @@ void check_on_gpu(const char* op, const char* name, const QuantSpec& spec) {
          "dequantize both operands and use torch.mm, or run on the CPU");
 }
 
-void check_pair(const Place& at, const QuantSpec& a, const QuantSpec& b) {
+void check_pair(const Context& at, const QuantSpec& a, const QuantSpec& b) {
   check_on_gpu(at.op(), "a", a);
   check_on_gpu(at.op(), "b", b);
   validate_pair(at.op(), a, b);
@@ -112,20 +112,22 @@ std::string renamed(const Error& error, const std::string& op) {
 }
 
 // D in the memory of `out`: as many matrices as the groups ask for.
-Matrix result_view(const Place& at, const ConstQuantized& a, const ConstQuantized& b, Tensor& out) {
+Matrix result_view(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
+                   Tensor& out) {
   return matrices(at, out, a.shape().lines, b.shape().lines, b.groups ? b.groups.count : 1);
 }
-Matrix result_view(const Place& at, const ConstQuantized& a, const gpu::Wide& b, Tensor& out) {
+Matrix result_view(const Context& at, const ConstQuantized& a, const gpu::WidenedOperand& b,
+                   Tensor& out) {
   return result_view(at, a, b.q, out);
 }
 
-Tensor room_of(const Place& at, const Target& target) {
+Tensor room_of(const Context& at, const Target& target) {
   return target.into ? *target.into : empty(target.sizes, target.dtype, at.device());
 }
 
 // The core's GEMM, with threads or on a stream; both may be widened before.
 template <class B, class On>
-Tensor core_matmul(const Place& at, const ConstQuantized& a, const B& b,
+Tensor core_matmul(const Context& at, const ConstQuantized& a, const B& b,
                    const std::optional<Tensor>& bias, const Target& target, const On& on) {
   GemmOptions options;
   std::optional<Tensor> row;  // keeps the memory of the bias
@@ -149,7 +151,7 @@ Tensor core_matmul(const Place& at, const ConstQuantized& a, const B& b,
 
 // The sums of D in PyTorch's GEMM, with `bias` or without, rounded once to `dtype`; over groups
 // that is BF16. `given`: the operands' values, where they are there.
-Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+Tensor sums_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, const std::optional<Ends>& ends,
                    ScalarType dtype, const Decoded* given, const Stream& stream) {
   const StoredShape sa = a.shape(), sb = b.shape();
@@ -170,7 +172,7 @@ Tensor sums_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantize
 
 // What follows the sums, but for adding to D and what groups ask for. `row` keeps the memory of the
 // bias.
-gpu::Epilogue epilogue_of(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+gpu::Epilogue epilogue_of(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                           const std::optional<Tensor>& bias, std::optional<Tensor>& row) {
   gpu::Epilogue epilogue;
   if (a.spec.outer) epilogue.a_outer = a.outer;
@@ -184,7 +186,7 @@ gpu::Epilogue epilogue_of(const Place& at, const ConstQuantized& a, const ConstQ
 }
 
 // Decoded, and all of the rest in one kernel.
-Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+Tensor bf16_matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, const Target& target, const Decoded* given,
                    const Stream& stream) {
   std::optional<Decoded> made;
@@ -199,14 +201,14 @@ Tensor bf16_matmul(const Place& at, const ConstQuantized& a, const ConstQuantize
 }
 
 // Decoded, groups along the contraction axis are read as they lie in linear storage.
-void check_layouts(const Place& at, const ConstQuantized& a, const ConstQuantized& b) {
+void check_layouts(const Context& at, const ConstQuantized& a, const ConstQuantized& b) {
   for (const auto& [name, q] : {std::pair{"a", &a}, std::pair{"b", &b}})
     if (q->groups && q->axis == -2 && q->layout != StorageLayout{})
       fail(at.op(), name, to_string(q->layout) + ", groups along the contraction axis",
            "the linear layout on a GPU", "relayout it first");
 }
 
-Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                      const std::optional<Tensor>& bias, const Target& target,
                      const Decoded* given) {
   check_pair(at, a.spec, b.spec);
@@ -261,7 +263,7 @@ Tensor matmul_on_gpu(const Place& at, const ConstQuantized& a, const ConstQuanti
   return out;
 }
 
-void check_bias(const Place& at, const std::optional<Tensor>& bias, const Groups& groups,
+void check_bias(const Context& at, const std::optional<Tensor>& bias, const Groups& groups,
                 int64_t lines) {
   if (!bias) return;
   at.check("bias", *bias);
@@ -286,7 +288,7 @@ gpu::GroupEnds Ends::view(bool contraction) const {
           static_cast<const int32_t*>(wrong.const_data_ptr()), ends.numel(), contraction};
 }
 
-Ends group_ends(const Place& at, const Groups& groups, int64_t rows, int64_t unit,
+Ends group_ends(const Context& at, const Groups& groups, int64_t rows, int64_t unit,
                 const Stream& stream) {
   Ends made{empty({groups.count}, ScalarType::Int, at.device()),
             empty({1}, ScalarType::Int, at.device())};
@@ -334,7 +336,7 @@ std::string matmul_path(const std::string& op, const QuantSpec& spec, std::strin
   return path + (spec.outer ? ", then outer scales in one pass" : "");
 }
 
-std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
+std::optional<Decoded> room_for_values(const Context& at, const ConstQuantized& a,
                                        const ConstQuantized& b) {
   const auto plain = [](const ConstQuantized& q) {
     return q.spec.hadamard.dim == 0 && q.axis == -1 && !q.groups && q.batch == 1 &&
@@ -344,7 +346,7 @@ std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
   return room_for(at, without_outer(a), without_outer(b));
 }
 
-Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+Tensor matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, const Target& target, const Decoded* values) {
   const StoredShape sa = a.shape(), sb = b.shape();
   check_bias(at, bias, a.groups, sb.lines);
@@ -354,7 +356,7 @@ Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
   return core_matmul(at, a, b, bias, target, executor_for(work));
 }
 
-Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
+Tensor matmul(const Context& at, const ConstQuantized& a, const gpu::WidenedOperand& b,
               const std::optional<Tensor>& bias, const Target& target) {
   check_bias(at, bias, a.groups, b.q.shape().lines);
   return core_matmul(at, a, b, bias, target, at.stream());

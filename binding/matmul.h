@@ -11,12 +11,12 @@ namespace blockscale::binding {
 
 // Two operands as values in BF16 without their outer scales, [lines, extent].
 struct Decoded {
-  std::optional<Piece> memory;  // of large ones; small ones are the call's
+  std::optional<Allocation> memory;  // of large ones; small ones are the call's
   Matrix left, right;
 };
 // Memory for the values of operands along rows that are about to be made
 // (Quantization::row_values), where matmul would decode them before it multiplies.
-std::optional<Decoded> room_for_values(const Place& at, const ConstQuantized& a,
+std::optional<Decoded> room_for_values(const Context& at, const ConstQuantized& a,
                                        const ConstQuantized& b);
 
 // Where a product goes.
@@ -33,11 +33,11 @@ struct Target {
 // The operands' contraction axes are equally long, and their memory has been checked; they may be
 // in groups as for the core's gemm. `bias` is [lines of b], with groups [groups, lines of b],
 // float32, bfloat16 or float16. With `values` the operands have been decoded.
-Tensor matmul(const Place& at, const ConstQuantized& a, const ConstQuantized& b,
+Tensor matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
               const std::optional<Tensor>& bias, const Target& target,
               const Decoded* values = nullptr);
 // The same of two MXFP4 operands that were widened before.
-Tensor matmul(const Place& at, const ConstQuantized& a, const gpu::Wide& b,
+Tensor matmul(const Context& at, const ConstQuantized& a, const gpu::WidenedOperand& b,
               const std::optional<Tensor>& bias, const Target& target);
 // Whether the core's GEMM reads codes, those of the operands or wider ones; else both are decoded.
 bool multiplies_codes(const ConstQuantized& a, const ConstQuantized& b);
@@ -48,7 +48,7 @@ struct Ends {
   Tensor ends, wrong;
   gpu::GroupEnds view(bool contraction) const;
 };
-Ends group_ends(const Place& at, const Groups& groups, int64_t rows, int64_t unit,
+Ends group_ends(const Context& at, const Groups& groups, int64_t rows, int64_t unit,
                 const Stream& stream);
 
 // A·B by group in PyTorch's grouped GEMM: a [T, K] by rows with b [groups, K, N], or a [M, S] with

@@ -1,5 +1,7 @@
 #include "operands.h"
 
+#include "checks.h"
+
 namespace blockscale::binding {
 namespace {
 
@@ -11,7 +13,7 @@ StorageLayout storage_of(const QuantSpec& spec) {
   return layout;
 }
 
-QuantizeOptions drawn(const Place& at, const Key& key) {
+QuantizeOptions drawn(const Context& at, const Key& key) {
   require(key.seed && key.offset, at.op(), "rng", "none",
           "a seed and an offset: the recipe rounds stochastically");
   QuantizeOptions o;
@@ -29,7 +31,7 @@ void quantize_one(const Quantization& q, const Executor& on) {
 }
 
 // What an earlier call has filled, where it was made or a copy.
-Tensor read_bytes(const Place& at, const char* name, const Tensor& saved, int64_t bytes) {
+Tensor read_bytes(const Context& at, const char* name, const Tensor& saved, int64_t bytes) {
   at.check(name, saved);
   if (saved.scalar_type() != ScalarType::Byte || saved.numel() != bytes)
     fail(at.op(), name, std::to_string(saved.numel()) + " elements",
@@ -43,9 +45,9 @@ Tensor read_bytes(const Place& at, const char* name, const Tensor& saved, int64_
 
 }  // namespace
 
-Plan::Plan(const QuantSpec& spec, int axis, const Extent& e) {
+OperandPlan::OperandPlan(const QuantSpec& spec, int axis, const Extent& e) {
   q.spec = spec, q.layout = storage_of(spec), q.axis = axis;
-  q.rows = e.rows, q.columns = e.columns, q.batch = e.batch, q.groups = e.groups;
+  q.rows = e.rows, q.columns = e.columns, q.batch = e.batch.value_or(1), q.groups = e.groups;
   check_sizes("linear", "operand", q.rows, q.columns, q.batch, q.groups.count);
   const StoredShape s = q.shape();
   codes = q.batch * s.code_bytes;
@@ -53,17 +55,17 @@ Plan::Plan(const QuantSpec& spec, int axis, const Extent& e) {
   scales = q.batch * s.scale_count * scale_bytes(spec.scale);
 }
 
-Kept::Kept(const Plan* first, const Plan* second, bool offset)
+SavedOperands::SavedOperands(const OperandPlan* first, const OperandPlan* second, bool offset)
     : plans_{first, second}, has_offset_(offset) {
   constexpr int64_t kAlign = 128;
   if (first) bytes_ = first->codes;
   if (second) second_ = round_up(bytes_, kAlign), bytes_ = second_ + second->codes;
   if (offset) bytes_ += sizeof(int64_t);
-  for (const Plan* p : plans_)
+  for (const OperandPlan* p : plans_)
     if (p) bytes_ += p->outer + p->scales;
 }
 
-void Kept::allocate(const Place& at) {
+void SavedOperands::allocate(const Context& at) {
   memory = empty({bytes_}, ScalarType::Byte, at.device());
   const int64_t end = plans_[0] ? plans_[0]->codes : 0;
   if (plans_[1] && second_ != end) {
@@ -73,12 +75,12 @@ void Kept::allocate(const Place& at) {
   place();
 }
 
-void Kept::read(const Place& at, const char* name, const Tensor& saved) {
+void SavedOperands::read(const Context& at, const char* name, const Tensor& saved) {
   memory = read_bytes(at, name, saved, bytes_);
   place();
 }
 
-void Kept::place() {
+void SavedOperands::place() {
   auto* const base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
   uint8_t* next = base;
   for (int i = 0; i < 2; ++i) {
@@ -100,34 +102,35 @@ void Kept::place() {
   place_scales(1);
 }
 
-bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups) {
+bool is_stored_widened(const Context& at, const Spec& a, const Spec& weight, int64_t groups) {
   if (!at.cuda() || !a || !weight) return false;
   return gpu::widens(*a, *weight, groups);
 }
 
-bool goes_wide(const Place& at, const Spec& a, const Spec& b, int64_t groups, int64_t rows) {
-  return lies_wide(at, a, b, groups) && rows + groups * gpu::kWidened.block < gpu::kGpuLimit;
+bool is_quantized_widened(const Context& at, const Spec& a, const Spec& b, int64_t groups,
+                          int64_t rows) {
+  return is_stored_widened(at, a, b, groups) && gpu::fits_widened(rows, groups);
 }
 
-Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
-                 int axis, const Extent& e) {
-  const Plan plan(spec, axis, e);
-  Kept kept(&plan);
+GemmOperand saved_operand(const Context& at, const char* name, const Tensor& saved,
+                          const QuantSpec& spec, int axis, const Extent& e) {
+  const OperandPlan plan(spec, axis, e);
+  SavedOperands kept(&plan);
   kept.read(at, name, saved);
   return {kept.memory, axis, as_const(kept.view[0])};
 }
 
-Side weight_of(const Place& at, const char* name, const Tensor& saved, const Spec& a,
-               const Spec& weight, int axis, const Extent& e, int64_t groups) {
+GemmOperand weight_of(const Context& at, const char* name, const Tensor& saved, const Spec& a,
+                      const Spec& weight, int axis, const Extent& e, int64_t groups) {
   if (!weight) return {saved, axis, std::nullopt};
-  const Plan plan(*weight, axis, e);
-  if (saved.numel() == Kept(&plan).bytes() || !lies_wide(at, a, weight, groups))
-    return made_before(at, name, saved, *weight, axis, e);
+  const OperandPlan plan(*weight, axis, e);
+  if (saved.numel() == SavedOperands(&plan).bytes() || !is_stored_widened(at, a, weight, groups))
+    return saved_operand(at, name, saved, *weight, axis, e);
   validate_pair(at.op(), *a, *weight);
   const ConstQuantized narrow = as_const(plan.q);
-  const Tensor memory = read_bytes(at, name, saved, gpu::wide_bytes(narrow));
+  const Tensor memory = read_bytes(at, name, saved, gpu::widened_bytes(narrow));
   auto* const base = static_cast<uint8_t*>(const_cast<void*>(memory.const_data_ptr()));
-  return {memory, axis, std::nullopt, gpu::wide_in(narrow, base)};
+  return {memory, axis, std::nullopt, gpu::widened_in(narrow, base)};
 }
 
 int64_t rows_of(const Tensor& x) {
@@ -141,61 +144,67 @@ Tensor matrix(const Tensor& x) {
   return x.is_contiguous() ? with_shape(x, sizes) : torch::stable::reshape(x, sizes);
 }
 
-Made::Made(const Place& at, const QuantSpec& stored, int axis, const Extent& e, Wanted wanted)
+Destination::Destination(const Context& at, const QuantSpec& stored, int axis, const Extent& e,
+                         Lifetime lifetime)
     : plan(stored, axis, e), view(plan.q) {
-  if (wanted == Wanted::outside) return;
+  if (lifetime == Lifetime::saved) return;
   uint8_t* const base = at.memory().take(plan.codes + plan.outer + plan.scales);
   view.codes = base;
   view.outer = reinterpret_cast<float*>(base + plan.codes);
   view.scales = base + plan.codes + plan.outer;
 }
 
-Making::Making(const Place& at, const Tensor& x, bool batched, const Groups& groups,
-               const Wish& row_wish, const Wish& column_wish, const Key& key, const Cut& cut)
+PendingOperands::PendingOperands(const Context& at, const Tensor& x, bool batched,
+                                 const Groups& groups, const OperandRequest& row_request,
+                                 const OperandRequest& column_request, const Key& key,
+                                 const Shard& shard)
     : in(input(at, x.dim() == 1 ? matrix(x) : x, -1, batched)) {
   const Extent extent{in.view.rows, in.view.columns, in.view.batch, groups};
-  const auto prepare = [&](const Wish& wish, int axis, const float* amax, std::optional<Made>& made,
-                           QuantizeOptions& o, std::optional<Side>& side) {
-    const Spec& spec = wish.spec;
-    if (wish.wanted == Wanted::no) return;
+  const auto prepare = [&](const OperandRequest& request, int axis, const float* amax,
+                           std::optional<Destination>& made, QuantizeOptions& o,
+                           std::optional<GemmOperand>& side) {
+    const Spec& spec = request.spec;
+    if (request.lifetime == Lifetime::none) return;
     if (!spec) {
-      side = Side{batched ? x : matrix(x), axis, std::nullopt};
+      side = GemmOperand{batched ? x : matrix(x), axis, std::nullopt};
       return;
     }
-    made.emplace(at, wish.widens ? gpu::kWidened : *spec, axis, extent, wish.wanted);
+    made.emplace(at, request.widens ? gpu::kWidened : *spec, axis, extent, request.lifetime);
     if (spec->stochastic()) o = drawn(at, key);
-    if (wish.widens) o.widened = spec;
-    o.origin_row = cut.row, o.origin_column = cut.column;
+    if (request.widens) o.widened = spec;
+    o.origin_row = shard.row, o.origin_column = shard.column;
     if (spec->outer) o.amax = amax;
-    if (wish.wanted == Wanted::here) side = Side{std::nullopt, axis, as_const(made->view)};
+    if (request.lifetime == Lifetime::call)
+      side = GemmOperand{std::nullopt, axis, as_const(made->view)};
   };
-  prepare(row_wish, -1, cut.row_amax, made_row, row_options, row);
-  prepare(column_wish, -2, cut.column_amax, made_column, column_options, column);
+  prepare(row_request, -1, shard.row_amax, made_row, row_options, row);
+  prepare(column_request, -2, shard.column_amax, made_column, column_options, column);
 }
 
-Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second,
-              bool offset) {
-  std::optional<Made>* const made[] = {first, second};
+SavedOperands allocate_saved(const Context& at, std::optional<Destination>* first,
+                             std::optional<Destination>* second, bool offset) {
+  std::optional<Destination>* const made[] = {first, second};
   const auto plan = [&](int i) { return made[i] && *made[i] ? &(*made[i])->plan : nullptr; };
-  Kept kept(plan(0), plan(1), offset);
+  SavedOperands kept(plan(0), plan(1), offset);
   kept.allocate(at);
   for (int i = 0; i < 2; ++i)
     if (plan(i)) (*made[i])->view = kept.view[i];
   return kept;
 }
 
-Previous make(const Place& at, const Making* first, const Making* second, const WordCopy& word) {
-  const auto of = [](const Making* m) { return m ? m->quantization() : Quantization{}; };
+Previous quantize_operands(const Context& at, const PendingOperands* first,
+                           const PendingOperands* second, const WordCopy& word) {
+  const auto of = [](const PendingOperands* m) { return m ? m->quantization() : Quantization{}; };
   if (at.cuda()) {
     quantize_two(of(first), of(second), at.stream(), word);
     at.stream().release();
-    const auto launched = [](const Making* m) {
+    const auto launched = [](const PendingOperands* m) {
       return m && (m->made_row || m->made_column) && m->in.tensor.numel() > 0;
     };
     return launched(first) || launched(second) ? Previous::operands : Previous::any;
   }
   if (word.to) *word.to = *word.from;
-  for (const Making* m : {first, second})
+  for (const PendingOperands* m : {first, second})
     if (m) quantize_one(m->quantization(), executor_for(m->in.tensor.numel()));
   return Previous::any;
 }

@@ -11,25 +11,18 @@ namespace blockscale::binding {
 
 using Spec = std::optional<QuantSpec>;  // none: high precision
 
-// The matrices of a tensor: one, a batch, or groups of the rows of one.
-struct Extent {
-  int64_t rows, columns;
-  int64_t batch = 1;
-  Groups groups{};
-};
-
 // One operand of a GEMM, quantized or a high-precision matrix, which runs along the contraction
 // axis or, with axis -2, down it.
-struct Side {
+struct GemmOperand {
   std::optional<Tensor> memory;  // what was handed in: the matrix, or what the others lie in
   int axis;
   std::optional<ConstQuantized> view;
-  std::optional<gpu::Wide> wide{};  // in the place of `view`: see lies_wide()
+  std::optional<gpu::WidenedOperand> widened{};  // in the place of `view`: see is_stored_widened()
 };
 
 // A quantized operand without memory, and how many bytes its parts take.
-struct Plan {
-  Plan(const QuantSpec& spec, int axis, const Extent& e);
+struct OperandPlan {
+  OperandPlan(const QuantSpec& spec, int axis, const Extent& e);
 
   Quantized q;
   int64_t codes, outer, scales;
@@ -39,13 +32,13 @@ struct Plan {
 // bits, outer scales, block scales. Codes come in whole blocks of 8 bytes or more, so that what
 // follows them is aligned; those of the second operand start where kernels read fast, and what may
 // lie before them is 0.
-class Kept {
+class SavedOperands {
  public:
-  Kept(const Plan* first, const Plan* second = nullptr, bool offset = false);
+  SavedOperands(const OperandPlan* first, const OperandPlan* second = nullptr, bool offset = false);
   int64_t bytes() const { return bytes_; }
-  void allocate(const Place& at);
+  void allocate(const Context& at);
   // As an earlier call has filled it.
-  void read(const Place& at, const char* name, const Tensor& saved);
+  void read(const Context& at, const char* name, const Tensor& saved);
 
   Tensor memory;
   Quantized view[2];
@@ -54,7 +47,7 @@ class Kept {
  private:
   void place();
 
-  const Plan* plans_[2];
+  const OperandPlan* plans_[2];
   bool has_offset_;
   int64_t second_ = 0, bytes_ = 0;  // where the codes of the second begin; all
 };
@@ -62,17 +55,19 @@ class Kept {
 // Whether a weight made ahead lies as the GEMM of the current GPU reads it, for products with
 // operands of spec `a` whose rows are in `groups` groups (0: none): one in MXFP4 is widened then,
 // once for all calls.
-bool lies_wide(const Place& at, const Spec& a, const Spec& weight, int64_t groups);
+bool is_stored_widened(const Context& at, const Spec& a, const Spec& weight, int64_t groups);
 // Whether the left operand of a product, on whose right is one of spec `b`, is made in that form
 // too: by the quantizer itself, where a kernel is compiled for it. `groups` divide its rows or,
 // where `rows` is given, a contraction axis of that length.
-bool goes_wide(const Place& at, const Spec& a, const Spec& b, int64_t groups, int64_t rows = 0);
+bool is_quantized_widened(const Context& at, const Spec& a, const Spec& b, int64_t groups,
+                          int64_t rows = 0);
 // An operand that an earlier call has made alone.
-Side made_before(const Place& at, const char* name, const Tensor& saved, const QuantSpec& spec,
-                 int axis, const Extent& e);
-// The same of a weight, which may lie wide; without a spec `saved` itself, which has been checked.
-Side weight_of(const Place& at, const char* name, const Tensor& saved, const Spec& a,
-               const Spec& weight, int axis, const Extent& e, int64_t groups);
+GemmOperand saved_operand(const Context& at, const char* name, const Tensor& saved,
+                          const QuantSpec& spec, int axis, const Extent& e);
+// The same of a weight, which may lie widened; without a spec `saved` itself, which has been
+// checked.
+GemmOperand weight_of(const Context& at, const char* name, const Tensor& saved, const Spec& a,
+                      const Spec& weight, int axis, const Extent& e, int64_t groups);
 
 // x [..., K] as one matrix.
 int64_t rows_of(const Tensor& x);
@@ -80,20 +75,20 @@ Tensor matrix(const Tensor& x);
 
 // Whether an operand is made, and whether it is read by this call alone or handed out: then it
 // waits for memory from outside.
-enum class Wanted { no, here, outside };
-inline Wanted here_if(bool wanted) { return wanted ? Wanted::here : Wanted::no; }
-inline Wanted outside_if(bool wanted) { return wanted ? Wanted::outside : Wanted::no; }
+enum class Lifetime { none, call, saved };
+inline Lifetime for_call_if(bool wanted) { return wanted ? Lifetime::call : Lifetime::none; }
+inline Lifetime saved_if(bool wanted) { return wanted ? Lifetime::saved : Lifetime::none; }
 // How an operand is to be made.
-struct Wish {
+struct OperandRequest {
   const Spec& spec;
-  Wanted wanted;
-  bool widens = false;  // see goes_wide()
+  Lifetime lifetime;
+  bool widens = false;  // see is_quantized_widened()
 };
 
 // Where a piece of a larger matrix starts in it, and, for specs with an outer scale, the largest
 // |x| of the whole one, as its operands along the rows and down the columns see it; null: the piece
 // is the whole.
-struct Cut {
+struct Shard {
   int64_t row = 0, column = 0;
   const float *row_amax = nullptr, *column_amax = nullptr;
 };
@@ -107,23 +102,25 @@ struct Key {
 };
 
 // Where a quantizer writes.
-struct Made {
-  Made(const Place& at, const QuantSpec& stored, int axis, const Extent& e, Wanted wanted);
+struct Destination {
+  Destination(const Context& at, const QuantSpec& stored, int axis, const Extent& e,
+              Lifetime lifetime);
 
-  Plan plan;
+  OperandPlan plan;
   Quantized view;
 };
 
 // The operands of x along its rows and down its columns; one that is not wanted is left out, and
-// one for outside has no side here.
+// one that outlives the call is in `made_row` or `made_column` alone.
 struct Operands {
-  std::optional<Side> row, column;
+  std::optional<GemmOperand> row, column;
 };
-// The same with all that make() needs to make them. x is one matrix, with `batched` [E, R, C], or
-// in groups.
-struct Making : Operands {
-  Making(const Place& at, const Tensor& x, bool batched, const Groups& groups, const Wish& row_wish,
-         const Wish& column_wish, const Key& key, const Cut& cut = {});
+// The same with all that quantize_operands() needs to make them. x is one matrix, with `batched`
+// [E, R, C], or in groups.
+struct PendingOperands : Operands {
+  PendingOperands(const Context& at, const Tensor& x, bool batched, const Groups& groups,
+                  const OperandRequest& row_request, const OperandRequest& column_request,
+                  const Key& key, const Shard& shard = {});
   Quantization quantization() const {
     return {in.view,
             made_row ? &made_row->view : nullptr,
@@ -134,17 +131,17 @@ struct Making : Operands {
   }
 
   Input in;
-  std::optional<Made> made_row, made_column;
+  std::optional<Destination> made_row, made_column;
   QuantizeOptions row_options, column_options;
   Matrix row_values{};  // of Quantization
 };
 // Makes the operands of one tensor, in one pass where both are quantized, or of two (either may be
 // null). Returns what a product launched next may promise.
-Previous make(const Place& at, const Making* first, const Making* second = nullptr,
-              const WordCopy& word = {});
+Previous quantize_operands(const Context& at, const PendingOperands* first,
+                           const PendingOperands* second = nullptr, const WordCopy& word = {});
 
 // Allocates one tensor for the operands that outlive the call, and for the offset.
-Kept hand_out(const Place& at, std::optional<Made>* first, std::optional<Made>* second = nullptr,
-              bool offset = false);
+SavedOperands allocate_saved(const Context& at, std::optional<Destination>* first,
+                             std::optional<Destination>* second = nullptr, bool offset = false);
 
 }  // namespace blockscale::binding

@@ -5,17 +5,21 @@
 #include "gpu/gpu.h"
 #include "linear.h"
 #include "matmul.h"
-#include "told.h"
+#include "torch_errors.h"
 
 namespace blockscale::binding {
 namespace {
 
-using Ints = std::vector<int64_t>;
 using OptionalTensor = std::optional<Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
-std::optional<int64_t> batch_of(const Input& in, int64_t batch_dims) {
-  return batch_dims ? std::optional<int64_t>(in.view.batch) : std::nullopt;
+// That of an input, whose rows offsets may cut.
+Extent extent_of_input(const Context& at, const Input& in, int64_t batch_dims,
+                       const OptionalTensor& offsets) {
+  Extent e{in.view.rows, in.view.columns};
+  if (batch_dims) e.batch = in.view.batch;
+  e.groups = groups_of(at, offsets, e.batch, e.rows);
+  return e;
 }
 
 Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor amax,
@@ -26,11 +30,9 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
   const QuantSpec& spec = spec_of(spec_text);
   const StorageLayout& layout = layout_of(layout_text);
   validate(spec, layout);
-  const Place at(kOp, "x", x);
+  const Context at(kOp, "x", x);
   const Input in = input(at, x, axis, batch_dims);
-  const auto batch = batch_of(in, batch_dims);
-  Output out = allocate(at, spec, layout, axis, in.view.rows, in.view.columns, batch,
-                        groups_of(at, offsets, batch, in.view.rows));
+  Output out = allocate(at, spec, layout, axis, extent_of_input(at, in, batch_dims, offsets));
   const Options o = options(at, spec, "amax", amax, seed, offset, origin, out.view.matrices());
   run(at, x.numel(), [&](const auto& on) { quantize(in.view, out.view, o.options, on); });
   return {out.codes, out.scales, out.outer};
@@ -38,7 +40,7 @@ Triple quantize_op(Tensor x, Text spec_text, int64_t axis_value, OptionalTensor 
 
 // An input whose values are those that it would have in `dtype`: FP32 is rounded to BF16 where it
 // is read.
-Input input_as(const Place& at, const Tensor& x, int axis, int64_t batch_dims, ScalarType dtype) {
+Input input_as(const Context& at, const Tensor& x, int axis, int64_t batch_dims, ScalarType dtype) {
   const bool rounds = x.scalar_type() == ScalarType::Float && dtype == ScalarType::BFloat16;
   const bool same = rounds || x.scalar_type() == dtype;
   Input in = input(at, same ? x : torch::stable::to(x, dtype), axis, batch_dims);
@@ -51,10 +53,9 @@ Input input_as(const Place& at, const Tensor& x, int axis, int64_t batch_dims, S
 Triple quantize_piece_op(Tensor x, ScalarType dtype, Text spec_text, OptionalTensor amax,
                          int64_t batch_dims) {
   const QuantSpec& spec = spec_of(spec_text);
-  const Place at("quantize", "x", x);
+  const Context at("quantize", "x", x);
   const Input in = input_as(at, x, -1, batch_dims, dtype);
-  Output out =
-      allocate(at, spec, {}, -1, in.view.rows, in.view.columns, batch_of(in, batch_dims), {}, true);
+  Output out = allocate(at, spec, {}, -1, extent_of_input(at, in, batch_dims, {}), true);
   const Options o = options(at, spec, "amax", amax, {}, {}, {}, out.view.matrices());
   run(at, x.numel(), [&](const auto& on) { quantize(in.view, out.view, o.options, on); });
   return {out.codes, out.scales, out.outer};
@@ -71,13 +72,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_dual_op(
   const StorageLayout& column_layout = layout_of(column_layout_text);
   validate(row_spec, row_layout);
   validate(column_spec, column_layout);
-  const Place at(kOp, "x", x);
+  const Context at(kOp, "x", x);
   const Input in = input(at, x, -2, batch_dims);
-  const int64_t rows = in.view.rows, columns = in.view.columns;
-  const auto batch = batch_of(in, batch_dims);
-  const Groups groups = groups_of(at, offsets, batch, rows);
-  Output row = allocate(at, row_spec, row_layout, -1, rows, columns, batch, groups);
-  Output column = allocate(at, column_spec, column_layout, -2, rows, columns, batch, groups);
+  const Extent extent = extent_of_input(at, in, batch_dims, offsets);
+  Output row = allocate(at, row_spec, row_layout, -1, extent);
+  Output column = allocate(at, column_spec, column_layout, -2, extent);
   const int64_t matrices = row.view.matrices();
   const Options row_o = options(at, row_spec, "row_amax", row_amax, seed, offset, origin, matrices);
   const Options column_o =
@@ -93,9 +92,9 @@ Tensor amax_op(Tensor x, Text spec_text, int64_t axis_value, int64_t batch_dims,
   constexpr const char* kOp = "amax";
   const int axis = checked_axis(kOp, axis_value);
   const QuantSpec& spec = spec_of(spec_text);
-  const Place at(kOp, "x", x);
+  const Context at(kOp, "x", x);
   const Input in = input_as(at, x, axis, batch_dims, dtype.value_or(x.scalar_type()));
-  const Groups groups = groups_of(at, offsets, batch_of(in, batch_dims), in.view.rows);
+  const Groups groups = extent_of_input(at, in, batch_dims, offsets).groups;
   const Ints sizes = groups ? Ints{groups.count} : batch_dims ? Ints{in.view.batch} : Ints{};
   Tensor out = empty(sizes, ScalarType::Float, at.device());
   float* const found = static_cast<float*>(out.mutable_data_ptr());
@@ -107,11 +106,11 @@ Tensor dequantize_op(Tensor codes, Tensor scales, Tensor outer, Text spec_text, 
                      Ints shape, Text layout_text, ScalarType dtype, OptionalTensor offsets) {
   constexpr const char* kOp = "dequantize";
   const int axis = checked_axis(kOp, axis_value);
-  const Extents e = extents(kOp, shape);
-  const Place at(kOp, "codes", codes);
+  Extent e = extent_of(kOp, shape);
+  const Context at(kOp, "codes", codes);
+  e.groups = groups_of(at, offsets, e.batch, e.rows);
   const Operand q =
-      operand(at, "", codes, scales, outer, spec_of(spec_text), layout_of(layout_text), axis,
-              e.rows, e.columns, e.batch, groups_of(at, offsets, e.batch, e.rows));
+      operand(at, "", codes, scales, outer, spec_of(spec_text), layout_of(layout_text), axis, e);
   Tensor out = empty(shape, dtype, at.device());
   const Matrix view = matrices(at, out, e.rows, e.columns, e.batch.value_or(1));
   run(at, out.numel(), [&](const auto& on) { dequantize(q.view, view, on); });
@@ -128,13 +127,12 @@ std::tuple<Tensor, Tensor> relayout_op(Tensor codes, Tensor scales, Text spec_te
   validate(spec, to);
   // Only codes and scales change their place: the outer scale is left out of the spec.
   spec.outer = false;
-  const Extents e = extents(kOp, shape);
-  const Place at(kOp, "codes", codes);
+  Extent e = extent_of(kOp, shape);
+  const Context at(kOp, "codes", codes);
   const Tensor none = empty({0}, ScalarType::Float, at.device());
-  const Groups groups = groups_of(at, offsets, e.batch, e.rows);
-  const Operand from = operand(at, "", codes, scales, none, spec, layout_of(from_text), axis,
-                               e.rows, e.columns, e.batch, groups);
-  Output out = allocate(at, spec, to, axis, e.rows, e.columns, e.batch, groups);
+  e.groups = groups_of(at, offsets, e.batch, e.rows);
+  const Operand from = operand(at, "", codes, scales, none, spec, layout_of(from_text), axis, e);
+  Output out = allocate(at, spec, to, axis, e);
   run(at, codes.numel(), [&](const auto& on) { relayout(from.view, out.view, on); });
   return {out.codes, out.scales};
 }
@@ -148,7 +146,7 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
     require(extent >= 0, op, "a_rows, b_rows, k", extent, "0 or more");
   require(out_dtype == ScalarType::Float || out_dtype == ScalarType::BFloat16, op, "out_dtype",
           dtype_text(out_dtype), "float32 or bfloat16", "convert the result with .to()");
-  const Place at(op, "a_codes", a_codes);
+  const Context at(op, "a_codes", a_codes);
   // Without groups, stored operands look the same along either axis: lines of codes along the
   // contraction axis. Groups divide rows of what was quantized: those of a, or the contraction
   // axis.
@@ -159,7 +157,7 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
                         const Tensor& outer, const Text& spec, const Text& layout, int64_t lines,
                         std::optional<int64_t> batch, const Groups& in) {
     return operand(at, prefix, codes, scales, outer, spec_of(spec), layout_of(layout),
-                   along ? -2 : -1, along ? k : lines, along ? lines : k, batch, in);
+                   along ? -2 : -1, {along ? k : lines, along ? lines : k, batch, in});
   };
   const auto batch = groups && !along ? std::optional(groups.count) : std::nullopt;
   const Operand a =
@@ -174,7 +172,7 @@ Tensor matmul_op(Tensor a_codes, Tensor a_scales, Tensor a_outer, Text a_spec, T
 // Sets the offset of the forward that begins, and that of the next one if this one counts; returns
 // a copy of the first. PyTorch's operators would be three launches.
 Tensor begin_forward_op(Tensor offset, Tensor upcoming, bool counts) {
-  const Place at("begin_forward", "offset", offset);
+  const Context at("begin_forward", "offset", offset);
   key_of(at, "offset", offset), key_of(at, "upcoming", upcoming);
   auto* const here = static_cast<int64_t*>(offset.mutable_data_ptr());
   auto* const next = static_cast<int64_t*>(upcoming.mutable_data_ptr());
@@ -256,20 +254,20 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
   using namespace blockscale::binding;
-  m.impl("quantize", TORCH_BOX(&Told<&quantize_op>::call));
-  m.impl("quantize_dual", TORCH_BOX(&Told<&quantize_dual_op>::call));
-  m.impl("quantize_piece", TORCH_BOX(&Told<&quantize_piece_op>::call));
-  m.impl("amax", TORCH_BOX(&Told<&amax_op>::call));
-  m.impl("dequantize", TORCH_BOX(&Told<&dequantize_op>::call));
-  m.impl("relayout", TORCH_BOX(&Told<&relayout_op>::call));
-  m.impl("matmul", TORCH_BOX(&Told<&matmul_op>::call));
-  m.impl("linear", TORCH_BOX(&Told<&linear_op>::call));
-  m.impl("linear_exported", TORCH_BOX(&Told<&linear_op>::call));
-  m.impl("linear_piece", TORCH_BOX(&Told<&linear_piece_op>::call));
-  m.impl("linear_piece_backward", TORCH_BOX(&Told<&linear_piece_backward_op>::call));
-  m.impl("quantize_weight", TORCH_BOX(&Told<&quantize_weight_op>::call));
-  m.impl("quantize_input", TORCH_BOX(&Told<&quantize_input_op>::call));
-  m.impl("linear_backward", TORCH_BOX(&Told<&linear_backward_op>::call));
-  m.impl("linear_backward_into", TORCH_BOX(&Told<&linear_backward_into_op>::call));
-  m.impl("begin_forward", TORCH_BOX(&Told<&begin_forward_op>::call));
+  m.impl("quantize", TORCH_BOX(&WithTorchErrors<&quantize_op>::call));
+  m.impl("quantize_dual", TORCH_BOX(&WithTorchErrors<&quantize_dual_op>::call));
+  m.impl("quantize_piece", TORCH_BOX(&WithTorchErrors<&quantize_piece_op>::call));
+  m.impl("amax", TORCH_BOX(&WithTorchErrors<&amax_op>::call));
+  m.impl("dequantize", TORCH_BOX(&WithTorchErrors<&dequantize_op>::call));
+  m.impl("relayout", TORCH_BOX(&WithTorchErrors<&relayout_op>::call));
+  m.impl("matmul", TORCH_BOX(&WithTorchErrors<&matmul_op>::call));
+  m.impl("linear", TORCH_BOX(&WithTorchErrors<&linear_op>::call));
+  m.impl("linear_exported", TORCH_BOX(&WithTorchErrors<&linear_op>::call));
+  m.impl("linear_piece", TORCH_BOX(&WithTorchErrors<&linear_piece_op>::call));
+  m.impl("linear_piece_backward", TORCH_BOX(&WithTorchErrors<&linear_piece_backward_op>::call));
+  m.impl("quantize_weight", TORCH_BOX(&WithTorchErrors<&quantize_weight_op>::call));
+  m.impl("quantize_input", TORCH_BOX(&WithTorchErrors<&quantize_input_op>::call));
+  m.impl("linear_backward", TORCH_BOX(&WithTorchErrors<&linear_backward_op>::call));
+  m.impl("linear_backward_into", TORCH_BOX(&WithTorchErrors<&linear_backward_into_op>::call));
+  m.impl("begin_forward", TORCH_BOX(&WithTorchErrors<&begin_forward_op>::call));
 }

@@ -6,7 +6,7 @@ namespace blockscale::binding {
 namespace {
 
 // The values of an operand in a dtype: [lines, k], with `batched` [E, lines, k].
-Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype) {
+Tensor values(const Context& at, const GemmOperand& side, bool batched, ScalarType dtype) {
   const auto turned = [&](const Tensor& t, int axis) {
     return axis == -1 ? t : torch::stable::transpose(t, -2, -1);
   };
@@ -26,7 +26,7 @@ Tensor values(const Place& at, const Side& side, bool batched, ScalarType dtype)
 
 // BF16 as PyTorch's grouped GEMM takes it: rows at multiples of 16 bytes, or columns. With `along`,
 // columns: groups along the contraction axis then start there too.
-Tensor aligned(const Place& at, const Tensor& t, bool along) {
+Tensor aligned(const Context& at, const Tensor& t, bool along) {
   const int64_t rank = t.dim();
   const bool turned = along || t.stride(rank - 1) != 1;
   const Tensor x = turned ? torch::stable::transpose(t, -2, -1) : t;
@@ -47,7 +47,7 @@ Tensor aligned(const Place& at, const Tensor& t, bool along) {
 }
 
 // A·Bᵀ by group in BF16 on a GPU: PyTorch's grouped GEMM, and what it leaves undefined.
-Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
+Tensor grouped_on_gpu(const Context& at, const Tensor& a, const Tensor& b, const Groups& groups,
                       int64_t rows, bool along, ScalarType out_dtype, const Ints& sizes) {
   if (a.scalar_type() != ScalarType::BFloat16)
     fail(at.op(), "dtype", dtype_text(a.scalar_type()),
@@ -76,7 +76,7 @@ Tensor grouped_on_gpu(const Place& at, const Tensor& a, const Tensor& b, const G
   return out;
 }
 
-Tensor grouped_on_cpu(const Place& at, const Tensor& a, const Tensor& b, const Groups& groups,
+Tensor grouped_on_cpu(const Context& at, const Tensor& a, const Tensor& b, const Groups& groups,
                       bool along, ScalarType out_dtype, const Ints& sizes) {
   Tensor out = empty(sizes, out_dtype, at.device());
   torch::stable::zero_(out);
@@ -100,16 +100,16 @@ bool is_widened(const ConstQuantized& a, const ConstQuantized& b) {
 
 }  // namespace
 
-bool multiplies_codes(const Side& a, const Side& b) {
-  return a.view && (b.wide || (b.view && multiplies_codes(*a.view, *b.view)));
+bool multiplies_codes(const GemmOperand& a, const GemmOperand& b) {
+  return a.view && (b.widened || (b.view && multiplies_codes(*a.view, *b.view)));
 }
 
-Tensor product(const Place& at, const Side& a, const Side& b, const std::optional<Tensor>& bias,
-               ScalarType compute, const Target& target, const Groups& groups, int64_t rows,
-               const Decoded* decoded) {
-  if (a.view && b.wide) return matmul(at, *a.view, *b.wide, bias, target);
+Tensor product(const Context& at, const GemmOperand& a, const GemmOperand& b,
+               const std::optional<Tensor>& bias, ScalarType compute, const Target& target,
+               const Groups& groups, int64_t rows, const Decoded* decoded) {
+  if (a.view && b.widened) return matmul(at, *a.view, *b.widened, bias, target);
   if (a.view && b.view && is_widened(*a.view, *b.view)) {
-    const gpu::Wide right = gpu::widen_b(*b.view, at.stream());
+    const gpu::WidenedOperand right = gpu::widen_right(*b.view, at.stream());
     Target behind = target;
     // The kernel before is the one that widens, if there is anything to.
     const StoredShape s = b.view->shape();

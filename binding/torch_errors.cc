@@ -1,4 +1,4 @@
-#include "told.h"
+#include "torch_errors.h"
 
 #include <cstdio>
 #include <string>
@@ -40,7 +40,7 @@ void fail_allocation(int64_t bytes, const Device& device) {
                            " on cuda:" + std::to_string(device.index()) + kPrinted);
 }
 
-void tell(const std::runtime_error& failure) {
+void rethrow_as_torch(const std::runtime_error& failure) {
   const std::string text = failure.what();
   const size_t call = text.find(" API call failed");
   if (call == std::string::npos) throw;

@@ -13,18 +13,18 @@ namespace blockscale::binding {
 
 // Throws the message of a failed call into PyTorch, if `failure` is one, else rethrows it. Called
 // from a handler.
-[[noreturn]] void tell(const std::runtime_error& failure);
+[[noreturn]] void rethrow_as_torch(const std::runtime_error& failure);
 
 // An operator whose failures in PyTorch carry PyTorch's message.
 template <auto kOp>
-struct Told;
+struct WithTorchErrors;
 template <class Result, class... Arguments, Result (*kOp)(Arguments...)>
-struct Told<kOp> {
+struct WithTorchErrors<kOp> {
   static Result call(Arguments... arguments) {
     try {
       return kOp(std::move(arguments)...);
     } catch (const std::runtime_error& failure) {
-      tell(failure);
+      rethrow_as_torch(failure);
     }
   }
 };
