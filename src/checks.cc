@@ -139,6 +139,8 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
   check_counts(op, name, q, s);
   if (reinterpret_cast<uintptr_t>(q.codes) % 16 != 0)
     fail(op, name, "codes off a multiple of 16 bytes", "codes at a multiple of 16 on a GPU");
+  if (q.spec.scale == Format::fp32 && reinterpret_cast<uintptr_t>(q.scales) % sizeof(float) != 0)
+    fail(op, name, "scales off a multiple of 4 bytes", "FP32 scales at a multiple of 4 on a GPU");
 }
 
 void check_amax(const char* op, const Quantized& out, const QuantizeOptions& options,
@@ -192,6 +194,24 @@ void check_widened(const char* op, const Quantized& out, const QuantSpec& spec, 
 
 }  // namespace
 
+void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
+                 int64_t groups) {
+  // The most that a layout, a transform and a block add to an extent; bytes of a scale or code.
+  constexpr int64_t kPadding = 4096, kBytes = 4, kLimit = int64_t{1} << 62;
+  const auto times = [](int64_t a, int64_t b) {
+    int64_t product = 0;
+    return __builtin_mul_overflow(a, b, &product) || product > kLimit ? kLimit : product;
+  };
+  const auto plus = [&](int64_t a, int64_t b) { return a > kLimit - b ? kLimit : a + b; };
+  // Each group may have its own padding.
+  const int64_t padded_rows = plus(rows, times(plus(groups, 1), kPadding));
+  const int64_t matrix = times(padded_rows, plus(columns, kPadding));
+  if (times(times(matrix, std::max<int64_t>(batch, 1)), kBytes) < kLimit) return;
+  fail(op, name,
+       extents(rows, columns, batch) + (groups ? " in " + std::to_string(groups) + " groups" : ""),
+       "extents whose product, padded, is below 2^60", "quantize parts of it");
+}
+
 void check_quantize(const char* op, const ConstMatrix& x, const Quantized& out,
                     const QuantizeOptions& options, Memory memory) {
   check_matrix(op, "x", x, memory);
@@ -218,7 +238,7 @@ std::string describe(const ConstQuantized& q) {
 }
 
 void check_same_groups(const char* op, const Groups& a, const Groups& b) {
-  if (a.offsets != b.offsets || a.count != b.count || a.wide != b.wide)
+  if (a.offsets != b.offsets || a.count != b.count || a.int64_offsets != b.int64_offsets)
     fail(op, "offsets", "two different ones", "the same groups on both sides");
 }
 
@@ -309,6 +329,30 @@ void check_gemm_groups(const ConstQuantized& a, const ConstQuantized& b, const M
   check_batch("d.batch", d.batch, along ? count : 1);
 }
 
+void check_host_gemm(const GemmOptions& options) {
+  if (options.device_alpha) fail("gemm", "device_alpha", "given", "none: a is in host memory");
+  if (options.bias && options.bias_dtype != DType::f32)
+    fail("gemm", "bias_dtype", "another dtype", "float32 in host memory");
+}
+
+void check_device_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
+                       const GemmOptions& options) {
+  for (const auto& [name, q] : {std::pair{"a", &a}, std::pair{"b", &b}}) {
+    if (const std::string needs = gemm_needs(q->spec, "cuda"); !needs.empty())
+      fail("gemm", name, to_string(q->spec) + " on cuda", needs,
+           "dequantize both operands and multiply them");
+    if (q->layout.codes != Layout::linear && !gpu::is_mxfp4(q->spec))
+      fail("gemm", name, to_string(q->layout), "codes in the linear layout", "relayout first");
+  }
+  if (options.bias && options.bias_dtype == DType::f32_as_bf16)
+    fail("gemm", "bias_dtype", "float32 read as bfloat16", "float32, bfloat16 or float16");
+  if (d.column_stride != 1 && d.columns > 1)
+    fail("gemm", "d.column_stride", d.column_stride, "1 on a GPU");
+  if (d.batch > 1 && d.batch_stride != d.rows * d.row_stride)
+    fail("gemm", "d.batch_stride", d.batch_stride,
+         std::to_string(d.rows * d.row_stride) + " on a GPU: one matrix below the other");
+}
+
 }  // namespace
 
 void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
@@ -329,6 +373,10 @@ void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& 
   if (d.dtype == DType::f16) fail("gemm", "d", "float16", "float32 or bfloat16");
   if (options.accumulate && d.dtype != DType::f32)
     fail("gemm", "d", "bfloat16", "float32 to accumulate into");
+  if (memory == Memory::host)
+    check_host_gemm(options);
+  else
+    check_device_gemm(a, b, d, options);
 }
 
 void check_values(const Quantization& q) {

@@ -46,42 +46,25 @@ void validate(const QuantSpec& spec, const StorageLayout& layout) {
   const auto fits = [&](const LayoutTraits& t) {
     return t.for_scales && (t.scale_bytes == 0 || t.scale_bytes == scale_bytes(spec.scale));
   };
+  const auto names = [](const auto& suits) {
+    std::vector<std::string> all;
+    for (const LayoutTraits& t : kLayouts)
+      if (suits(t)) all.push_back(t.name);
+    return join(all, ", ");
+  };
   if (!codes.for_codes)
-    fail("layout", "codes", quoted(codes.name), "a layout of codes: linear or mfma_16x16");
+    fail("layout", "codes", quoted(codes.name),
+         "a layout of codes: " + names([](const LayoutTraits& t) { return t.for_codes; }));
   if (!scales.for_scales)
     fail("layout", "scales", quoted(scales.name),
-         "a layout of scales: linear, mn_major, nv_128x4 or aiter_scale");
-  if (!fits(scales)) {
-    std::vector<std::string> names;
-    for (const LayoutTraits& t : kLayouts)
-      if (fits(t)) names.push_back(t.name);
+         "a layout of scales: " + names([](const LayoutTraits& t) { return t.for_scales; }));
+  if (!fits(scales))
     fail("layout", "scales", quoted(scales.name),
-         "one of " + join(names, ", ") + " for the " + traits(spec.scale).name + " scales of " +
+         "one of " + names(fits) + " for the " + traits(spec.scale).name + " scales of " +
              to_string(spec));
-  }
   if (layout.codes == Layout::mfma_16x16 && codes_per_byte(spec.element) != 2)
     fail("layout", "codes", quoted("mfma_16x16"), "packed FP4 codes",
          "use 'linear' for the codes of " + to_string(spec));
-}
-
-void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
-                 int64_t groups) {
-  // The most that a layout, a transform and a block add to an extent; bytes of a scale or code.
-  constexpr int64_t kPadding = 4096, kBytes = 4, kLimit = int64_t{1} << 62;
-  const auto times = [](int64_t a, int64_t b) {
-    int64_t product = 0;
-    return __builtin_mul_overflow(a, b, &product) || product > kLimit ? kLimit : product;
-  };
-  const auto plus = [&](int64_t a, int64_t b) { return a > kLimit - b ? kLimit : a + b; };
-  // Each group may have its own padding.
-  const int64_t padded_rows = plus(rows, times(plus(groups, 1), kPadding));
-  const int64_t matrix = times(padded_rows, plus(columns, kPadding));
-  if (times(times(matrix, std::max<int64_t>(batch, 1)), kBytes) < kLimit) return;
-  fail(op, name,
-       (batch == 1 ? "" : std::to_string(batch) + " matrices of ") + "[" + std::to_string(rows) +
-           ", " + std::to_string(columns) + "]" +
-           (groups ? " in " + std::to_string(groups) + " groups" : ""),
-       "extents whose product, padded, is below 2^60", "quantize parts of it");
 }
 
 }  // namespace blockscale

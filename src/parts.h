@@ -2,12 +2,21 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
 #include "blockscale/tensor.h"
 
 namespace blockscale {
+
+// Without elements a pointer may be null, which memset and memcpy do not take.
+inline void fill_bytes(void* to, int value, int64_t bytes) {
+  if (bytes > 0) std::memset(to, value, static_cast<size_t>(bytes));
+}
+inline void copy_bytes(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
+}
 
 template <class Byte, class Float>
 struct Part {

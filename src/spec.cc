@@ -96,6 +96,12 @@ void set_block(QuantSpec& spec, std::string_view value) {
   spec.square = *lines != 1;
 }
 
+std::string hadamard_sizes() {
+  std::vector<std::string> sizes;
+  for (const int size : kHadamardSizes) sizes.push_back(std::to_string(size));
+  return join(sizes, ", ");
+}
+
 // "none", "32" (the default signs of that size) or "16:0xd7e8".
 Hadamard parse_hadamard(std::string_view value) {
   if (value == "none") return {};
@@ -104,7 +110,7 @@ Hadamard parse_hadamard(std::string_view value) {
   const auto dim = parse_number(value.substr(0, colon));
   const auto is_dim = [&](int size) { return dim && *dim == static_cast<uint64_t>(size); };
   if (std::none_of(std::begin(kHadamardSizes), std::end(kHadamardSizes), is_dim))
-    fail("spec", "hadamard", value, "none, or one of the sizes 16, 32, 64, 128",
+    fail("spec", "hadamard", value, "none, or one of the sizes " + hadamard_sizes(),
          "write hadamard=16, or 16:0xd7e8 to give the sign mask");
   h.dim = static_cast<uint16_t>(*dim);
   if (colon == std::string_view::npos) {
@@ -212,6 +218,13 @@ const Family& family_of(const QuantSpec& spec) {
        "start from a named spec");
 }
 
+static std::string two_level_names() {
+  std::vector<std::string> names;
+  for (const Family& f : families())
+    if (f.spec.two_level()) names.push_back(f.name);
+  return join(names, ", ");
+}
+
 void validate(const QuantSpec& spec) {
   const Family& family = family_of(spec);
   check_family_has(family, spec);
@@ -220,10 +233,10 @@ void validate(const QuantSpec& spec) {
          "the scale format fixes the block size");
   if (spec.outer && !spec.two_level())
     fail("spec", "outer", "true",
-         "false: only two-level specs (nvfp4, amdfp4) have an outer scale");
+         "false: only two-level specs (" + two_level_names() + ") have an outer scale");
   if (spec.scale_rounding == ScaleRounding::up && !spec.two_level())
     fail("spec", "scale_rounding", "up",
-         "nearest: only two-level specs (nvfp4, amdfp4) round their scales",
+         "nearest: only two-level specs (" + two_level_names() + ") round their scales",
          "choose the scale_rule instead");
   if (spec.stochastic() && saturates(spec.rule))
     fail("spec", "scale_rule", to_string(spec.rule),
@@ -233,7 +246,7 @@ void validate(const QuantSpec& spec) {
   const Hadamard& h = spec.hadamard;
   if (h.dim != 0 && std::find(std::begin(kHadamardSizes), std::end(kHadamardSizes), h.dim) ==
                         std::end(kHadamardSizes))
-    fail("spec", "hadamard", h.dim, "none, 16, 32, 64 or 128");
+    fail("spec", "hadamard", h.dim, "0 (none), or one of the sizes " + hadamard_sizes());
   if (!mask_fits(h))
     fail("spec", "hadamard", mask_text(h), "a sign mask of at most as many bits as the size");
 }

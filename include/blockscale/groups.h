@@ -23,12 +23,13 @@ namespace blockscale {
 // Group g is rows [end(g - 1), end(g)) of x.
 struct Groups {
   const void* offsets = nullptr;  // `count` cumulative ends, int32 or int64, never decreasing
-  bool wide = false;              // the offsets are int64
+  bool int64_offsets = false;     // the offsets are int64
   int64_t count = 0;              // 0: x is one matrix (or a batch), without groups
 
   BLOCKSCALE_HD explicit operator bool() const { return count != 0; }
   BLOCKSCALE_HD int64_t end(int64_t g) const {
-    return wide ? static_cast<const int64_t*>(offsets)[g] : static_cast<const int32_t*>(offsets)[g];
+    return int64_offsets ? static_cast<const int64_t*>(offsets)[g]
+                         : static_cast<const int32_t*>(offsets)[g];
   }
   BLOCKSCALE_HD int64_t begin(int64_t g) const { return g == 0 ? 0 : end(g - 1); }
   // Whether the end of group g is invalid, where x has `rows` rows.

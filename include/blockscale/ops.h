@@ -30,8 +30,8 @@ const Executor& default_executor();
 
 // Where the operators below run on a GPU: the overloads that take a Stream read and write device
 // memory, launch their kernels in stream order and return without waiting. Every pointer (data,
-// amax, keys, outputs) refers to memory of the stream's device. On a GPU, extents are below 2^31
-// and operands' codes begin at multiples of 16 bytes.
+// amax, keys, outputs) refers to memory of the stream's device. On a GPU, extents are below 2^31,
+// operands' codes begin at multiples of 16 bytes and FP32 scales at multiples of 4.
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -179,8 +179,8 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options = {}, const Executor& executor = default_executor());
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
-// What gemm requires of operands of this spec on a kind of device ("cpu", "cuda"), in words; empty
-// when it can multiply them. Only the call itself checks which GPU is present.
+// What gemm requires of operands of this spec on a device ("cpu", "cuda", "cuda:1"), in words;
+// empty when it can multiply them. Only the call itself checks which GPU is present.
 std::string gemm_needs(const QuantSpec& spec, std::string_view device);
 
 // Checks offsets in host memory as the operators do, for `rows` rows of x; `op` names the operator

@@ -1,6 +1,7 @@
 // The one error type. Every message has one form: operation: argument = got; need; remedy.
 #pragma once
 
+#include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -18,6 +19,7 @@ template <class Got>
 [[noreturn]] void fail(const std::string& operation, const std::string& argument, const Got& got,
                        const std::string& need, const std::string& remedy = "") {
   std::ostringstream text;
+  text.imbue(std::locale::classic());  // the program's own may group digits
   text << operation << ": " << argument << " = " << got << "; need " << need;
   if (!remedy.empty()) text << "; " << remedy;
   throw Error(text.str());

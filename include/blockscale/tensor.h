@@ -86,11 +86,6 @@ struct BasicQuantized {
   // The number of matrices that have their own outer scale.
   int64_t matrices() const { return groups ? groups.count : batch; }
 };
-// Throws Error, naming the operator `op` and its argument `name`, if the buffers of an operand of
-// these extents, with the padding of any layout, could reach 2^62 bytes, so that sizes would
-// overflow.
-void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
-                 int64_t groups);
 
 using Quantized = BasicQuantized<uint8_t, float>;
 using ConstQuantized = BasicQuantized<const uint8_t, const float>;

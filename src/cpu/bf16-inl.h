@@ -1,11 +1,11 @@
 // Encoding straight from BF16 bits, with as many elements per vector as it has 16-bit lanes: the
 // parts common to E2M1 (e2m1-inl.h) and one-byte elements (byte-inl.h).
 
-#if defined(BLOCKSCALE_NARROW_INL) == defined(HWY_TARGET_TOGGLE)
-#ifdef BLOCKSCALE_NARROW_INL
-#undef BLOCKSCALE_NARROW_INL
+#if defined(BLOCKSCALE_BF16_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef BLOCKSCALE_BF16_INL
+#undef BLOCKSCALE_BF16_INL
 #else
-#define BLOCKSCALE_NARROW_INL
+#define BLOCKSCALE_BF16_INL
 #endif
 
 #include <cstring>

@@ -9,7 +9,7 @@
 #define BLOCKSCALE_BYTE_INL
 #endif
 
-#include "cpu/narrow-inl.h"
+#include "cpu/bf16-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockscale::cpu::HWY_NAMESPACE {

@@ -7,7 +7,7 @@ namespace {
 
 // Clears the rows of a matrix in `linear` after the last one used.
 void clear_rows(uint8_t* data, int64_t used, int64_t rows, int64_t row_bytes) {
-  std::memset(data + used * row_bytes, 0, static_cast<size_t>((rows - used) * row_bytes));
+  fill_bytes(data + used * row_bytes, 0, (rows - used) * row_bytes);
 }
 
 }  // namespace
@@ -19,11 +19,10 @@ void fill_padding(const Quantized& q) {
              linear_scales = q.layout.scales == Layout::linear;
   // Along the contraction axis, groups leave gaps in every line.
   const bool gaps = q.groups && q.axis == -2;
-  if (!linear_codes || gaps)
-    std::memset(q.codes, 0, static_cast<size_t>(q.batch * whole.code_bytes));
+  if (!linear_codes || gaps) fill_bytes(q.codes, 0, q.batch * whole.code_bytes);
   if (!linear_scales || gaps)
-    std::memset(q.scales, padding_fill(q.layout.scales, q.spec.scale),
-                static_cast<size_t>(q.batch * whole.scale_count * bytes));
+    fill_bytes(q.scales, padding_fill(q.layout.scales, q.spec.scale),
+               q.batch * whole.scale_count * bytes);
   if (!q.groups || gaps) return;
   GroupStart end;
   for (int64_t g = 0; g < q.groups.count; ++g)

@@ -11,7 +11,7 @@
 #define BLOCKSCALE_E2M1_INL
 #endif
 
-#include "cpu/narrow-inl.h"
+#include "cpu/bf16-inl.h"
 #include "cpu/thresholds.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -1,11 +1,11 @@
 // Encoding by way of FP32: every element is multiplied by its block's inverse scale. For the cases
-// that narrow-inl.h does not cover, and for all stochastic rounding.
+// that bf16-inl.h does not cover, and for all stochastic rounding.
 
-#if defined(BLOCKSCALE_WIDE_INL) == defined(HWY_TARGET_TOGGLE)
-#ifdef BLOCKSCALE_WIDE_INL
-#undef BLOCKSCALE_WIDE_INL
+#if defined(BLOCKSCALE_FP32_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef BLOCKSCALE_FP32_INL
+#undef BLOCKSCALE_FP32_INL
 #else
-#define BLOCKSCALE_WIDE_INL
+#define BLOCKSCALE_FP32_INL
 #endif
 
 #include <algorithm>

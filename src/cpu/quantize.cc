@@ -14,11 +14,11 @@
 #include "cpu/byte-inl.h"
 #include "cpu/codec-inl.h"
 #include "cpu/e2m1-inl.h"
+#include "cpu/fp32-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/scales-inl.h"
 #include "cpu/store-inl.h"
 #include "cpu/walk-inl.h"
-#include "cpu/wide-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -42,8 +42,8 @@ void move_scales(const Source& from, const Target& to, int64_t batch, int64_t li
 
 void relayout(const ConstQuantized& from, const Quantized& to, const Executor& executor) {
   fill_padding(to);
-  if (to.spec.outer && to.matrices())
-    std::memcpy(to.outer, from.outer, static_cast<size_t>(to.matrices()) * sizeof(float));
+  if (to.spec.outer)
+    copy_bytes(to.outer, from.outer, to.matrices() * static_cast<int64_t>(sizeof(float)));
   const auto sources = parts_of(from);
   const auto targets = parts_of(to);
   Pieces pieces;

@@ -37,12 +37,12 @@ HWY_INLINE void store_codes(const Direction& d, int64_t batch, int64_t line, int
 HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int64_t block,
                              int64_t count, const uint32_t* stored) {
   const StoredShape& s = d.shape;
-  const bool wide = d.out.spec.scale == Format::fp32;
-  uint8_t* base = d.out.scales + batch * s.scale_count * (wide ? 4 : 1);
+  const bool fp32 = d.out.spec.scale == Format::fp32;
+  uint8_t* base = d.out.scales + batch * s.scale_count * (fp32 ? 4 : 1);
   if (d.out.layout.scales == Layout::linear) {
     const int64_t start = row * s.scale_columns + block;
     int64_t b = 0;
-    if (wide) {
+    if (fp32) {
       for (; b < count; ++b) std::memcpy(base + 4 * (start + b), stored + b, 4);
       return;
     }
@@ -54,7 +54,7 @@ HWY_INLINE void store_scales(const Direction& d, int64_t batch, int64_t row, int
   for (int64_t b = 0; b < count; ++b) {
     const int64_t at =
         layout_offset(d.out.layout.scales, s.scale_rows, s.scale_columns, row, block + b);
-    if (wide)
+    if (fp32)
       std::memcpy(base + 4 * at, stored + b, 4);
     else
       base[at] = static_cast<uint8_t>(stored[b]);

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cpu/direction.h"
+#include "parts.h"
 #include "transposed.h"
 
 namespace blockscale::cpu {
@@ -49,7 +50,7 @@ void move_scales(const ConstQuantized& from, const Quantized& to, const StoredSh
 void transpose(const ConstQuantized& from, const Quantized& to, const Executor& executor) {
   fill_padding(to);
   if (to.spec.outer)
-    std::memcpy(to.outer, from.outer, static_cast<size_t>(to.batch) * sizeof(float));
+    copy_bytes(to.outer, from.outer, to.batch * static_cast<int64_t>(sizeof(float)));
   const StoredShape f = from.shape(), t = to.shape();
   const int per_byte = codes_per_byte(to.spec.element);
   const int64_t tiles = ceil_div(t.lines, kTile);

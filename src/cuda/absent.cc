@@ -8,7 +8,8 @@ void gemm(const ConstQuantized&, const ConstQuantized&, const Matrix&, const Gem
           const Stream&) {
   fail("gemm", "device", "cuda", "cpu", unavailable());
 }
-void gemm(const ConstQuantized&, const Wide&, const Matrix&, const GemmOptions&, const Stream&) {
+void gemm(const ConstQuantized&, const WidenedOperand&, const Matrix&, const GemmOptions&,
+          const Stream&) {
   fail("gemm", "device", "cuda", "cpu", unavailable());
 }
 

@@ -86,13 +86,6 @@ ConstQuantized in_linear(const ConstQuantized& q, const Stream& stream) {
   return as_const(to);
 }
 
-void check_launched(Error_t e) {
-  if (e == kSuccess) return;
-  (void)last_error();  // reported here, so no error of the next launch
-  fail("gemm", "device", error_text(e), "a GPU that this build has kernels for",
-       "see `blockscale doctor`");
-}
-
 // FP8 operands; `b_factors` belong to the lines of b, or are null.
 void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_factors,
               const Matrix& d, const GemmOptions& options, const Stream& stream) {
@@ -108,7 +101,7 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
     g.a_scale_line = padded_rows(Layout::mn_major, sa.scale_rows);
     g.a_scale_unit = a.layout.scales == Layout::mn_major && !b_factors ? 4 : 1;
     g.offsets = a.groups.offsets;
-    g.wide_offsets = a.groups.wide;
+    g.int64_offsets = a.groups.int64_offsets;
   }
   g.a = a.codes;
   g.b = b.codes;
@@ -129,7 +122,8 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   g.device_alpha = options.device_alpha;
   g.bias = options.bias;
   g.bias_dtype = options.bias_dtype;
-  check_launched(sm90::fp8_gemm(g, native(stream)));
+  note_failure(sm90::fp8_gemm(g, native(stream)));
+  check_launch("gemm");
 }
 
 // Widened codes are operands that the preceding kernel has written, if there are any.
@@ -159,9 +153,8 @@ bool widens(const QuantSpec& a, const QuantSpec& b, int64_t groups) {
 
 bool widens(const ConstQuantized& a, const ConstQuantized& b) {
   if (b.groups.count == 0) return widens(a.spec, b.spec, a.groups.count);
-  // Where groups along the contraction axis lie depends on the layout, and they start at multiples
-  // of 128 once widened.
-  return a.shape().extent + a.groups.count * 128 < kGpuLimit && a.layout == StorageLayout{} &&
+  // Where groups along the contraction axis lie depends on the layout.
+  return fits_widened(a.shape().extent, a.groups.count) && a.layout == StorageLayout{} &&
          b.layout == StorageLayout{} && a.groups.count <= sm90::kMaxGroups &&
          widens(a.spec, b.spec, 0);
 }
@@ -171,12 +164,12 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
   check_gemm_device();
   check_groups(a);
   if (!is_mxfp4(a.spec)) return multiply(a, b, nullptr, d, options, stream);
-  const Widened wide = widen(in_linear(a, stream), in_linear(b, stream), stream);
-  multiply(wide.a.q, wide.b.q, wide.b.line_scales, d, behind_widen(options, a), stream);
+  const WidenedPair widened = widen(in_linear(a, stream), in_linear(b, stream), stream);
+  multiply(widened.a.q, widened.b.q, widened.b.line_scales, d, behind_widen(options, a), stream);
 }
 
-void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOptions& options,
-          const Stream& stream) {
+void gemm(const ConstQuantized& a, const WidenedOperand& b, const Matrix& d,
+          const GemmOptions& options, const Stream& stream) {
   check_gemm_device();
   check_groups(a);
   if (a.spec != kWidened)
@@ -187,10 +180,10 @@ void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOpt
 bool multiplies_bf16(const ProductSize& s, bool needs_pass) {
   // The copy engine counts the bytes of a line in 31 bits.
   if (s.groups > sm90::kMaxGroups || s.k >= int64_t{1} << 30 || !has_gemm_device()) return false;
+  if (s.groups) return needs_pass;  // the pass over all of D costs more than any difference
   sm90::Bf16Gemm g;
   g.m = s.m, g.n = s.n, g.k = s.k, g.d_f32 = s.f32;
-  if (s.groups) g.grouping = sm90::Grouping::rows, g.groups = static_cast<int>(s.groups);
-  return needs_pass ? sm90::pays(g) : s.groups == 0 && sm90::is_brief(g);
+  return needs_pass ? sm90::pays(g) : sm90::is_brief(g);
 }
 
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
@@ -209,9 +202,10 @@ void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
     if (unit) g.storage_unit = static_cast<int>(unit);
     g.groups = static_cast<int>(groups.count);
     g.group_rows = rows;
-    g.offsets = groups.offsets, g.wide_offsets = groups.wide;
+    g.offsets = groups.offsets, g.int64_offsets = groups.int64_offsets;
   }
-  check_launched(sm90::bf16_gemm(g, native(stream)));
+  note_failure(sm90::bf16_gemm(g, native(stream)));
+  check_launch("gemm");
 }
 
 }  // namespace blockscale::gpu

@@ -103,7 +103,6 @@ bool pays(const GemmSize& s) {
   constexpr double kTensor = 1.3, kMemory = 1.1;  // actual cycles relative to the least possible
   constexpr double kPasses = 14600;               // kernels that add the parts and finish the sums
   constexpr double kPassBytes = 10;               // that those kernels move per element
-  if (s.grouped) return true;
   const auto rows = static_cast<double>(s.rows), columns = static_cast<double>(s.columns);
   const double tensor = rows * columns / 32, memory = (rows + columns) * 128 / kMemoryBytes;
   const double divided =

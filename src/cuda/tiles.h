@@ -84,8 +84,8 @@ struct GemmSize {
 double tile_cost(const TileShape& tile, const GemmSize& size);
 // Index into kTiles or kBf16Tiles of the cheapest tile compiled for these formats.
 int choose_tile(const GemmSize& size);
-// Whether a BF16 product with these tiles is likely to take no longer than another library's plus a
-// pass over its sums. For few tiles with a long K that library splits K.
+// Whether a dense BF16 product with these tiles is likely to take no longer than another library's
+// plus a pass over its sums. For few tiles with a long K that library splits K.
 bool pays(const GemmSize& size);
 // Whether the product takes the device less time than the host needs to find and launch a library's
 // kernel.

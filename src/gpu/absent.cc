@@ -27,10 +27,10 @@ void dequantize_two(const ConstQuantized&, const Matrix&, const ConstQuantized&,
 }
 void relayout(const ConstQuantized&, const Quantized&, const Stream&) { refuse("relayout"); }
 void transpose(const ConstQuantized&, const Quantized&, const Stream&) { refuse("transpose"); }
-int64_t wide_bytes(const ConstQuantized&) { refuse("gemm"); }
-Wide widen_b(const ConstQuantized&, uint8_t*, const Stream&) { refuse("gemm"); }
-Wide widen_b(const ConstQuantized&, const Stream&) { refuse("gemm"); }
-Wide wide_in(const ConstQuantized&, uint8_t*) { refuse("gemm"); }
+int64_t widened_bytes(const ConstQuantized&) { refuse("gemm"); }
+WidenedOperand widen_right(const ConstQuantized&, uint8_t*, const Stream&) { refuse("gemm"); }
+WidenedOperand widen_right(const ConstQuantized&, const Stream&) { refuse("gemm"); }
+WidenedOperand widened_in(const ConstQuantized&, uint8_t*) { refuse("gemm"); }
 void group_ends(const Groups&, int64_t, int64_t, int32_t*, int32_t*, const Stream&) {
   refuse("gemm");
 }

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   WalkOver<false, kGrouped, true> walk(p), ahead(p);
   int left = walk.count(p);  // tiles
   if constexpr (kGrouped)
-    if (p.plan.head->bad)
+    if (p.plan.head->wrong)
       for (int g = static_cast<int>(blockIdx.x) * kThreads + thread; g < p.plan.count;
            g += static_cast<int>(gridDim.x) * kThreads)
         out[g] = bit_cast<float>(kNanBits);
@@ -110,8 +110,8 @@ template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 void launch(QuantizeParams& p, float* out, float* before, NativeStream stream) {
   constexpr int kBytes = sizeof(AmaxShared<Loader>);
   constexpr auto kKernel = amax_kernel<kAxis, kTransform, kBoth, Loader, kGrouped>;
-  const unsigned blocks = set_grid(p, false, Loader::kBlocks * prepare<kKernel>(kBytes));
-  start(kKernel, blocks, kThreads, kBytes, stream, p, out, before);
+  const unsigned blocks = set_grid(p, false, Loader::kBlocks * multiprocessors(current_device()));
+  start_with_shared<kKernel>(blocks, kThreads, kBytes, stream, p, out, before);
 }
 
 // Down the columns of one tile, which a thread block loads straight from global memory.
@@ -285,12 +285,12 @@ void launch_on_axis(QuantizeParams& p, int axis, float* out, float* before, Nati
 
 void add_one(const Amax& amax, const Stream& stream) {
   const auto& [x, spec, axis, groups, out, before, parts] = amax;
-  const bool wide = spec.hadamard.dim > kRun;
+  const bool hadamard_pass = spec.hadamard.dim > kRun;
   ConstQuantized operand;  // only its shape matters
   operand.spec = spec, operand.axis = axis, operand.groups = groups;
   operand.rows = x.rows, operand.columns = x.columns;
   Plan plan;
-  const bool positions = groups && wide && axis == -2;
+  const bool positions = groups && hadamard_pass && axis == -2;
   if (groups)
     plan = make_plan(groups, x.rows, x.columns, positions ? &operand : nullptr, nullptr, positions,
                      stream);
@@ -298,7 +298,7 @@ void add_one(const Amax& amax, const Stream& stream) {
   p.row.out.spec = spec;
   p.row.set_transform(spec.hadamard);
   ConstMatrix y = x;
-  if (wide) {
+  if (hadamard_pass) {
     const StoredShape s = operand.shape();
     y = transformed(x, spec.hadamard, axis, positions ? s.padded : s.extent,
                     positions ? &plan : nullptr, stream);

@@ -18,8 +18,8 @@ struct FinishParams {
   DType dtype;
   int64_t count;
   int64_t columns;
-  int64_t group_rows;  // of D, where each group is a matrix
-  bool vectors;        // kWidth elements of D may be stored at once
+  int64_t matrix_rows;  // of D, where each group is a matrix
+  bool vectors;         // kWidth elements of D may be stored at once
   Epilogue e;
 };
 
@@ -73,8 +73,8 @@ BLOCKSCALE_DEVICE GroupRows rows_at(const FinishParams& p, int64_t row) {
   GroupRows r;
   r.empty = p.e.empty;
   if (groups.contraction) {
-    r.group = row / p.group_rows;
-    r.until = (r.group + 1) * p.group_rows;
+    r.group = row / p.matrix_rows;
+    r.until = (r.group + 1) * p.matrix_rows;
     r.empty |= groups.ends[r.group] == begin(r.group);
   } else {
     int64_t high = groups.count;  // the first group that ends behind the row

@@ -53,23 +53,28 @@ inline constexpr QuantSpec kWidened{.element = Format::e5m2};
 // Both are linear, with lines of at most 2^31 - 2048 codes, in whole multiples of 128; codes start
 // at multiples of 16 bytes. With groups, the rows of a lie among its scales as they do among its
 // codes.
-struct Wide {
+struct WidenedOperand {
   ConstQuantized q;  // E5M2, scales mn_major; codes and scales of a batch are contiguous
   // One per line of b; with groups along the contraction axis, one per line and group.
   const float* line_scales = nullptr;
 };
-struct Widened {
-  Wide a, b;
+struct WidenedPair {
+  WidenedOperand a, b;
 };
-Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream);
-Wide widen_b(const ConstQuantized& b, const Stream& stream);
+WidenedPair widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream);
+WidenedOperand widen_right(const ConstQuantized& b, const Stream& stream);
 // `a` to where a quantizer would write it (QuantizeOptions::widened), whose spec is kWidened.
 void widen_to(const ConstQuantized& a, const Quantized& to, const Stream& stream);
-// Only a linear `b` without groups, which many products may read: widen_b() writes it to
-// wide_bytes() of memory that starts at a multiple of 16; wide_in() says where it is there.
-int64_t wide_bytes(const ConstQuantized& b);
-Wide widen_b(const ConstQuantized& b, uint8_t* memory, const Stream& stream);
-Wide wide_in(const ConstQuantized& b, uint8_t* memory);
+// Whether a contraction axis of `extent` in so many groups, each of which starts at a multiple of
+// 128 once it is widened, can be counted.
+constexpr bool fits_widened(int64_t extent, int64_t groups) {
+  return extent + groups * kWidened.block < kGpuLimit;
+}
+// Only a linear `b` without groups, which many products may read: widen_right() writes it to
+// widened_bytes() of memory that starts at a multiple of 16; widened_in() says where it is there.
+int64_t widened_bytes(const ConstQuantized& b);
+WidenedOperand widen_right(const ConstQuantized& b, uint8_t* memory, const Stream& stream);
+WidenedOperand widened_in(const ConstQuantized& b, uint8_t* memory);
 
 // Whether gemm takes these MXFP4 operands on the current GPU; or any of these specs, where that
 // many groups (or 0) divide the rows of a. A quantizer can then write the left one as gemm reads
@@ -83,8 +88,8 @@ void check_gemm_device();
 void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Stream& stream);
 // The same of two that have been widened before.
-void gemm(const ConstQuantized& a, const Wide& b, const Matrix& d, const GemmOptions& options,
-          const Stream& stream);
+void gemm(const ConstQuantized& a, const WidenedOperand& b, const Matrix& d,
+          const GemmOptions& options, const Stream& stream);
 
 // What a kernel needs to know of groups whose offsets have been checked before: where they end, and
 // whether the offsets made sense.
@@ -120,7 +125,7 @@ struct Epilogue {
 void finish(const ConstMatrix& sums, const Matrix& d, const Epilogue& epilogue,
             const Stream& stream);
 
-// A product of [m, k] and [n, k], possibly with groups that divide m.
+// A product of [m, k] and [n, k], possibly with groups that divide m or k.
 struct ProductSize {
   int64_t m, n, k, groups;
   bool f32;  // D

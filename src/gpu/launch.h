@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <span>
+#include <utility>
 
 #include "blockscale/status.h"
 #include "gpu/gpu.h"
@@ -19,29 +20,50 @@ inline NativeStream native(const Stream& stream) {
 template <class Params>
 using Launcher = void (*)(Params&, NativeStream);
 
+// The first failure of this thread's launches since check_launch() was called. The runtime has a
+// record of its own, but there it may be that of somebody else's call.
+inline Error_t& launch_failure() {
+  static thread_local Error_t failure = kSuccess;
+  return failure;
+}
+inline void note_failure(Error_t e) {
+  if (launch_failure() == kSuccess) launch_failure() = e;
+}
+template <class... Params, class... Args>
+void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
+           NativeStream stream, const Args&... args) {
+  note_failure(launch_kernel(kernel, grid, threads, shared_bytes, stream, args...));
+}
+inline void clear_async(void* p, size_t bytes, NativeStream stream) {
+  note_failure(set_zero(p, bytes, stream));
+}
+
 // Every operator ends with this: it checks that none of its launches has failed.
 inline void check_launch(const char* op) {
-  const Error_t e = last_error();
-  if (e != kSuccess)
-    fail(op, "device", error_text(e),
-         "a GPU that this build has kernels for, with the shared memory that they take",
-         "see `blockscale doctor`");
+  const Error_t e = std::exchange(launch_failure(), kSuccess);
+  if (e == kSuccess) return;
+  (void)last_error();  // reported here, so no error of the next launch
+  fail(op, "device", error_text(e),
+       "a GPU that this build has kernels for, with the shared memory that they take",
+       "see `blockscale doctor`");
 }
 
 // Shared memory per multiprocessor that kernels plan with, less what each thread block takes for
 // itself.
 inline constexpr int kSharedBytes = 225 * 1024;
 
-// Allows a kernel its shared memory; returns the number of multiprocessors of the current device.
-// Both once per device: the answers do not change.
-template <auto kKernel>
-int prepare(int shared_bytes) {
-  static PerDevice known;
-  const int device = current_device();
-  return known.get(device, [&] {
-    allow_shared(reinterpret_cast<const void*>(kKernel), shared_bytes);
-    return multiprocessors(device);
+// Starts a kernel that takes dynamic shared memory, which it has to be allowed: once per device, or
+// again where that failed.
+template <auto kKernel, class... Args>
+void start_with_shared(const dim3& grid, const dim3& threads, int shared_bytes, NativeStream stream,
+                       const Args&... args) {
+  static PerDevice allowed;
+  allowed.get(current_device(), [&] {
+    const Error_t e = allow_shared(reinterpret_cast<const void*>(kKernel), shared_bytes);
+    note_failure(e);
+    return e == kSuccess;
   });
+  start(kKernel, grid, threads, static_cast<size_t>(shared_bytes), stream, args...);
 }
 
 // Copies with a kernel: the copy engine takes longer, most of all in graphs.

@@ -40,9 +40,9 @@ inline uint32_t load_code(const ConstQuantized& q, const StoredShape& s, int64_t
 // Fills all of an operand with padding, which codes and scales then overwrite.
 inline void fill_with_padding(const Quantized& q) {
   const StoredShape s = q.shape();
-  std::memset(q.codes, 0, q.batch * s.code_bytes);
-  std::memset(q.scales, padding_fill(q.layout.scales, q.spec.scale),
-              q.batch * s.scale_count * scale_bytes(q.spec.scale));
+  fill_bytes(q.codes, 0, q.batch * s.code_bytes);
+  fill_bytes(q.scales, padding_fill(q.layout.scales, q.spec.scale),
+             q.batch * s.scale_count * scale_bytes(q.spec.scale));
 }
 
 // The offset of the scale that covers (line, pos).

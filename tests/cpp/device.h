@@ -118,7 +118,9 @@ class DeviceTest : public Base {
   }
 };
 
-inline int64_t bytes_of(const Groups& groups) { return groups.count * (groups.wide ? 8 : 4); }
+inline int64_t bytes_of(const Groups& groups) {
+  return groups.count * (groups.int64_offsets ? 8 : 4);
+}
 
 // An Output's buffers on the device, guards and poison included; copied back when it goes.
 class DeviceOutput {

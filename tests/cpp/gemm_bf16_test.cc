@@ -25,7 +25,7 @@ struct Case {
   std::vector<int64_t> groups;  // sizes along M or K, instead of m or k
   int64_t unit = 0;             // along K: each starts at a multiple of it
   int64_t behind = 0;           // rows of no group
-  bool f32 = true, accumulate = false, outer = false, bias = false, wide = false;
+  bool f32 = true, accumulate = false, outer = false, bias = false, int64_offsets = false;
   bool wrong = false;  // the last group ends behind the rows
   DType bias_dtype = DType::f32;
   bool exact = true;
@@ -79,7 +79,8 @@ class Product {
       if (!ends_.empty()) g.grouping = c_.unit ? Grouping::contraction : Grouping::rows;
       if (c_.unit) g.storage_unit = static_cast<int>(c_.unit);
       g.groups = static_cast<int>(groups_), g.group_rows = rows;
-      g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
+      g.offsets = c_.int64_offsets ? wide.as<void>() : narrow.as<void>(),
+      g.int64_offsets = c_.int64_offsets;
       g.tile = c_.tile, g.schedule = c_.schedule, g.previous = previous;
       return sm90::bf16_gemm(g, nullptr);
     });
@@ -182,7 +183,7 @@ Case drawn(Random& random, int tile) {
   c.m = random.pick(kSizes), c.n = random.pick(kSizes), c.k = random.pick(kSizes);
   c.f32 = random.one_in(2);
   c.accumulate = c.f32 && random.one_in(3);
-  c.outer = !random.one_in(3), c.bias = random.one_in(2), c.wide = random.one_in(2);
+  c.outer = !random.one_in(3), c.bias = random.one_in(2), c.int64_offsets = random.one_in(2);
   c.bias_dtype = static_cast<DType>(random.below(3));
   c.exact = !random.one_in(4);
   c.pad = random.one_in(2) ? 0 : random.one_in(2) ? 8 : 1;
@@ -238,7 +239,7 @@ TEST_F(Bf16GemmTest, WrongOffsetsMakeAllNan) {
   Case c;
   c.n = 130, c.k = 64, c.groups = {100, 0, 30}, c.wrong = true;
   for (const bool wide : {false, true}) {
-    c.wide = wide;
+    c.int64_offsets = wide;
     for (const int64_t unit : {0, 16}) {
       c.unit = unit, c.m = 20;
       run(c, 1);

@@ -29,7 +29,7 @@ struct Case {
   int64_t m, n, k;
   std::vector<int64_t> groups;  // sizes along M or K, instead of m or k
   bool square = true, a_e5m2 = false, b_e5m2 = false;
-  bool f32 = true, accumulate = false, alpha = false, bias = false, wide = false;
+  bool f32 = true, accumulate = false, alpha = false, bias = false, int64_offsets = false;
   bool factors = false;
   DType bias_dtype = DType::f32;
   bool exact = true;
@@ -96,7 +96,8 @@ class Product {
       g.grouping = c_.grouping, g.groups = static_cast<int>(std::max<size_t>(ends_.size(), 1));
       g.group_rows = c_.grouping == Grouping::rows ? c_.m : c_.k;
       g.a_scale_line = scale_rows_, g.a_scale_unit = c_.spread ? 4 : 1;
-      g.offsets = c_.wide ? wide.as<void>() : narrow.as<void>(), g.wide_offsets = c_.wide;
+      g.offsets = c_.int64_offsets ? wide.as<void>() : narrow.as<void>(),
+      g.int64_offsets = c_.int64_offsets;
       g.tile = c_.tile, g.schedule = c_.schedule, g.previous = previous;
       return sm90::fp8_gemm(g, nullptr);
     });
@@ -231,7 +232,7 @@ Case drawn(Random& random, int tile) {
   c.f32 = random.one_in(2);
   c.accumulate = c.f32 && random.one_in(2);
   c.factors = random.one_in(3);
-  c.alpha = random.one_in(2), c.bias = random.one_in(2), c.wide = random.one_in(2);
+  c.alpha = random.one_in(2), c.bias = random.one_in(2), c.int64_offsets = random.one_in(2);
   c.bias_dtype = static_cast<DType>(random.below(3));
   c.exact = !random.one_in(3);
   c.pad = random.one_in(2) ? 0 : random.one_in(2) ? 8 : 1;

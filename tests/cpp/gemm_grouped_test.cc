@@ -231,7 +231,7 @@ TEST(GemmGrouped, Refusals) {
 #ifdef BLOCKSCALE_CUDA
 // Operands on the device for as long as the stream lives.
 Groups on_device(const Groups& g, const TestStream& stream) {
-  return {stream.copy(g.offsets, g.count * (g.wide ? 8 : 4)), g.wide, g.count};
+  return {stream.copy(g.offsets, g.count * (g.int64_offsets ? 8 : 4)), g.int64_offsets, g.count};
 }
 ConstQuantized on_device(const Output& o, const Groups& groups, const TestStream& stream) {
   ConstQuantized q = as_const(o.view);

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "buffers.h"
+#include "checks.h"
 #include "throws.h"
 
 namespace blockscale::testing {

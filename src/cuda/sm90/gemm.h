@@ -43,7 +43,7 @@ struct Gemm {
   int groups = 1;
   int64_t group_rows = 0;         // total rows that the groups divide
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory
-  bool wide_offsets = false;      // int64 instead of int32
+  bool int64_offsets = false;     // int64 instead of int32
   int band = 0;                   // tiles along M that are walked together; 0: chosen
   Schedule schedule = Schedule::chosen;
   Previous previous = Previous::any;

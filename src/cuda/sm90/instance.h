@@ -123,7 +123,7 @@ void set_problem(Problem& p, const Gemm& g) {
   p.tail_rows = late ? T::kUnitRows / 2 : 0;
   p.previous = g.previous;
   p.offsets = g.offsets;
-  p.wide_offsets = g.wide_offsets;
+  p.int64_offsets = g.int64_offsets;
   const int64_t across = ceil_div(g.n, T::kUnitColumns), down = ceil_div(g.m, T::kUnitRows);
   const int64_t band = std::min<int64_t>(g.band, down);
   p.units_across = Divisor(across);

@@ -24,7 +24,7 @@ struct Problem {
   int tail_rows = 0;              // rows: a group's last unit runs late if it has <= this many rows
   int storage_unit = kBlock;      // contraction, BF16: groups start at multiples of it in storage
   const void* offsets = nullptr;  // cumulative ends of the groups, int32 or int64
-  bool wide_offsets = false;
+  bool int64_offsets = false;
   Divisor units_across;             // along N
   int units_down = 0;               // along M; rows: not used
   Divisor band;                     // units along M that are walked together, for the L2 cache
@@ -58,8 +58,8 @@ BLOCKSCALE_DEVICE Work no_work() { return {0, 0, 0, 0, 0, 0, -1}; }
 
 BLOCKSCALE_DEVICE int64_t group_end(const Problem& p, int group) {
   if (group < 0) return 0;
-  return p.wide_offsets ? static_cast<const int64_t*>(p.offsets)[group]
-                        : static_cast<const int32_t*>(p.offsets)[group];
+  return p.int64_offsets ? static_cast<const int64_t*>(p.offsets)[group]
+                         : static_cast<const int32_t*>(p.offsets)[group];
 }
 
 // Totals of everything before a group.

@@ -30,7 +30,7 @@ BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, i
     for (int i = 0; i < kRowLines; ++i, scales += step, keep(scales))
       if (i < left) stored[i] = load_once(scales);
   };
-  if (p.wide_scales)
+  if (p.fp32_scales)
     load_scales(reinterpret_cast<const uint32_t*>(at.scales) + scale);
   else
     load_scales(at.scales + scale);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 __global__ void __launch_bounds__(kDecodeThreads)
     clear_rows_kernel(const __grid_constant__ DequantizeParams p) {
   after_previous(p);
-  const float value = p.plan.head->bad ? bit_cast<float>(kNanBits) : 0.0f;
+  const float value = p.plan.head->wrong ? bit_cast<float>(kNanBits) : 0.0f;
   const int first = p.plan.side[0][p.plan.count].row;
   const int64_t count = static_cast<int64_t>(p.rows - first) * p.columns;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kDecodeThreads;
@@ -157,7 +157,7 @@ DequantizeParams params_of(const ConstQuantized& q, const Matrix& x) {
   p.element = Decoder::of(q.spec.element), p.scale = Decoder::of(q.spec.scale);
   p.rows = static_cast<int>(x.rows), p.columns = static_cast<int>(x.columns);
   p.block_shift = std::countr_zero(q.spec.block);
-  p.linear = q.layout == StorageLayout{}, p.wide_scales = q.spec.scale == Format::fp32;
+  p.linear = q.layout == StorageLayout{}, p.fp32_scales = q.spec.scale == Format::fp32;
   p.first = {q.codes,
              q.scales,
              nullptr,

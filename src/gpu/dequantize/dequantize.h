@@ -34,7 +34,7 @@ struct DequantizeParams {
   Decoder element, scale;
   Matrix x;
   int rows, columns;
-  int linear, wide_scales;  // both layouts are linear; scales are FP32
+  int linear, fp32_scales;  // both layouts are linear; scales are FP32
   int block_shift;          // log2 of a block
   Plan plan;                // of groups
   Divisor parts;            // pieces of work per matrix, or per row of tiles of a group
@@ -89,13 +89,13 @@ BLOCKSCALE_DEVICE uint32_t stored_scale(const DequantizeParams& p, const Place& 
                             : layout_offset_as<uint32_t>(p.q.layout.scales,
                                                          static_cast<uint32_t>(p.shape.scale_rows),
                                                          at.scale_columns, row, block);
-  return p.wide_scales ? load_once_and_more(reinterpret_cast<const uint32_t*>(at.scales) + i)
+  return p.fp32_scales ? load_once_and_more(reinterpret_cast<const uint32_t*>(at.scales) + i)
                        : load_once(at.scales + i);
 }
 // To be loaded once the codes are on their way: the compiler waits for data that all threads share.
 BLOCKSCALE_DEVICE float outer_of(const Place& at) { return at.outer ? load_once(at.outer) : 1.0f; }
 BLOCKSCALE_DEVICE float factor_of(const DequantizeParams& p, float outer, uint32_t stored) {
-  return __fmul_rn(outer, p.wide_scales ? bit_cast<float>(stored) : p.scale.scale(stored));
+  return __fmul_rn(outer, p.fp32_scales ? bit_cast<float>(stored) : p.scale.scale(stored));
 }
 
 // Where byte `byte` of a line of codes lies.

@@ -41,7 +41,7 @@ inline constexpr bool kAsksAhead = kCodec == Codec::fp4&& kHigh > kTile;
 template <bool kLinear>
 BLOCKSCALE_DEVICE uint2 load_scales(const DequantizeParams& p, const Place& at, int line, int block,
                                     int count) {
-  if (p.wide_scales) return {stored_scale<kLinear>(p, at, line, block), 0};  // a block is kTile
+  if (p.fp32_scales) return {stored_scale<kLinear>(p, at, line, block), 0};  // a block is kTile
   if constexpr (kLinear) {
     const uint8_t* from = at.scales + block;
     from += static_cast<int64_t>(line >> at.scale_shift) * at.scale_columns;
@@ -102,7 +102,7 @@ struct Columns {
     const float outer = outer_of(at);
     if (mine) {
       tile.factor(line, first) =
-          factor_of(p, outer, p.wide_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
+          factor_of(p, outer, p.fp32_scales ? stored.x : permute_bytes(stored.x, 0, 0x4440));
 #pragma unroll
       for (int i = 1; i < kTile / kRun; ++i)
         if (i < blocks)

@@ -18,7 +18,7 @@ constexpr int kAhead = 4;           // steps whose loads are in flight together
 constexpr int64_t kMostCodes = kGpuLimit - kStep * kAhead;  // of a line
 constexpr int kShared = kWidened.block;  // codes of A that share a scale; side of B's squares
 
-struct WideSide {
+struct WidenSide {
   const uint8_t *codes, *scales;
   uint8_t* to;
   float* to_scales;
@@ -31,7 +31,7 @@ struct WideSide {
   Divisor matrix;                   // lines of one matrix
 };
 struct WidenParams {
-  WideSide a, b;
+  WidenSide a, b;
   float* line_scales;  // of B
   uint32_t a_blocks;   // thread blocks with lines of A
   int blocks, padded;  // per line: blocks of 32; bytes of the result
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kWidenThreads)
     widen_kernel(const __grid_constant__ WidenParams p) {
   after_previous(p);
   const bool is_b = blockIdx.x >= p.a_blocks;
-  const WideSide& side = is_b ? p.b : p.a;
+  const WidenSide& side = is_b ? p.b : p.a;
   const int lane = static_cast<int>(threadIdx.x) % 32, group = static_cast<int>(blockIdx.y);
   const uint32_t all = (blockIdx.x - (is_b ? p.a_blocks : 0)) * kWidenLines + threadIdx.x / 32;
   if (all >= side.lines) return;
@@ -170,8 +170,8 @@ struct Room {
     side.matrix = Divisor(std::max<int64_t>(s.lines, 1));
     blocks = static_cast<int>(s.blocks);
   }
-  Wide made;
-  WideSide side{};
+  WidenedOperand made;
+  WidenSide side{};
   int padded, blocks;  // per line: bytes of the result, blocks of 32
 };
 auto from_workspace(const Stream& stream) {
@@ -213,7 +213,7 @@ void launch(WidenParams& p, const Room* a, const Room* b, const Stream& stream) 
 
 }  // namespace
 
-Widened widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream) {
+WidenedPair widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream) {
   WidenParams p{};
   const int parts = set_groups(p, b);
   const Room left(a, kWidened, from_workspace(stream));
@@ -231,7 +231,7 @@ void widen_to(const ConstQuantized& a, const Quantized& to, const Stream& stream
   launch(p, &room, nullptr, stream);
 }
 
-Wide widen_b(const ConstQuantized& b, const Stream& stream) {
+WidenedOperand widen_right(const ConstQuantized& b, const Stream& stream) {
   WidenParams p{};
   const int parts = set_groups(p, b);
   const Room room = room_of_b(b, parts, from_workspace(stream));
@@ -239,7 +239,7 @@ Wide widen_b(const ConstQuantized& b, const Stream& stream) {
   return room.made;
 }
 
-int64_t wide_bytes(const ConstQuantized& b) {
+int64_t widened_bytes(const ConstQuantized& b) {
   int64_t bytes = 0;
   room_of_b(b, 1, [&](int64_t more) {
     bytes += more;
@@ -248,12 +248,12 @@ int64_t wide_bytes(const ConstQuantized& b) {
   return bytes;
 }
 
-Wide wide_in(const ConstQuantized& b, uint8_t* memory) {
+WidenedOperand widened_in(const ConstQuantized& b, uint8_t* memory) {
   int64_t end = 0;
   return room_of_b(b, 1, from(memory, end)).made;
 }
 
-Wide widen_b(const ConstQuantized& b, uint8_t* memory, const Stream& stream) {
+WidenedOperand widen_right(const ConstQuantized& b, uint8_t* memory, const Stream& stream) {
   WidenParams p{};
   int64_t end = 0;
   const Room room = room_of_b(b, 1, from(memory, end));

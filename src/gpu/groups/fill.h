@@ -37,12 +37,13 @@ BLOCKSCALE_DEVICE void fill_behind(T* to, const Memory& m, int ratio, T value, c
 template <class T>
 BLOCKSCALE_DEVICE void fill_around(T* to, Layout l, int64_t all_rows, int64_t all_columns,
                                    int64_t rows, int64_t columns, T value, const Share& share) {
-  const int64_t high = padded_rows(l, rows), wide = padded_columns(l, columns);
-  const int64_t below = (high - rows) * wide, right = rows * (wide - columns);
+  const int64_t end_row = padded_rows(l, rows), end_column = padded_columns(l, columns);
+  const int64_t below = (end_row - rows) * end_column, right = rows * (end_column - columns);
   for (int64_t i = share.at * kFillThreads + threadIdx.x; i < below + right;
        i += share.of * kFillThreads) {
-    const int64_t row = i < below ? rows + i / wide : (i - below) / (wide - columns);
-    const int64_t column = i < below ? i % wide : columns + (i - below) % (wide - columns);
+    const int64_t row = i < below ? rows + i / end_column : (i - below) / (end_column - columns);
+    const int64_t column =
+        i < below ? i % end_column : columns + (i - below) % (end_column - columns);
     to[layout_offset(l, all_rows, all_columns, row, column)] = value;
   }
 }
@@ -58,9 +59,9 @@ BLOCKSCALE_DEVICE void with_scales(const Quantized& out, uint8_t* at, const Fill
 }
 
 // Fills what lies behind the last group, from these steps of the layouts on, and all outer scales.
-// With bad offsets that is everything.
+// With wrong offsets that is everything.
 BLOCKSCALE_DEVICE void fill_behind_groups(const Side& side, int64_t codes, int64_t scales,
-                                          int count, bool bad, const Share& share) {
+                                          int count, bool wrong, const Share& share) {
   const Quantized& out = side.out;
   const StoredShape& s = side.shape;
   // Lines of codes, and where groups start in them, are multiples of 8 bytes.
@@ -69,12 +70,12 @@ BLOCKSCALE_DEVICE void fill_behind_groups(const Side& side, int64_t codes, int64
               share);
   with_scales(out, out.scales, [&](auto* to, auto padding, auto nan) {
     fill_behind(to, memory_of(out.layout.scales, out.axis, s.scale_rows, s.scale_columns, scales),
-                1, bad ? nan : padding, share);
+                1, wrong ? nan : padding, share);
   });
-  if (out.spec.outer && (bad || side.amax))
+  if (out.spec.outer && (wrong || side.amax))
     for (int g = share.at * kFillThreads + static_cast<int>(threadIdx.x); g < count;
          g += share.of * kFillThreads)
-      out.outer[g] = bad ? bit_cast<float>(kNanBits) : outer_of(side, g).dec;
+      out.outer[g] = wrong ? bit_cast<float>(kNanBits) : outer_of(side, g).dec;
 }
 
 // Fills the padding of the layouts of one group, whose extents `s` has.

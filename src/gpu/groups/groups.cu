@@ -96,8 +96,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   const int64_t first = thread * each, last = first + each < count ? first + each : count;
   bool wrong = false;
   for (int64_t g = first; g < last; ++g) wrong |= p.groups.is_wrong(g, p.rows);
-  const bool bad = __syncthreads_or(wrong);
-  const auto rows_of = [&](int64_t g) { return bad ? 0 : p.groups.end(g) - p.groups.begin(g); };
+  const bool all_wrong = __syncthreads_or(wrong);
+  const auto rows_of = [&](int64_t g) {
+    return all_wrong ? 0 : p.groups.end(g) - p.groups.begin(g);
+  };
 
   Sums own;
   for (int64_t g = first; g < last; ++g) own.add(p, rows_of(g));
@@ -116,13 +118,13 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   Sums at;
   if (thread > 0) at = sums[thread - 1];
   for (int64_t g = first; g < last; ++g) {
-    store(p, at, g, bad ? 0 : p.groups.begin(g), rows_of(g));
+    store(p, at, g, all_wrong ? 0 : p.groups.begin(g), rows_of(g));
     if (g + 1 < last) at.add(p, rows_of(g));
   }
   const int tile_rows = static_cast<int>(sums[used - 1].tiles);
   if (thread == 0) {
-    store(p, sums[used - 1], count, bad ? 0 : p.groups.end(count - 1), 0);
-    *p.head = {tile_rows, bad};
+    store(p, sums[used - 1], count, all_wrong ? 0 : p.groups.end(count - 1), 0);
+    *p.head = {tile_rows, all_wrong};
   }
   __syncthreads();
   // With one group per thread, as nearly always, from shared memory.
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constan
     const GroupAt* at = p.plan.side[i];
     if (!at) continue;
     const Side& whole = p.side[i];
-    fill_behind_groups(whole, at[count].codes, at[count].scales, count, p.plan.head->bad,
+    fill_behind_groups(whole, at[count].codes, at[count].scales, count, p.plan.head->wrong,
                        {static_cast<int>(blockIdx.x), blocks});
     if (whole.plain) continue;
     for (int n = static_cast<int>(blockIdx.x); n < count * slices; n += blocks) {

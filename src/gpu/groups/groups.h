@@ -11,10 +11,10 @@ namespace blockscale::gpu {
 
 struct PlanHead {
   int tile_rows;  // rows of tiles of all groups
-  int bad;        // offsets decrease or pass the end: there are no groups, and results are NaN
+  int wrong;      // offsets decrease or pass the end: there are no groups, and results are NaN
 };
 // kTile rows of one group. `begin` and `rows` are the group's rows in what the kernel reads: x, or
-// x after a wide transform, where groups start at their positions.
+// x after a transform in a pass of its own, where groups start at their positions.
 struct TileRow {
   int group, row, begin, rows;
 };
@@ -76,7 +76,8 @@ struct GroupRows {
 struct GroupGrid {
   Groups groups;
   int rows;        // of x
-  bool positions;  // the kernel reads x after a wide transform; groups start at positions
+  bool positions;  // the kernel reads x after a transform in a pass of its own; groups start at
+                   // positions
 
   // The first row of tiles of group g.
   BLOCKSCALE_DEVICE static int first_tile_row(int g, int begin) {
@@ -99,7 +100,7 @@ struct GroupSide {
 struct GroupTile {
   int group;  // -1: none
   int row, begin, rows;
-  bool bad;  // offsets decrease or pass the end: no row of tiles has a group, all is NaN
+  bool wrong;  // offsets decrease or pass the end: no row of tiles has a group, all is NaN
 };
 
 // The rows of 32 groups from `first` on, one group per lane; lanes past the last group have none.
@@ -164,10 +165,10 @@ struct Share {
 };
 // The share of row `tile_row` of tiles, which is of no group, among all such rows. Called by one
 // warp; every lane gets the result.
-BLOCKSCALE_DEVICE Share share_of_none(const GroupGrid& grid, bool bad, int tile_row) {
+BLOCKSCALE_DEVICE Share share_of_none(const GroupGrid& grid, bool wrong, int tile_row) {
   int before = 0, all = 0;  // rows of tiles that belong to groups
 #pragma unroll 1
-  for (int base = 0; !bad && base < static_cast<int>(grid.groups.count); base += 32) {
+  for (int base = 0; !wrong && base < static_cast<int>(grid.groups.count); base += 32) {
     const WarpEnds ends(grid.groups, base, grid.rows);
     const int first =
         GroupGrid::first_tile_row(base + static_cast<int>(threadIdx.x) % 32, ends.begin);

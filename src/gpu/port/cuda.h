@@ -16,8 +16,8 @@ using Error_t = cudaError_t;
 using NativeStream = cudaStream_t;
 inline Error_t last_error() { return cudaGetLastError(); }
 inline const char* error_text(Error_t e) { return cudaGetErrorString(e); }
-inline void clear_async(void* p, size_t bytes, NativeStream s) {
-  (void)cudaMemsetAsync(p, 0, bytes, s);
+inline Error_t set_zero(void* p, size_t bytes, NativeStream s) {
+  return cudaMemsetAsync(p, 0, bytes, s);
 }
 inline constexpr Error_t kSuccess = cudaSuccess;
 inline int current_device() {
@@ -29,8 +29,8 @@ inline int multiprocessors(int device) { return cuda::multiprocessors(device); }
 inline int shared_limit(int device) {  // per thread block, in bytes, once allowed
   return cuda::attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
 }
-inline void allow_shared(const void* kernel, int bytes) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+inline Error_t allow_shared(const void* kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline Error_t device_count(int* count) { return cudaGetDeviceCount(count); }
 // Fails if an earlier kernel has failed.
@@ -53,8 +53,8 @@ inline std::string device_text() {
 // Launches a kernel. Its thread blocks may start while the last ones of the preceding kernel still
 // run, so that the start of one hides behind the end of the other: see after_previous().
 template <class... Params, class... Args>
-void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
-           NativeStream stream, const Args&... args) {
+Error_t launch_kernel(void (*kernel)(Params...), const dim3& grid, const dim3& threads,
+                      size_t shared_bytes, NativeStream stream, const Args&... args) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -65,7 +65,7 @@ void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, siz
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, args...);  // last_error() finds a failure
+  return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 // ---- the copy engine (TMA): loads boxes of a matrix into shared memory asynchronously ----

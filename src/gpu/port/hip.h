@@ -15,9 +15,8 @@ using Error_t = hipError_t;
 using NativeStream = hipStream_t;
 inline Error_t last_error() { return hipGetLastError(); }
 inline const char* error_text(Error_t e) { return hipGetErrorString(e); }
-// last_error() finds its failures, as it does those of launches.
-inline void clear_async(void* p, size_t bytes, NativeStream s) {
-  (void)hipMemsetAsync(p, 0, bytes, s);
+inline Error_t set_zero(void* p, size_t bytes, NativeStream s) {
+  return hipMemsetAsync(p, 0, bytes, s);
 }
 inline constexpr Error_t kSuccess = hipSuccess;
 inline int current_device() {
@@ -35,8 +34,8 @@ inline int shared_limit(int device) {  // per thread block, in bytes
   (void)hipDeviceGetAttribute(&bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, device);
   return bytes;
 }
-inline void allow_shared(const void* kernel, int bytes) {
-  (void)hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
+inline Error_t allow_shared(const void* kernel, int bytes) {
+  return hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline Error_t device_count(int* count) { return hipGetDeviceCount(count); }
 inline Error_t ask_for_memory() {
@@ -56,11 +55,12 @@ inline std::string device_text() {
 }
 
 template <class... Params, class... Args>
-void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
-           NativeStream stream, const Args&... args) {
+Error_t launch_kernel(void (*kernel)(Params...), const dim3& grid, const dim3& threads,
+                      size_t shared_bytes, NativeStream stream, const Args&... args) {
   // clang-format off
   kernel<<<grid, threads, shared_bytes, stream>>>(args...);
   // clang-format on
+  return hipGetLastError();
 }
 
 // There is no copy engine: nothing is described, so nothing below is called.

@@ -70,12 +70,14 @@ uint32_t exchange(uint32_t value, unsigned from);
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 using NativeStream = void*;
+enum Error_t { kSuccess };
 template <class... Params, class... Args>
-void start(void (*kernel)(Params...), const dim3& grid, const dim3& threads, size_t shared_bytes,
-           NativeStream, const Args&... args) {
+Error_t launch_kernel(void (*kernel)(Params...), const dim3& grid, const dim3& threads,
+                      size_t shared_bytes, NativeStream, const Args&... args) {
   emulated::last_kernel = reinterpret_cast<const void*>(kernel);
   const std::tuple<std::remove_const_t<Params>...> given(args...);
   emulated::run(grid, threads, shared_bytes, [&] { std::apply(kernel, given); });
+  return kSuccess;
 }
 
 inline void __syncthreads() { emulated::barrier(); }
@@ -194,14 +196,16 @@ T __ldg(const T* p) {
 
 // ---- the device ----
 
-enum Error_t { kSuccess };
 inline Error_t last_error() { return kSuccess; }
 inline const char* error_text(Error_t) { return "no error"; }
-inline void clear_async(void* p, size_t bytes, NativeStream) { std::memset(p, 0, bytes); }
+inline Error_t set_zero(void* p, size_t bytes, NativeStream) {
+  std::memset(p, 0, bytes);
+  return kSuccess;
+}
 inline int current_device() { return 0; }
 inline int multiprocessors(int) { return 2; }  // few, so that thread blocks have to walk over tiles
 inline int shared_limit(int) { return static_cast<int>(emulated::kSharedBytes); }
-inline void allow_shared(const void*, int) {}
+inline Error_t allow_shared(const void*, int) { return kSuccess; }
 inline Error_t device_count(int* count) {
   *count = 1;
   return kSuccess;

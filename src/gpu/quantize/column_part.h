@@ -6,16 +6,16 @@
 
 namespace blockscale::gpu {
 
-// Loads kWide BF16 at p as pairs; `count` of them exist. p is aligned to their size.
-template <int kWide>
-BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
-  if (count < kWide) {
+// Loads kColumns BF16 at p as pairs; `count` of them exist. p is aligned to their size.
+template <int kColumns>
+BLOCKSCALE_DEVICE void load_pairs(const uint16_t* p, int count, uint32_t* pair) {
+  if (count < kColumns) {
 #pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) pair[i] = 0;
+    for (int i = 0; i < kColumns / 2; ++i) pair[i] = 0;
 #pragma unroll
-    for (int i = 0; i < kWide - 1; ++i)
+    for (int i = 0; i < kColumns - 1; ++i)
       if (i < count) pair[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
-  } else if (kWide == 4) {
+  } else if (kColumns == 4) {
     const uint2 four = *reinterpret_cast<const uint2*>(p);
     pair[0] = four.x;
     pair[1] = four.y;
@@ -28,13 +28,13 @@ BLOCKSCALE_DEVICE void load_wide(const uint16_t* p, int count, uint32_t* pair) {
 // columns of 32 rows, so that no block is shared between threads. A warp has 128 or 64 columns.
 template <Pass kPass>
 struct ColumnPart {
-  static constexpr int kWide = kPass.block() == 2 * kRun ? 2 : 4;
-  static constexpr int kRuns = 4 / kWide, kAcross = kTile / (32 * kWide);
+  static constexpr int kColumns = kPass.block() == 2 * kRun ? 2 : 4;
+  static constexpr int kRuns = 4 / kColumns, kAcross = kTile / (32 * kColumns);
   int first, run;  // the first column, and the first run of rows, in the tile
 
   BLOCKSCALE_DEVICE ColumnPart() {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    first = (warp % kAcross * 32 + lane) * kWide;
+    first = (warp % kAcross * 32 + lane) * kColumns;
     run = warp / kAcross * kRuns;
   }
   // Loads both pairs of columns, or both runs of one pair; `missing` where none of it exists.
@@ -48,14 +48,14 @@ struct ColumnPart {
     auto load_rows = [&](bool whole) {
 #pragma unroll
       for (int i = 0; i < kRuns * kRun; ++i, row += pitch) {
-        uint32_t pair[kWide / 2] = {};
+        uint32_t pair[kColumns / 2] = {};
         const auto* p = reinterpret_cast<const uint16_t*>(row);
-        if (whole || i < rows) load_wide<kWide>(p, whole ? kWide : count, pair);
+        if (whole || i < rows) load_pairs<kColumns>(p, whole ? kColumns : count, pair);
 #pragma unroll
-        for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] = pair[j];
+        for (int j = 0; j < kColumns / 2; ++j) in[j + i / kRun].pair[i % kRun] = pair[j];
       }
     };
-    if (rows >= kRuns * kRun && count >= kWide)
+    if (rows >= kRuns * kRun && count >= kColumns)
       load_rows(true);
     else if (rows > 0 && count > 0)
       load_rows(false);
@@ -68,20 +68,20 @@ struct ColumnPart {
     const FloatMemory memory(x);
     constexpr int kRows = kRuns * kRun;
     const int row = at.row + run * kRun, column = at.column + first;
-    load_columns<kWide, kRows>(memory, memory.at(x, at.batch, row, column), x.rows - row,
-                               x.columns - column,
-                               [&](int i, int c) -> float& { return element(in, i, c); });
+    load_columns<kColumns, kRows>(memory, memory.at(x, at.batch, row, column), x.rows - row,
+                                  x.columns - column,
+                                  [&](int i, int c) -> float& { return element(in, i, c); });
   }
   // Row i of column c.
   BLOCKSCALE_DEVICE static float& element(FloatColumns* in, int i, int c) {
-    return kWide == 4 ? in[c / 2].run[c % 2].value[i] : in[i / kRun].run[c].value[i % kRun];
+    return kColumns == 4 ? in[c / 2].run[c % 2].value[i] : in[i / kRun].run[c].value[i % kRun];
   }
   // The same from a tile in shared memory.
   BLOCKSCALE_DEVICE void read(const Bf16Tile& tile, PairColumns* in) const {
     const uint32_t* words = words_of(tile);
 #pragma unroll
     for (int i = 0; i < kRuns * kRun; ++i, words += kTile / 2) {
-      if constexpr (kWide == 4) {
+      if constexpr (kColumns == 4) {
         const uint2 four = *reinterpret_cast<const uint2*>(words);
         in[0].pair[i] = four.x;
         in[1].pair[i] = four.y;
@@ -110,18 +110,19 @@ struct ColumnPart {
         const auto* word =
             reinterpret_cast<const uint32_t*>(row + r * TileAround::kPitch + before / 4 * 4);
 #pragma unroll
-        for (int j = 0; j < kWide / 2; ++j)
+        for (int j = 0; j < kColumns / 2; ++j)
           in[j + r / kRun].pair[r % kRun] =
               shift_right_in(word[j + 1], word[j], static_cast<int>(skew % 4 * 8));
       }
     }
     const int rows = x.rows - at.row - run * kRun, count = x.columns - at.column - first;
-    if (rows >= kRuns * kRun && count >= kWide) return;
+    if (rows >= kRuns * kRun && count >= kColumns) return;
     const uint32_t left[] = {pair_mask(count), pair_mask(count - 2)};
 #pragma unroll
     for (int i = 0; i < kRuns * kRun; ++i) {
 #pragma unroll
-      for (int j = 0; j < kWide / 2; ++j) in[j + i / kRun].pair[i % kRun] &= i < rows ? left[j] : 0;
+      for (int j = 0; j < kColumns / 2; ++j)
+        in[j + i / kRun].pair[i % kRun] &= i < rows ? left[j] : 0;
     }
   }
   // The mask of a pair of which `count` elements exist.
@@ -133,7 +134,7 @@ struct ColumnPart {
 #pragma unroll
     for (int i = 0; i < kRuns * kRun; ++i, to += 2 * kTile) {
       const PairColumns& pairs = in[i / kRun];
-      if constexpr (kWide == 4)
+      if constexpr (kColumns == 4)
         *reinterpret_cast<uint2*>(to) = {pairs.pair[i], in[1].pair[i]};
       else
         *reinterpret_cast<uint32_t*>(to) = pairs.pair[i % kRun];
@@ -143,7 +144,7 @@ struct ColumnPart {
     float* to = tile.at(run * kRun, first);
 #pragma unroll
     for (int i = 0; i < kRuns * kRun; ++i, to += kTile) {
-      if constexpr (kWide == 4)
+      if constexpr (kColumns == 4)
         *reinterpret_cast<float4*>(to) = {element(in, i, 0), element(in, i, 1), element(in, i, 2),
                                           element(in, i, 3)};
       else

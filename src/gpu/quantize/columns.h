@@ -25,31 +25,31 @@ struct Stage {
 };
 
 // Where run `g` of a line lies in the stage: 16 bytes (8 for FP4) apart within a line, permuted so
-// that writers (every kWide-th line, the same g) and readers (one line) have no bank conflicts.
-template <bool kFp4, int kWide>
+// that writers (every kColumns-th line, the same g) and readers (one line) have no bank conflicts.
+template <bool kFp4, int kColumns>
 BLOCKSCALE_DEVICE int stage_offset(int line, int g) {
-  static_assert(kWide == 2 || kWide == 4);
-  constexpr int kShift = kWide / 2;
+  static_assert(kColumns == 2 || kColumns == 4);
+  constexpr int kShift = kColumns / 2;
   const int run = g ^ (line >> kShift & 7);
   return kFp4 ? (line ^ (line >> (kShift + 3) & 1)) * (kTile / 2) + run * 8
               : line * kTile + run * 16;
 }
 
 // The first byte of run `g` of a line of FP4.
-template <Pass kPass, int kWide>
+template <Pass kPass, int kColumns>
 BLOCKSCALE_DEVICE uint8_t& staged_fp4(Stage<kPass>& stage, int line, int g) {
-  return reinterpret_cast<uint8_t*>(stage.codes)[stage_offset<true, kWide>(line, g)];
+  return reinterpret_cast<uint8_t*>(stage.codes)[stage_offset<true, kColumns>(line, g)];
 }
 // Puts the codes of run `g` of a line into the stage.
-template <Pass kPass, int kWide>
+template <Pass kPass, int kColumns>
 BLOCKSCALE_DEVICE void stage_codes(const Side& s, Stage<kPass>& stage, const Codes& codes, int line,
                                    int g) {
   auto* staged = reinterpret_cast<uint8_t*>(stage.codes);
   if (packs<kPass>(s))
-    *reinterpret_cast<uint2*>(staged + stage_offset<true, kWide>(line, g)) = {codes.word[0],
-                                                                              codes.word[1]};
+    *reinterpret_cast<uint2*>(staged + stage_offset<true, kColumns>(line, g)) = {codes.word[0],
+                                                                                 codes.word[1]};
   else
-    *reinterpret_cast<uint4*>(staged + stage_offset<false, kWide>(line, g)) = {
+    *reinterpret_cast<uint4*>(staged + stage_offset<false, kColumns>(line, g)) = {
         codes.word[0], codes.word[1], codes.word[2], codes.word[3]};
 }
 // Puts the scale of the block that starts at run `g` of a line into the stage.
@@ -57,7 +57,7 @@ template <Pass kPass>
 BLOCKSCALE_DEVICE void stage_scale(const Side& s, Stage<kPass>& stage, uint32_t scale, int line,
                                    int g) {
   const int block = stored_block_length<kPass>(s);
-  if (has_wide_scales<kPass>(s))
+  if (has_fp32_scales<kPass>(s))
     stage.template scale<uint32_t>(line, kTile / block, g * kRun / block) = scale;
   else
     stage.template scale<uint8_t>(line, kTile / block, g * kRun / block) =
@@ -179,7 +179,7 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
                                            int tile_pos, int lines, Stage<kPass>& stage) {
   const int block = stored_block_length<kPass>(s), blocks = kTile / block;
   const int first_block = static_cast<int>(static_cast<unsigned>(tile_pos) / block);
-  if (!has_wide_scales<kPass>(s) && s.scale_words) {
+  if (!has_fp32_scales<kPass>(s) && s.scale_words) {
     const auto words = static_cast<unsigned>(blocks / 4);  // per line
     const auto store = [&](unsigned i) {
       const int line = static_cast<int>(i / words);
@@ -213,14 +213,14 @@ BLOCKSCALE_DEVICE void store_staged_scales(const Side& s, const MatrixAt& m, int
     const int line = i / blocks, b = i % blocks;
     if (line >= lines || first_block + b >= s.blocks) continue;
     store_scale<kPass>(s, m, tile_line + line, first_block + b,
-                       has_wide_scales<kPass>(s) ? stage.template scale<uint32_t>(line, blocks, b)
+                       has_fp32_scales<kPass>(s) ? stage.template scale<uint32_t>(line, blocks, b)
                                                  : stage.template scale<uint8_t>(line, blocks, b));
   }
 }
 
 // Stores codes from the stage to memory, kStep runs of a line at a time: 16 bytes, except for
 // single runs of FP4. `lines` and `runs` of the tile exist.
-template <Pass kPass, int kWide, int kCount, bool kFp4, int kStep>
+template <Pass kPass, int kColumns, int kCount, bool kFp4, int kStep>
 BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
                                           int tile_pos, int lines, int runs,
                                           const Stage<kPass>& stage) {
@@ -230,12 +230,12 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
   int line = static_cast<int>(threadIdx.x / kPerLine);
   if (g >= runs) return;
   // Lines far enough apart are permuted alike: one offset gives those of all of a thread's lines.
-  constexpr bool kAlike = kLines % ((kFp4 ? 16 : 8) << (kWide / 2)) == 0;
+  constexpr bool kAlike = kLines % ((kFp4 ? 16 : 8) << (kColumns / 2)) == 0;
   constexpr int kApart = kLines * (kFp4 ? kTile / 2 : kTile);
   const int first = line;
   const auto staged_at = [&](int run, int i) {
-    return staged + (kAlike ? stage_offset<kFp4, kWide>(first, run) + i * kApart
-                            : stage_offset<kFp4, kWide>(line, run));
+    return staged + (kAlike ? stage_offset<kFp4, kColumns>(first, run) + i * kApart
+                            : stage_offset<kFp4, kColumns>(line, run));
   };
   const auto store = [&](uint8_t* to, int i) {
     if constexpr (!kFp4) {
@@ -266,14 +266,14 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
 
 // Stores codes from the stage to memory, with kCount threads; the tile is at (`tile_line`,
 // `tile_pos`).
-template <Pass kPass, int kWide, int kCount>
+template <Pass kPass, int kColumns, int kCount>
 BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int tile_line,
                                           int tile_pos, Stage<kPass>& stage) {
   // None for a tile past the end of the matrix, as the second of two can be.
   const int runs = min(kRunsPerLine, (s.padded - tile_pos) / kRun);
   const int lines = min(kTile, s.lines - tile_line);
   auto codes = [&](auto fp4, auto step) {
-    store_staged_codes<kPass, kWide, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
+    store_staged_codes<kPass, kColumns, kCount, decltype(fp4)::value != 0, decltype(step)::value>(
         s, m, tile_line, tile_pos, lines, runs, stage);
   };
   // FP4 is stored in pairs of runs where lines are whole multiples of a pair.
@@ -285,10 +285,10 @@ BLOCKSCALE_DEVICE void store_staged_codes(const Side& s, const MatrixAt& m, int 
     codes(Constant<1>{}, Constant<1>{});
 }
 // Stores codes and scales.
-template <Pass kPass, int kWide, int kCount>
+template <Pass kPass, int kColumns, int kCount>
 BLOCKSCALE_DEVICE void store_stage(const Side& s, const MatrixAt& m, int tile_line, int tile_pos,
                                    Stage<kPass>& stage) {
-  store_staged_codes<kPass, kWide, kCount>(s, m, tile_line, tile_pos, stage);
+  store_staged_codes<kPass, kColumns, kCount>(s, m, tile_line, tile_pos, stage);
   store_staged_scales<kPass, kCount>(s, m, tile_line, tile_pos, min(kTile, s.lines - tile_line),
                                      stage);
 }

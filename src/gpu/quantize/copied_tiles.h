@@ -177,7 +177,7 @@ __global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::k
     });
     here.sync();
     const TileAt same = here.at[turn];  // read again, not kept in registers
-    store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+    store_stage<kColumn, ColumnPart<kColumn>::kColumns, kDirectThreads>(
         p.column, here.column, same.column, same.row, memory.stage);
   }
 }

@@ -111,7 +111,7 @@ template <Pass kPass>
 struct LineGroups : MatrixAt {
   Groups groups;
   int end = 0;           // rows of all groups
-  bool bad;              // offsets decrease or pass the end: no row is in a group, results are NaN
+  bool wrong;            // offsets decrease or pass the end: no row is in a group, results are NaN
   int next = 0;          // the group after the one whose outer scale this has
   int end_of_group = 0;  // where the group of that outer scale ends
 
@@ -128,8 +128,8 @@ struct LineGroups : MatrixAt {
         next += static_cast<int>(warp_sum(static_cast<uint32_t>(ends.end) <= first));
     }
     last = warp_max(last);
-    bad = last == ~0u;
-    if (!bad) end = static_cast<int>(last);
+    wrong = last == ~0u;
+    if (!wrong) end = static_cast<int>(last);
   }
   // Advances to a line that is in a group.
   BLOCKSCALE_DEVICE void to_line(const Side& s, int line) {
@@ -266,7 +266,7 @@ inline constexpr int kRowBlocks = (kPass.fp4() ? 4 : 3) - In::kFloats;
 template <Pass kPass>
 BLOCKSCALE_DEVICE void fill_lines(const Side& s, const LineGroups<kPass>& m, int line, int pos,
                                   int first, int lines) {
-  const uint32_t scale = m.bad ? nan_block<kPass.stored_scale()>().stored : 0;
+  const uint32_t scale = m.wrong ? nan_block<kPass.stored_scale()>().stored : 0;
   for (int i = max(first, 0); i < lines; ++i) {
     if (pos % kPass.stored_block() == 0)
       store_scale<kPass>(s, m, line + i, pos / kPass.stored_block(), scale);
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kDirectThreads, (kRowBlocks<Row::kPass, In>))
     fill_lines<Row::kPass>(s, m, line, pos, lines, there);
     if (s.out.spec.outer)
       for (uint32_t g = n; g < count; g += p.all)
-        s.out.outer[g] = m.bad ? bit_cast<float>(kNanBits) : outer_of(s, g).dec;
+        s.out.outer[g] = m.wrong ? bit_cast<float>(kNanBits) : outer_of(s, g).dec;
     return;
   }
   quantize_lines<Row::kPass, false>(reader, s, line, pos, there, p.each, [&] {

@@ -277,7 +277,7 @@ BLOCKSCALE_DEVICE void quantize_tile(const Source& x, const TileAt& at,
     __syncthreads();
     // Found again: where a group lies would have been kept in registers that are scarce above.
     const auto column = where.column();
-    store_stage<kColumn, ColumnPart<kColumn>::kWide, kDirectThreads>(
+    store_stage<kColumn, ColumnPart<kColumn>::kColumns, kDirectThreads>(
         column.side, column.template matrix<kColumn>(at, direct.outer[1]), at.column, at.row,
         results.stage);
     if constexpr (Memory::kKeeps) {
@@ -316,11 +316,11 @@ __global__ void __launch_bounds__(kDirectThreads, (kTileBlocks<Row::kPass, Colum
     };
     if (tile.group < 0) {
       const int count = static_cast<int>(p.groups.groups.count);
-      const Share rows = share_of_none(p.groups, tile.bad, tile_row);
+      const Share rows = share_of_none(p.groups, tile.wrong, tile_row);
       for_each_operand([&](const Side& side, auto) {
-        const GroupRows end = rows_before(p.groups, side.groups, tile.bad ? 0 : count);
+        const GroupRows end = rows_before(p.groups, side.groups, tile.wrong ? 0 : count);
         fill_behind_groups(side, end.codes >> side.groups.code_shift,
-                           end.scales >> side.groups.scale_shift, count, tile.bad,
+                           end.scales >> side.groups.scale_shift, count, tile.wrong,
                            {rows.at * across + column, rows.of * across});
       });
       return;

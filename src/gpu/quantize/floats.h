@@ -125,25 +125,26 @@ struct Words {
 BLOCKSCALE_DEVICE Words<4> words_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
 BLOCKSCALE_DEVICE Words<2> words_of(const uint2& v) { return {{v.x, v.y}}; }
 BLOCKSCALE_DEVICE Words<1> words_of(uint32_t v) { return {{v}}; }
-// Loads kRows rows of kWide columns into place(row, column); `rows` and `count` of them exist.
-template <int kWide, int kRows, class Place>
+// Loads kRows rows of kColumns columns into place(row, column); `rows` and `count` of them exist.
+template <int kColumns, int kRows, class Place>
 BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* row, int rows,
                                     int count, const Place& place) {
-  const bool whole = rows >= kRows && count >= kWide && memory.aligned(row, kWide * memory.size);
-  using Wide = std::conditional_t<kWide == 4, uint4, uint2>;
-  using Narrow = std::conditional_t<kWide == 4, uint2, uint32_t>;
+  const bool whole =
+      rows >= kRows && count >= kColumns && memory.aligned(row, kColumns * memory.size);
+  using Wider = std::conditional_t<kColumns == 4, uint4, uint2>;
+  using Narrow = std::conditional_t<kColumns == 4, uint2, uint32_t>;
   if (whole && !memory.half) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i, row += memory.pitch) {
-      const auto wide = words_of(load_once(reinterpret_cast<const Wide*>(row)));
+      const auto wider = words_of(load_once(reinterpret_cast<const Wider*>(row)));
 #pragma unroll
-      for (int c = 0; c < kWide; ++c) place(i, c) = bit_cast<float>(wide.word[c]);
+      for (int c = 0; c < kColumns; ++c) place(i, c) = bit_cast<float>(wider.word[c]);
     }
     if (memory.shortens) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-        for (int c = 0; c < kWide; c += 2) shorten(place(i, c), place(i, c + 1));
+        for (int c = 0; c < kColumns; c += 2) shorten(place(i, c), place(i, c + 1));
       }
     }
   } else if (whole) {
@@ -155,7 +156,7 @@ BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* ro
     for (int i = 0; i < kRows; ++i) {
       const auto pairs = words_of(raw[i]);
 #pragma unroll
-      for (int c = 0; c < kWide; c += 2) {
+      for (int c = 0; c < kColumns; c += 2) {
         float two[2];
         unpack_fp16(pairs.word[c / 2], two);
         place(i, c) = two[0];
@@ -166,7 +167,7 @@ BLOCKSCALE_DEVICE void load_columns(const FloatMemory& memory, const uint8_t* ro
 #pragma unroll
     for (int i = 0; i < kRows; ++i, row += memory.pitch) {
 #pragma unroll
-      for (int c = 0; c < kWide; ++c)
+      for (int c = 0; c < kColumns; ++c)
         place(i, c) = i < rows && c < count ? memory.element(row, c) : 0.0f;
     }
   }

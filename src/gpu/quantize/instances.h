@@ -58,9 +58,8 @@ void launch_tiles(QuantizeParams& p, NativeStream stream) {
   const dim3 grid = tiles_grid(kGrouped ? p.groups.tile_rows() : p.tiles_down, p, sideways);
   constexpr auto kKernel = tiles_kernel<Row, Column, In, kGrouped>;
   constexpr int kBytes = sizeof(TileMemory<Row, Column, In>);
-  prepare<kKernel>(kBytes);
-  start(kKernel, grid, kDirectThreads, kBytes, stream,
-        TilesParams{p.x, p.row, p.column, p.groups, sideways});
+  start_with_shared<kKernel>(grid, kDirectThreads, kBytes, stream,
+                             TilesParams{p.x, p.row, p.column, p.groups, sideways});
 }
 
 template <class Row>
@@ -94,9 +93,8 @@ void launch_positions(QuantizeParams& p, NativeStream stream) {
   const int sideways = sideways_of<Row::kPass, Column::kPass, true>(p);
   constexpr auto kKernel = positions_kernel<Row, Column>;
   constexpr int kBytes = sizeof(PositionMemory<Row, Column>);
-  prepare<kKernel>(kBytes);
-  start(kKernel, tiles_grid(down, p, sideways), kDirectThreads, kBytes, stream,
-        TilesParams{p.x, p.row, p.column, p.groups, sideways});
+  start_with_shared<kKernel>(tiles_grid(down, p, sideways), kDirectThreads, kBytes, stream,
+                             TilesParams{p.x, p.row, p.column, p.groups, sideways});
 }
 
 // Tiles of positions, where lines hold groups one after another; otherwise every group's own tiles.
@@ -116,12 +114,13 @@ template <class Column>
 void launch_joined(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = joined_kernel<Column>;
   constexpr int kBytes = sizeof(JoinedMemory<Column>), kTilesEach = 16;
-  if (kBytes > shared_limit(current_device()) || p.tiles < kTilesEach * prepare<kKernel>(kBytes))
+  const int device = current_device();
+  if (kBytes > shared_limit(device) || p.tiles < kTilesEach * multiprocessors(device))
     return launch_tiles<PassType<Encoder::none>, Column, Aligned>(p, stream);
   constexpr int kHalf = kSidewaysShift - 1;
   const dim3 grid = tiles_grid(static_cast<int>(ceil_div(p.tiles_down, kJoined)), p, kHalf);
-  start(kKernel, grid, dim3(kDirectThreads, kJoined), kBytes, stream,
-        TilesParams{p.x, p.row, p.column, p.groups, kHalf});
+  start_with_shared<kKernel>(grid, dim3(kDirectThreads, kJoined), kBytes, stream,
+                             TilesParams{p.x, p.row, p.column, p.groups, kHalf});
 }
 
 // Tiles read by the copy engine, where there are enough for its longer startup not to matter.
@@ -131,9 +130,10 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
   using Memory = CopiedMemory<Row, Column>;
   const auto tiles = [&] { launch_tiles<Row, Column, Aligned>(p, stream); };
   constexpr int kBytes = sizeof(Memory), kRounds = 8;
+  const int device = current_device();
   const bool parts = p.row.amax_parts != 0 || p.column.amax_parts != 0;  // which it does not read
-  if (!p.copies || parts || kBytes > shared_limit(current_device())) return tiles();
-  const int most = prepare<kKernel>(kBytes);
+  if (!p.copies || parts || kBytes > shared_limit(device)) return tiles();
+  const int most = multiprocessors(device);
   if (p.tiles < kRounds * Memory::kRows * most) return tiles();
   const int bands = static_cast<int>(ceil_div(p.tiles_across, kSideways));
   const CopiedParams d{p.x,
@@ -144,8 +144,8 @@ void launch_copied(QuantizeParams& p, NativeStream stream) {
                        Divisor(p.tiles_across - (bands - 1) * kSideways),
                        static_cast<uint32_t>(bands),
                        static_cast<uint32_t>(p.tiles)};
-  start(kKernel, dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows), kBytes,
-        stream, d);
+  start_with_shared<kKernel>(dim3(static_cast<unsigned>(most)), dim3(kDirectThreads, Memory::kRows),
+                             kBytes, stream, d);
 }
 // Whether the copy engine is faster: by a few percent, where a tile takes many instructions.
 template <Pass kRow, Pass kColumn>

@@ -22,9 +22,9 @@ struct JoinedMemory {
 template <class Column>
 BLOCKSCALE_DEVICE bool store_joined_scales(const Side& s, const MatrixAt& m, const TileAt& at,
                                            const JoinedMemory<Column>& memory) {
-  constexpr bool kWide = Column::kPass.scale == Format::fp32;
-  const int words = kWide ? s.scale_columns : s.scale_columns / 4;  // per line
-  if (!s.linear_scales || !(kWide || s.scale_words) || words % kJoined != 0 ||
+  constexpr bool kFp32 = Column::kPass.scale == Format::fp32;
+  const int words = kFp32 ? s.scale_columns : s.scale_columns / 4;  // per line
+  if (!s.linear_scales || !(kFp32 || s.scale_words) || words % kJoined != 0 ||
       reinterpret_cast<uintptr_t>(m.scales) % sizeof(uint2) != 0)
     return false;
   const int line = static_cast<int>(threadIdx.y * kDirectThreads + threadIdx.x);
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kDirectThreads* kJoined, kJoinedBlocks<Column>
     joined_kernel(const __grid_constant__ TilesParams p) {
   after_previous(p);
   constexpr Pass kPass = Column::kPass;
-  constexpr int kWide = ColumnPart<kPass>::kWide;
+  constexpr int kColumns = ColumnPart<kPass>::kColumns;
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
   auto& memory = *reinterpret_cast<JoinedMemory<Column>*>(bytes);
   auto& part = in_place(memory.part[threadIdx.y]);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kDirectThreads* kJoined, kJoinedBlocks<Column>
   __syncthreads();
   const Side& s = p.column;
   const MatrixAt m = out.template matrix<kPass>(at, {});
-  store_staged_codes<kPass, kWide, kDirectThreads>(s, m, at.column, at.row, part.stage);
+  store_staged_codes<kPass, kColumns, kDirectThreads>(s, m, at.column, at.row, part.stage);
   if (!store_joined_scales(s, m, at, memory))
     store_staged_scales<kPass, kDirectThreads>(s, m, at.column, at.row,
                                                min(kTile, s.lines - at.column), part.stage);

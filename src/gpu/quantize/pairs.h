@@ -95,8 +95,7 @@ void launch_pair(const PairParams& p, const dim3& grid, NativeStream stream) {
   constexpr int kBytes =
       static_cast<int>(std::max(sizeof(TileMemory<RowA, ColumnA, Bf16In<true>>),
                                 sizeof(TileMemory<RowB, ColumnB, Bf16In<true>>)));
-  prepare<kKernel>(kBytes);
-  start(kKernel, grid, kDirectThreads, kBytes, stream, p);
+  start_with_shared<kKernel>(grid, kDirectThreads, kBytes, stream, p);
 }
 
 // The compiled pairs: x and W as the named recipes quantize them, with and without the operands of

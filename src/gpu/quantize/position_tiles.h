@@ -17,9 +17,9 @@ BLOCKSCALE_HD constexpr bool goes_by_positions(const Pass& row, const Pass& colu
 // The rows of x at a block of positions: row (position + shift), up to `end`. Rows of no group lie
 // behind those of the groups, as if they were one more.
 struct RowsAt {
-  int group;       // or, if `none`, as many as there are groups
-  int shift, end;  // `end` is a position
-  bool none, bad;  // bad: offsets decrease or pass the end; then no row is in a group
+  int group;         // or, if `none`, as many as there are groups
+  int shift, end;    // `end` is a position
+  bool none, wrong;  // wrong: offsets decrease or pass the end; then no row is in a group
 };
 
 // Finds the rows at `position`, in every warp separately, as find_tile() does. Groups begin at
@@ -113,17 +113,17 @@ struct AtPositions {
     return outer_of(operand == 0 ? p.row : p.column, rows.none ? 0 : rows.group);
   }
   // What is not there is 0, or NaN where all is.
-  BLOCKSCALE_DEVICE uint32_t missing() const { return rows.bad ? 0x7FC07FC0 : 0; }
+  BLOCKSCALE_DEVICE uint32_t missing() const { return rows.wrong ? 0x7FC07FC0 : 0; }
   BLOCKSCALE_DEVICE OutputAtRows<0> row() const { return {p.row, stored, shared_group[0]}; }
   BLOCKSCALE_DEVICE OutputAtRows<1> column() const { return {p.column, rows, shared_group[1]}; }
 };
 
 // Stores the outer scales of all groups; called by one thread block.
-BLOCKSCALE_DEVICE void store_outer_scales(const Side& s, bool bad) {
+BLOCKSCALE_DEVICE void store_outer_scales(const Side& s, bool wrong) {
   if (!s.out.spec.outer) return;
   for (int g = static_cast<int>(threadIdx.x); g < static_cast<int>(s.out.groups.count);
        g += kDirectThreads)
-    s.out.outer[g] = bad ? bit_cast<float>(kNanBits) : outer_of(s, g).dec;
+    s.out.outer[g] = wrong ? bit_cast<float>(kNanBits) : outer_of(s, g).dec;
 }
 
 template <class Row, class Column>
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kDirectThreads,
   x.rows = rows.none ? 0 : rows.end;
   quantize_tile(x, at, memory.tile, AtPositions{p, rows, stored, memory.group});
   if (at.row == 0 && at.column == 0) {
-    if constexpr (Row::kPass.two_level()) store_outer_scales(p.row, rows.bad);
-    if constexpr (Column::kPass.two_level()) store_outer_scales(p.column, rows.bad);
+    if constexpr (Row::kPass.two_level()) store_outer_scales(p.row, rows.wrong);
+    if constexpr (Column::kPass.two_level()) store_outer_scales(p.column, rows.wrong);
   }
 }
 

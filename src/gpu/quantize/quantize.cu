@@ -4,24 +4,12 @@
 
 #include "gpu/quantize/any.h"
 #include "gpu/quantize/kernels.h"
+#include "gpu/quantize/operand.h"
 #include "gpu/quantize/pairs.h"
 
 namespace blockscale::gpu {
 namespace {
 
-// One of the operands of an input, if any.
-struct Output {
-  const Quantized* to = nullptr;
-  QuantizeOptions options{};
-  int amax_parts = 0;
-
-  // What is computed; `to` may be that widened.
-  const QuantSpec& spec() const { return options.widened ? *options.widened : to->spec; }
-  bool widens() const { return options.widened.has_value(); }
-  bool transforms() const { return spec().hadamard.dim != 0; }
-  bool wide() const { return spec().hadamard.dim > kRun; }
-  bool lacks_amax() const { return to && to->spec.outer && !options.amax; }
-};
 const Entry* find(const Pass& row, const Pass& column) {
   for (const auto& tables : {fp8_kernels(), mxfp4_kernels(), nvfp4_kernels()})
     for (const Table& table : tables)
@@ -30,40 +18,25 @@ const Entry* find(const Pass& row, const Pass& column) {
   return nullptr;
 }
 
-Pass pass_of(const QuantSpec& spec) {
-  Encoder encoder = Encoder::any;
-  if (spec.element == Format::e2m1)
-    encoder = spec.stochastic() ? Encoder::fp4_stochastic : Encoder::fp4_nearest;
-  else if (spec.element == Format::e4m3fn && !spec.stochastic())
-    encoder = Encoder::e4m3fn;
-  else if (spec.element == Format::e5m2 && !spec.stochastic())
-    encoder = Encoder::e5m2;
-  else if (spec.hadamard.dim == 0)
-    encoder = Encoder::byte;
-  else
-    return kAny;
-  return {encoder, spec.scale, spec.square, spec.hadamard.dim != 0};
-}
-
-Pass pass_of(const Output& out) {
-  Pass pass = pass_of(out.spec());
-  pass.widened = out.widens();
-  return pass;
-}
-
 template <bool kRows, bool kColumns, bool kGrouped>
 void launch_any(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = any_kernel<kRows, kColumns, kGrouped>;
   constexpr int kBytes = sizeof(AnyMemory);
   static_assert(kBytes * AnyLoader::kBlocks <= kSharedBytes);
-  const unsigned blocks = set_grid(p, kColumns, AnyLoader::kBlocks * prepare<kKernel>(kBytes));
-  start(kKernel, blocks, kThreads, kBytes, stream, p);
+  const int most = AnyLoader::kBlocks * multiprocessors(current_device());
+  const unsigned blocks = set_grid(p, kColumns, most);
+  start_with_shared<kKernel>(blocks, kThreads, kBytes, stream, p);
 }
 template <bool kGrouped>
 void launch_any(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream stream) {
   if (!column.present()) return launch_any<true, false, kGrouped>(p, stream);
   if (!row.present()) return launch_any<false, true, kGrouped>(p, stream);
   launch_any<true, true, kGrouped>(p, stream);
+}
+
+void fill_padding(const Output& row, const Output& column, const Stream& stream) {
+  for (const Output* out : {&row, &column})
+    if (out->to) gpu::fill_padding(*out->to, stream);
 }
 
 // The compiled quantizer for these passes and this input, or null.
@@ -95,84 +68,11 @@ void launch(QuantizeParams& p, const Pass& row, const Pass& column, NativeStream
   launch_any<false>(p, row, column, stream);
 }
 
-// The same as next_group() and group_part(); `packed`: groups of rows leave no gaps among scales.
-GroupRule rule_of(const Quantized& out, const StoredShape& s, bool packed) {
-  const Layout codes = out.layout.codes, scales = out.layout.scales;
-  const GroupUnits u = group_units(out.spec, out.layout, out.axis);
-  const auto shift = [](int64_t n) { return std::countr_zero(static_cast<uint64_t>(n)); };
-  // From one row or column of a layout's matrix to the next, where groups begin.
-  const auto pitch = [&](Layout l, int64_t rows, int64_t columns) {
-    const bool beside = l == (out.axis == -1 ? Layout::mn_major : Layout::linear);
-    return beside ? 1 : out.axis == -1 ? padded_columns(l, columns) : padded_rows(l, rows);
-  };
-  GroupRule r{};
-  r.position = static_cast<int>(u.position) - 1;
-  r.codes = static_cast<int>(u.codes) - 1;
-  r.scales = packed && out.axis == -1 ? 0 : static_cast<int>(u.scales) - 1;
-  r.code_shift = shift(u.per_code);
-  r.scale_shift = shift(u.per_scale);
-  r.code_pitch = static_cast<int>(pitch(codes, s.code_rows, s.code_columns));
-  r.scale_pitch = static_cast<int>(pitch(scales, s.scale_rows, s.scale_columns));
-  const auto pads = [&](Layout l, int64_t rows, int64_t columns) {
-    return out.axis == -1 ? padded_columns(l, columns) != columns : padded_rows(l, rows) != rows;
-  };
-  r.pads_across =
-      pads(codes, s.code_rows, s.code_columns) || pads(scales, s.scale_rows, s.scale_columns);
-  return r;
-}
-
 struct Work {
   ConstMatrix x;
   Output row, column;
   Matrix row_values;
 };
-
-Side side_of(const Output& operand) {
-  const Quantized& out = *operand.to;
-  const QuantizeOptions& o = operand.options;
-  Side s{};
-  s.out = out;
-  s.shape = out.shape();
-  s.out.spec.rule = operand.spec().rule;
-  s.element = ElementFacts(operand.spec().element);
-  s.amax = o.amax, s.amax_parts = operand.amax_parts;
-  s.seed = o.device_seed;
-  s.offset = o.device_offset;
-  s.rng = o.device_seed ? Rng{o.device_seed_step, 0} : o.rng.value_or(Rng{});
-  const bool rows = out.axis == -1;
-  s.origin_line = rows ? o.origin_row : o.origin_column;
-  s.origin_pos = rows ? o.origin_column : o.origin_row;
-  s.lines = static_cast<int>(s.shape.lines);
-  s.padded = static_cast<int>(s.shape.padded);
-  s.blocks = static_cast<int>(s.shape.blocks);
-  s.line_bytes = static_cast<int>(s.shape.code_columns);
-  s.scale_columns = static_cast<int>(s.shape.scale_columns);
-  s.scales_up = out.spec.scale_rounding == ScaleRounding::up;
-  s.linear_codes = out.layout.codes == Layout::linear;
-  s.linear_scales = out.layout.scales == Layout::linear;
-  s.plain = s.linear_codes && s.linear_scales;
-  s.scale_step = s.linear_scales ? s.scale_columns * scale_bytes(out.spec.scale) : 0;
-  s.scale_steps = row_steps(out.layout.scales, s.scale_columns);
-  s.set_transform(operand.spec().hadamard);
-  if (out.groups)
-    s.groups = rule_of(out, s.shape, operand.widens());
-  else if (out.layout.scales == Layout::mn_major)
-    s.rows_behind =
-        static_cast<int>(padded_rows(Layout::mn_major, s.shape.scale_rows) - s.shape.scale_rows);
-  // For every matrix; where groups lie is known only on the device.
-  const auto aligned = [](const uint8_t* p, int64_t size, int64_t to) {
-    return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(size)) % to == 0;
-  };
-  const bool grouped = static_cast<bool>(out.groups);
-  s.code_pairs =
-      aligned(out.codes, grouped ? 0 : s.shape.code_bytes | s.line_bytes | s.padded / 2, 16);
-  s.scale_words =
-      scale_bytes(out.spec.scale) == 1 && s.shape.scale_lines == 1 &&
-      (s.linear_scales || out.layout.scales == Layout::nv_128x4) &&
-      aligned(out.scales, grouped ? 0 : s.shape.scale_count | s.blocks | s.scale_columns, 4);
-  s.aiter_words = out.layout.scales == Layout::aiter_scale && !grouped && aligned(out.scales, 0, 4);
-  return s;
-}
 
 // Finds the amaxes that specs with an outer scale need and the caller has not given: both of an
 // input in one read if at most one of them follows a transform. In parts, if the next kernel reads
@@ -190,7 +90,8 @@ void find_amaxes(std::span<Work> works, bool reads_parts, const Stream& stream) 
       words += (before && first.transforms() ? 2 : 1) * first.to->matrices();
     };
     const bool row = w.row.lacks_amax(), column = w.column.lacks_amax();
-    const bool one_read = row && column && !w.row.to->groups && !w.row.wide() && !w.column.wide() &&
+    const bool one_read = row && column && !w.row.to->groups && !w.row.needs_hadamard_pass() &&
+                          !w.column.needs_hadamard_pass() &&
                           !(w.row.transforms() && w.column.transforms());
     if (one_read) {
       const bool row_first = w.row.transforms();
@@ -252,74 +153,63 @@ void set_aside(Side& side) {
   side.linear_scales = side.plain = false;
 }
 
-// `aside`: scales are in the workspace.
-void quantize_into(const ConstMatrix& x, const Output& row_of, const Output& column_of, bool aside,
+Plan plan_for(const ConstMatrix& x, const Output& row, const Output& column, bool positions,
+              const Stream& stream) {
+  ConstQuantized a, b;
+  if (row.to) a = as_const(*row.to);
+  if (column.to) b = as_const(*column.to);
+  return make_plan((row.to ? a : b).groups, x.rows, x.columns, row.to ? &a : nullptr,
+                   column.to ? &b : nullptr, positions, stream);
+}
+
+// `aside`: scales of both are in the workspace.
+void quantize_into(const ConstMatrix& x, const Output& row, const Output& column, bool aside,
                    const Stream& stream) {
-  const Quantized *row_out = row_of.to, *column_out = column_of.to;
-  const bool wide = (row_out && row_of.wide()) || (column_out && column_of.wide());
-  if (wide && row_out && column_out) {  // their inputs differ then
-    quantize_into(x, row_of, {}, aside, stream);
-    quantize_into(x, {}, column_of, aside, stream);
+  const bool hadamard_pass = row.needs_hadamard_pass() || column.needs_hadamard_pass();
+  if (hadamard_pass && row.to && column.to) {  // their inputs differ then
+    quantize_into(x, row, {}, aside, stream);
+    quantize_into(x, {}, column, aside, stream);
     return;
   }
-  const Groups groups = (row_out ? row_out : column_out)->groups;
-  const bool positions = groups && wide && column_out;
-  Plan plan{};
-  const auto planned = [&] {
-    if (plan.head) return;
-    ConstQuantized a, b;
-    if (row_out) a = as_const(*row_out);
-    if (column_out) b = as_const(*column_out);
-    plan = make_plan(groups, x.rows, x.columns, row_out ? &a : nullptr, column_out ? &b : nullptr,
-                     positions, stream);
-  };
+  const Groups groups = (row.to ? row : column).to->groups;
   QuantizeParams p{};
+  p.row = side_of(row), p.column = side_of(column);
+  if (aside) set_aside(p.row), set_aside(p.column);
+  Pass row_pass = pass_of(row), column_pass = pass_of(column);
+  const bool positions = groups && hadamard_pass && column.to;
+  Plan plan{};
+  if (positions) plan = plan_for(x, row, column, positions, stream);
+  if (!groups) fill_padding(row, column, stream);
   ConstMatrix y = x;
-  Pass row, column;
-  if (row_out) p.row = side_of(row_of);
-  if (column_out) p.column = side_of(column_of);
-  if (aside && row_out) set_aside(p.row);
-  if (aside && column_out) set_aside(p.column);
-  if (positions) planned();
-  auto prepare = [&](const Output& operand, Side& side, Pass& pass) {
-    const Quantized* const out = operand.to;
-    if (!out) return;
-    pass = pass_of(operand);
-    if (!groups) fill_padding(*out, stream);
-    if (wide) {
-      y = transformed(x, side.out.spec.hadamard, out->axis,
-                      positions ? side.shape.padded : side.shape.extent,
-                      positions ? &plan : nullptr, stream);
-      side.out.spec.hadamard = {};
-      pass = pass_of(side.out.spec);
-    }
-  };
-  prepare(row_of, p.row, row);
-  prepare(column_of, p.column, column);
-  set_input(p, y);
-  if (!groups) {
-    launch(p, row, column, native(stream));
-  } else if (const Launcher<QuantizeParams> compiled = launcher_for(p, row, column, true)) {
-    p.groups = {groups, static_cast<int>(x.rows), positions};
-    compiled(p, native(stream));
-  } else {
-    planned();
-    fill_groups(p.row, p.column, plan, stream);
-    set_input(p, y, &plan);
-    launch_any<true>(p, row, column, native(stream));
+  if (hadamard_pass) {
+    Side& side = row.to ? p.row : p.column;
+    y = transformed(x, side.out.spec.hadamard, side.out.axis,
+                    positions ? side.shape.padded : side.shape.extent, positions ? &plan : nullptr,
+                    stream);
+    side.out.spec.hadamard = {};
+    (row.to ? row_pass : column_pass) = pass_of(side.out.spec);
   }
+  set_input(p, y);
+  if (!groups) return launch(p, row_pass, column_pass, native(stream));
+  if (const Launcher<QuantizeParams> compiled = launcher_for(p, row_pass, column_pass, true)) {
+    p.groups = {groups, static_cast<int>(x.rows), positions};
+    return compiled(p, native(stream));
+  }
+  if (!plan.head) plan = plan_for(x, row, column, positions, stream);
+  fill_groups(p.row, p.column, plan, stream);
+  set_input(p, y, &plan);
+  launch_any<true>(p, row_pass, column_pass, native(stream));
 }
 
 // Whether a kernel is compiled for an input, whose outputs may be widened.
 bool is_compiled(const Work& w) {
-  if ((w.row.to && w.row.wide()) || (w.column.to && w.column.wide())) return false;
+  if (w.row.needs_hadamard_pass() || w.column.needs_hadamard_pass()) return false;
   QuantizeParams p{};
-  Pass row, column;
   set_input(p, w.x);
-  if (w.row.to) p.row.out = *w.row.to, p.row.shape = w.row.to->shape(), row = pass_of(w.row);
-  if (w.column.to) p.column.out = *w.column.to, column = pass_of(w.column);
+  if (w.row.to) p.row.out = *w.row.to, p.row.shape = w.row.to->shape();
+  if (w.column.to) p.column.out = *w.column.to;
   const bool grouped = static_cast<bool>((w.row.to ? w.row : w.column).to->groups);
-  return launcher_for(p, row, column, grouped) != nullptr;
+  return launcher_for(p, pass_of(w.row), pass_of(w.column), grouped) != nullptr;
 }
 
 void quantize_one(const Work& w, const Stream& stream);
@@ -327,11 +217,11 @@ void quantize_one(const Work& w, const Stream& stream);
 // Quantizes to the workspace what is then widened.
 void quantize_and_widen(Work w, const Stream& stream) {
   Quantized narrow[2];
-  const Quantized* wide[2] = {};
+  const Quantized* to[2] = {};
   for (int i = 0; i < 2; ++i) {
     Output& output = i ? w.column : w.row;
-    if (!output.to || !output.widens()) continue;
-    wide[i] = output.to;
+    if (!output.widens()) continue;
+    to[i] = output.to;
     Quantized& q = narrow[i] = *output.to;
     q.spec = output.spec(), q.layout = {};
     const StoredShape s = q.shape();
@@ -341,12 +231,12 @@ void quantize_and_widen(Work w, const Stream& stream) {
   }
   quantize_one(w, stream);
   for (int i = 0; i < 2; ++i)
-    if (wide[i]) widen_to(as_const(narrow[i]), *wide[i], stream);
+    if (to[i]) widen_to(as_const(narrow[i]), *to[i], stream);
 }
 
 void quantize_one(const Work& w, const Stream& stream) {
-  const auto widens = [](const Output& o) { return o.to && o.widens(); };
-  if ((widens(w.row) || widens(w.column)) && !is_compiled(w)) return quantize_and_widen(w, stream);
+  if ((w.row.widens() || w.column.widens()) && !is_compiled(w))
+    return quantize_and_widen(w, stream);
   Output row = w.row, column = w.column;
   if (!row.to || !column.to || !turns_scales(w.x, *row.to, *column.to))
     return quantize_into(w.x, row, column, false, stream);
@@ -360,7 +250,9 @@ void quantize_one(const Work& w, const Stream& stream) {
 // Whether a small input, of few tiles, goes to a kernel with one tile per thread block: such
 // kernels read amaxes in parts.
 bool goes_by_tiles(const Work& w) {
-  const auto takes = [](const Output& o) { return o.to && !o.to->groups && !o.wide(); };
+  const auto takes = [](const Output& o) {
+    return o.to && !o.to->groups && !o.needs_hadamard_pass();
+  };
   return takes(w.row) && takes(w.column) && w.x.batch == 1 && w.x.column_stride == 1 &&
          w.row.to->spec.outer && w.column.to->spec.outer && find(pass_of(w.row), pass_of(w.column));
 }
@@ -375,15 +267,15 @@ const PairEntry* pair_of(std::span<const Work> inputs) {
     const ConstMatrix& x = inputs[i].x;
     const Matrix& values = inputs[i].row_values;
     const Quantized *row_out = inputs[i].row.to, *column_out = inputs[i].column.to;
-    if (!row_out || row_out->groups || inputs[i].row.wide() ||
-        (column_out && inputs[i].column.wide()) || x.batch != 1 || !is_bf16_rows(x) ||
+    if (!row_out || row_out->groups || inputs[i].row.needs_hadamard_pass() ||
+        inputs[i].column.needs_hadamard_pass() || x.batch != 1 || !is_bf16_rows(x) ||
         !is_aligned(x) || x.rows * x.columns == 0 || x.row_stride < 0 ||
         2 * kTile * x.row_stride >= int64_t{1} << 32)
       return nullptr;
     row[i] = pass_of(inputs[i].row);
     if (values.data && !(writes_values(row[i]) && row_out->layout == StorageLayout{}))
       return nullptr;
-    if (column_out) column[i] = pass_of(inputs[i].column);
+    column[i] = pass_of(inputs[i].column);
     if (has_twins(row[i], column[i]) && row_out->spec != column_out->spec) return nullptr;
     tiles += ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   }
@@ -405,10 +297,9 @@ void quantize_pair(const PairEntry& pair, std::span<const Work> inputs, const Wo
       p.values[i] = {static_cast<uint16_t*>(values.data), values.row_stride,
                      Decoder::of(row.to->spec.scale)};
     p.of[i].row = side_of(row);
-    if (column.to) p.of[i].column = side_of(column);
+    p.of[i].column = side_of(column);
     p.of[i].sideways = kSidewaysShift;
-    for (const Quantized* out : {row.to, column.to})
-      if (out) fill_padding(*out, stream);
+    fill_padding(row, column, stream);
     const auto down = static_cast<unsigned>(ceil_div(x.rows, kTile));
     const auto across = static_cast<unsigned>(ceil_div(x.columns, kTile * kSideways));
     grid.x = std::max(grid.x, down * kSideways), grid.y = std::max(grid.y, across);

@@ -251,7 +251,7 @@ BLOCKSCALE_DEVICE bool transforms(const Side& s) {
 }
 
 template <Pass kPass>
-BLOCKSCALE_DEVICE bool has_wide_scales(const Side& s) {
+BLOCKSCALE_DEVICE bool has_fp32_scales(const Side& s) {
   return (kPass.any() ? s.out.spec.scale : kPass.stored_scale()) == Format::fp32;
 }
 
@@ -282,7 +282,7 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
   if (goes_aside<kPass>(s)) {
     // Of inputs as large as kernels are compiled for there are fewer than 2^28 words.
     using Index = std::conditional_t<kPass.any(), int64_t, uint32_t>;
-    if (has_wide_scales<kPass>(s))
+    if (has_fp32_scales<kPass>(s))
       store_aside(s, m, line, block, stored);
     else
       m.scales[Index{4} * aside_offset(s, line, block / 4) + block % 4] =
@@ -299,7 +299,7 @@ BLOCKSCALE_DEVICE void store_scale(const Side& s, const MatrixAt& m, int line, i
                           ? linear_offset(row, s.scale_columns, block)
                           : layout_offset_as<uint32_t>(s.out.layout.scales, shape.scale_rows,
                                                        s.scale_columns, row, block);
-  if (has_wide_scales<kPass>(s)) {
+  if (has_fp32_scales<kPass>(s)) {
     uint32_t* to = reinterpret_cast<uint32_t*>(m.scales) + at;
     *to = stored;
     if (s.rows_behind > 0 && row == shape.scale_rows - 1)

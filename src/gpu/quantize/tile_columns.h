@@ -12,7 +12,7 @@ inline constexpr int kDirectWarps = kDirectThreads / 32;
 template <Pass kPass, class Memory>
 BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint32_t* amax,
                                     int first, Memory& memory, Stage<kPass>& stage) {
-  static_assert(kPass.block() == kTile && ColumnPart<kPass>::kWide == 4);
+  static_assert(kPass.block() == kTile && ColumnPart<kPass>::kColumns == 4);
   const int warp = static_cast<int>(threadIdx.x / 32), line = static_cast<int>(threadIdx.x);
   *reinterpret_cast<uint4*>(&memory.column_amax[warp][first]) = {amax[0], amax[1], amax[2],
                                                                  amax[3]};
@@ -33,15 +33,15 @@ BLOCKSCALE_DEVICE void share_blocks(const Side& s, const MatrixAt& m, const uint
 template <Pass kPass, class Memory>
 BLOCKSCALE_DEVICE void share_tops(const Side& s, const Block* blocks, const ColumnPart<kPass>& part,
                                   Memory& memory, Stage<kPass>& stage, uint32_t* top) {
-  constexpr int kWide = ColumnPart<kPass>::kWide, kBlocks = kTile / kPass.block();
+  constexpr int kColumns = ColumnPart<kPass>::kColumns, kBlocks = kTile / kPass.block();
   static_assert(kPass.widened && kPass.stored_block() == kTile && kBlocks <= kDirectWarps);
   const int block = part.run * kRun / kPass.block();
 #pragma unroll
-  for (int i = 0; i < kWide; ++i)
+  for (int i = 0; i < kColumns; ++i)
     memory.column_amax[block][part.first + i] = top_of(blocks[i].stored);
   memory.sync();
 #pragma unroll
-  for (int i = 0; i < kWide; ++i) {
+  for (int i = 0; i < kColumns; ++i) {
     top[i] = memory.column_amax[0][part.first + i];
 #pragma unroll
     for (int b = 1; b < kBlocks; ++b) top[i] = max(top[i], memory.column_amax[b][part.first + i]);
@@ -76,13 +76,13 @@ template <Pass kPass, class Values, class Columns>
 BLOCKSCALE_DEVICE void columns_in_turn(const Side& s, const MatrixAt& m, const TileAt& at,
                                        const ColumnPart<kPass>& part, Columns& columns,
                                        const RandomRuns& random, Stage<kPass>& stage) {
-  constexpr int kWide = ColumnPart<kPass>::kWide;
+  constexpr int kColumns = ColumnPart<kPass>::kColumns;
   [[maybe_unused]] constexpr int kTimes =
       kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic ? 1 : 2;
   // Where results go: advanced by addition from two columns to the next two.
   uint32_t line = in_register(m.line + at.column + part.first);
-  uint8_t* to[] = {&in_place(staged_fp4<kPass, kWide>(stage, part.first, part.run)),
-                   &in_place(staged_fp4<kPass, kWide>(stage, part.first + 1, part.run))};
+  uint8_t* to[] = {&in_place(staged_fp4<kPass, kColumns>(stage, part.first, part.run)),
+                   &in_place(staged_fp4<kPass, kColumns>(stage, part.first + 1, part.run))};
   uint8_t* scale = &in_place(stage.template scale<uint8_t>(part.first, kRunsPerLine, part.run));
   auto column = [&](Values& values, auto which) {
     constexpr int kWhich = decltype(which)::value;
@@ -97,7 +97,7 @@ BLOCKSCALE_DEVICE void columns_in_turn(const Side& s, const MatrixAt& m, const T
     *reinterpret_cast<uint2*>(to[kWhich]) = {codes.word[0], codes.word[1]};
   };
 #pragma unroll kTimes
-  for (int i = 0; i < kWide; i += 2) {
+  for (int i = 0; i < kColumns; i += 2) {
     Values values;
     values.take(columns.next(i), s);
     column(values, Constant<0>{});
@@ -113,19 +113,20 @@ template <Pass kPass, class Values, class Memory>
 BLOCKSCALE_DEVICE void blocks_of_columns(const Side& s, const MatrixAt& m,
                                          const ColumnPart<kPass>& part, Values (&values)[2],
                                          Memory& memory, Stage<kPass>& stage, Block* blocks) {
-  constexpr int kBlock = kPass.block(), kWide = ColumnPart<kPass>::kWide;
-  uint32_t amax[kWide];
+  constexpr int kBlock = kPass.block(), kColumns = ColumnPart<kPass>::kColumns;
+  uint32_t amax[kColumns];
 #pragma unroll
-  for (int i = 0; i < kWide; ++i)
-    amax[i] = kWide == 4 ? values[i / 2].amax[i % 2] : max(values[0].amax[i], values[1].amax[i]);
+  for (int i = 0; i < kColumns; ++i)
+    amax[i] = kColumns == 4 ? values[i / 2].amax[i % 2] : max(values[0].amax[i], values[1].amax[i]);
   if constexpr (kPass.square) {
     uint32_t a = max(amax[0], amax[1]);
 #pragma unroll
-    for (int i = 2; i < kWide; ++i) a = max(a, amax[i]);
+    for (int i = 2; i < kColumns; ++i) a = max(a, amax[i]);
 #pragma unroll
-    for (int step = 1; step < min(kBlock / kWide, 32); step *= 2) a = max(a, shuffle_xor(a, step));
+    for (int step = 1; step < min(kBlock / kColumns, 32); step *= 2)
+      a = max(a, shuffle_xor(a, step));
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) amax[i] = a;
+    for (int i = 0; i < kColumns; ++i) amax[i] = a;
   }
   if constexpr (kBlock == kTile) {
     share_blocks<kPass>(s, m, amax, part.first, memory, stage);
@@ -135,7 +136,7 @@ BLOCKSCALE_DEVICE void blocks_of_columns(const Side& s, const MatrixAt& m,
   } else {
     Block b{};
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) {
+    for (int i = 0; i < kColumns; ++i) {
       if (i == 0 || !kPass.square)
         b = block_of<kPass>(s, m.outer, amax[i], [&](Block& b) {
           if constexpr (kPass.square) {
@@ -158,19 +159,19 @@ BLOCKSCALE_DEVICE void columns_at_once(const Side& s, const MatrixAt& m, const T
                                        const ColumnPart<kPass>& part, const Columns& columns,
                                        const RandomRuns* random, Memory& memory,
                                        Stage<kPass>& stage, Codes* all) {
-  constexpr int kWide = ColumnPart<kPass>::kWide;
+  constexpr int kColumns = ColumnPart<kPass>::kColumns;
   typename Tile::Columns in[2];
   columns.both(in);
   Values values[2];
   values[0].take(in[0], s);
   values[1].take(in[1], s);
-  Block blocks[kWide];
+  Block blocks[kColumns];
   blocks_of_columns<kPass>(s, m, part, values, memory, stage, blocks);
-  [[maybe_unused]] uint32_t top[kWide];
+  [[maybe_unused]] uint32_t top[kColumns];
   if constexpr (kPass.widened) share_tops<kPass>(s, blocks, part, memory, stage, top);
   auto column = [&](auto i) {
-    constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kWide;
-    const int line = part.first + kColumn, run = kIndex / kWide;
+    constexpr int kIndex = decltype(i)::value, kColumn = kIndex % kColumns;
+    const int line = part.first + kColumn, run = kIndex / kColumns;
     const Values& two = values[kIndex / 2];
     float v[kRun];
     const float inv = unpack_for<kPass>(
@@ -178,7 +179,7 @@ BLOCKSCALE_DEVICE void columns_at_once(const Side& s, const MatrixAt& m, const T
     Codes codes = encode_run<kPass>(s, v, two.template signs<kIndex % 2>(s), inv, random[run],
                                     m.line + at.column + line);
     if constexpr (kPass.widened) codes = widen_run(codes, blocks[kColumn].stored, top[kColumn]);
-    stage_codes<kPass, kWide>(s, stage, codes, line, part.run + run);
+    stage_codes<kPass, kColumns>(s, stage, codes, line, part.run + run);
     all[kIndex] = codes;
   };
   column(Constant<0>{});

@@ -15,11 +15,11 @@ namespace {
 
 // Ends in the integers of the caller, and as the kernel leaves them.
 struct Made {
-  Made(const std::vector<int64_t>& ends, int64_t rows, int64_t unit, bool wide)
+  Made(const std::vector<int64_t>& ends, int64_t rows, int64_t unit, bool int64_offsets)
       : offsets64(ends), offsets32(ends.begin(), ends.end()), made(ends.size(), -7) {
-    groups.offsets = wide ? static_cast<const void*>(offsets64.data())
-                          : static_cast<const void*>(offsets32.data());
-    groups.wide = wide;
+    groups.offsets = int64_offsets ? static_cast<const void*>(offsets64.data())
+                                   : static_cast<const void*>(offsets32.data());
+    groups.int64_offsets = int64_offsets;
     groups.count = static_cast<int64_t>(ends.size());
     gpu::group_ends(groups, rows, unit, made.data(), &wrong, TestStream());
   }

@@ -104,21 +104,21 @@ TEST(Widen, EveryValueStaysWhatItIs) {
     const Operand b(random, random.one_in(3), batch, random.pick(kLines), extent, least, spread,
                     nans);
     const HostStream stream;
-    const gpu::Widened wide = gpu::widen(a.q, b.q, stream);
-    EXPECT_EQ(to_string(wide.a.q.spec), "fp8_1x128[element=e5m2]");
-    EXPECT_EQ(to_string(wide.b.q.spec), "fp8_128x128[element=e5m2]");
-    EXPECT_EQ(check(a, wide.a.q, nullptr), 0) << i;
-    EXPECT_EQ(check(b, wide.b.q, wide.b.line_scales), 0) << i;
+    const gpu::WidenedPair widened = gpu::widen(a.q, b.q, stream);
+    EXPECT_EQ(to_string(widened.a.q.spec), "fp8_1x128[element=e5m2]");
+    EXPECT_EQ(to_string(widened.b.q.spec), "fp8_128x128[element=e5m2]");
+    EXPECT_EQ(check(a, widened.a.q, nullptr), 0) << i;
+    EXPECT_EQ(check(b, widened.b.q, widened.b.line_scales), 0) << i;
     // Each by itself.
-    const gpu::Wide right = gpu::widen_b(b.q, stream);
+    const gpu::WidenedOperand right = gpu::widen_right(b.q, stream);
     EXPECT_EQ(check(b, right.q, right.line_scales), 0) << i;
     Output alone(gpu::kWidened, {Layout::linear, Layout::mn_major}, -1, a.q.rows, a.q.columns);
     gpu::widen_to(a.q, alone.view, stream);
     EXPECT_EQ(check(a, as_const(alone.view), nullptr), 0) << i;
     // A weight, and what a later call finds of it.
-    Guarded memory(gpu::wide_bytes(b.q));
-    const gpu::Wide made = gpu::widen_b(b.q, memory.data(), stream);
-    const gpu::Wide found = gpu::wide_in(b.q, memory.data());
+    Guarded memory(gpu::widened_bytes(b.q));
+    const gpu::WidenedOperand made = gpu::widen_right(b.q, memory.data(), stream);
+    const gpu::WidenedOperand found = gpu::widened_in(b.q, memory.data());
     EXPECT_EQ(made.q.codes, found.q.codes);
     EXPECT_EQ(made.line_scales, found.line_scales);
     EXPECT_EQ(check(b, found.q, found.line_scales), 0) << i;
@@ -152,10 +152,10 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
       q.codes = both[side].codes.data(), q.scales = both[side].scales.data();
     }
     const HostStream stream;
-    const gpu::Widened wide = gpu::widen(both[0].q, both[1].q, stream);
+    const gpu::WidenedPair widened = gpu::widen(both[0].q, both[1].q, stream);
     for (int side = 0; side < 2; ++side) {
       const Operand& from = both[side];
-      const ConstQuantized& to = side == 0 ? wide.a.q : wide.b.q;
+      const ConstQuantized& to = side == 0 ? widened.a.q : widened.b.q;
       const StoredShape s = from.q.shape(), t = to.shape();
       const int64_t pitch = padded_rows(Layout::mn_major, t.scale_rows);
       const auto* scales = reinterpret_cast<const float*>(to.scales);
@@ -168,7 +168,7 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
             const int64_t k_to = to_at + k;
             double got = decode(Format::e5m2, to.codes[line * t.padded + k_to]);
             got *= scales[k_to / 128 * pitch + (side == 0 ? line : line / 128)];
-            if (side == 1) got *= wide.b.line_scales[g * lines[1] + line];
+            if (side == 1) got *= widened.b.line_scales[g * lines[1] + line];
             double want = 0;
             if (k < round_up(size, 32)) {
               const uint8_t byte = from.q.codes[line * s.line_bytes + (at + k) / 2];
@@ -180,7 +180,7 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
                                  << ", " << k;
           }
           if (side == 1) {
-            EXPECT_TRUE(std::isfinite(wide.b.line_scales[g * lines[1] + line]));
+            EXPECT_TRUE(std::isfinite(widened.b.line_scales[g * lines[1] + line]));
           }
         }
         at += round_up(size, 32), to_at += round_up(size, 128);
@@ -192,10 +192,10 @@ TEST(Widen, GroupsAlongTheContractionAxis) {
 TEST(Widen, LinesThatCannotBeCountedIn31Bits) {
   ConstQuantized q;
   q.spec = kMxfp4, q.rows = 1, q.columns = (int64_t{1} << 31) - 2048;
-  EXPECT_EQ(gpu::wide_bytes(q) / q.columns, 1);
+  EXPECT_EQ(gpu::widened_bytes(q) / q.columns, 1);
   for (const int64_t columns : {q.columns + 1, (int64_t{1} << 31) - 32}) {
     q.columns = columns;
-    EXPECT_ERROR(gpu::wide_bytes(q), "gemm: k = ", "at most 2^31 - 2048", "parts");
+    EXPECT_ERROR(gpu::widened_bytes(q), "gemm: k = ", "at most 2^31 - 2048", "parts");
   }
 }
 
@@ -204,9 +204,9 @@ TEST(Widen, BlocksFarBelowTheLargestAreRounded) {
   const Operand a(random, false, 1, 40, 1000, 0, 254, false);
   const Operand b(random, false, 1, 30, 1000, 0, 254, false);
   const HostStream stream;
-  const gpu::Widened wide = gpu::widen(a.q, b.q, stream);
-  EXPECT_GT(check(a, wide.a.q, nullptr), 0);
-  EXPECT_GT(check(b, wide.b.q, wide.b.line_scales), 0);
+  const gpu::WidenedPair widened = gpu::widen(a.q, b.q, stream);
+  EXPECT_GT(check(a, widened.a.q, nullptr), 0);
+  EXPECT_GT(check(b, widened.b.q, widened.b.line_scales), 0);
 }
 
 }  // namespace
