@@ -357,6 +357,7 @@ def test_groups_are_layers_of_their_own() -> None:
         with bs.measure(layer) as alone:
             layer(x.detach()[rows].requires_grad_()).backward(dy[rows])
         want.append({gemm: sums.result for (_, gemm, _), sums in alone._sums.items()})
+    assert [product.gemm for product in found.products] == list(GEMMS)
     for product in found.products:
         parts = [one[product.gemm] for one in want if product.gemm in one]
         assert len(parts) == 2
