@@ -189,6 +189,21 @@ def test_high_precision_is_not_measured() -> None:
     assert all(20 < p.sqnr < 40 for p in products.values())
 
 
+def test_high_precision_is_that_of_the_result() -> None:
+    """Under autocast the layer multiplies by W rounded to BF16. Its dy is BF16 as it comes. The
+    same sums in float64, in another order."""
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(70, 37, recipe=bs.recipe("mxfp8").replace(dgrad_dy=None, dgrad_w=None))
+    with bs.measure(layer) as found:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x_of(8, 70).requires_grad_())
+        y.backward(x_of(8, 37, seed=1).bfloat16())
+    (dgrad,) = (p for p in found.products if p.gemm == "dgrad")
+    w = layer.weight.detach()
+    assert dgrad.operands["dgrad_w"].sqnr == pytest.approx(noise_db(w, w.bfloat16()), rel=1e-9)
+    assert dgrad.operands["dgrad_dy"].sqnr == math.inf
+
+
 @pytest.mark.parametrize(("y", "want"), [(0.0, math.inf), (1.0, -math.inf), (math.nan, math.nan)])
 def test_the_noise_of_zeros(y: float, want: float) -> None:
     noise = Noise()
