@@ -1,4 +1,4 @@
-"""Converted models under DistributedDataParallel and FSDP2 in two processes.
+"""Converted models under DistributedDataParallel and FSDP in two processes.
 
 Both ranks see the same batch and draw by the same seed, and the mean of two equal gradients is that
 gradient: so the weights after some steps are those of one process alone, bit for bit.
@@ -24,6 +24,14 @@ STEPS = 2
 Weights = dict[str, torch.Tensor]
 
 
+def fsdp1(module: nn.Module, device: str, use_orig_params: bool) -> FullyShardedDataParallel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is about to go
+        return FullyShardedDataParallel(
+            module, device_id=torch.device(device), use_orig_params=use_orig_params
+        )
+
+
 def trained(device: str, wrapper: str = "") -> Weights:
     """The weights of a small converted model after a few steps of two micro-batches."""
     torch.manual_seed(0)
@@ -35,17 +43,23 @@ def trained(device: str, wrapper: str = "") -> Weights:
     whole: nn.Module = model
     if wrapper == "ddp, converted last":
         whole = DistributedDataParallel(model)
+    elif wrapper == "fsdp1, converted last":
+        model[0] = fsdp1(block, device, use_orig_params=True)
+        whole = fsdp1(model, device, use_orig_params=True)
     recipe = bs.recipe("nvfp4").replace(
         keep_w="W again" not in wrapper, keep_x="x again" not in wrapper
     )
     bs.convert(whole, recipe, skip=["2"])
     if wrapper == "ddp":
         whole = DistributedDataParallel(model)
-    elif sharded:
+    elif wrapper == "fsdp1":
+        model[0] = fsdp1(block, device, use_orig_params=False)
+        whole = fsdp1(model, device, use_orig_params=False)
+    elif wrapper.startswith("fsdp2"):
         mesh = init_device_mesh(device, (2,))
         fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(whole.parameters(), 1e-2)
     bs.attach(model, optimizer)
     for _ in range(STEPS):
         for _ in range(2):
@@ -53,6 +67,9 @@ def trained(device: str, wrapper: str = "") -> Weights:
         optimizer.step()
         optimizer.zero_grad()
     assert bs.rng_state(whole) == {"step": STEPS, "forward": 0, "seed": 0}
+    if isinstance(whole, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(whole):
+            return {name: p.detach().clone() for name, p in whole.named_parameters()}
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters.items()}
 
@@ -65,11 +82,7 @@ def train_and_compare(wrapper: str, device: str, want: Weights) -> None:
 
 
 def test_layers_that_fsdp1_has_flattened_are_in_the_report(one_rank: DeviceMesh) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FSDP1 is about to go
-        inner = FullyShardedDataParallel(
-            nn.Sequential(nn.Linear(32, 32), nn.ReLU()), device_id=torch.device("cpu")
-        )
+    inner = fsdp1(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), "cpu", use_orig_params=False)
     report = bs.convert(nn.Sequential(inner, nn.Linear(32, 32)), "mxfp8")
     assert [name for name, _ in report.converted] == ["1"]
     said = dict(report.skipped)["0.0"]
@@ -98,7 +111,16 @@ def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "wrapper", ["ddp", "ddp, converted last", "fsdp", "fsdp, W again", "fsdp, x again"]
+    "wrapper",
+    [
+        "ddp",
+        "ddp, converted last",
+        "fsdp1",
+        "fsdp1, converted last",
+        "fsdp2",
+        "fsdp2, W again",
+        "fsdp2, x again",
+    ],
 )
 def test_two_ranks_with_one_batch_are_one_process(
     wrapper: str, device: str, tmp_path: Path
