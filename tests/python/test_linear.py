@@ -161,6 +161,8 @@ def test_degenerate_extents(n: int, k: int) -> None:
     assert dx is not None
     assert dw is not None
     assert (y.shape, dx.shape, dw.shape) == ((3, n), (3, k), (n, k))
+    if n == 0:
+        assert not dx.any()
     if k == 0:
         assert case.bias is not None
         assert torch.equal(y, case.bias.expand(3, n))
