@@ -16,8 +16,9 @@ import blockscale as bs
 import pytest
 import torch
 from blockscale.cli import data
+from blockscale.cli.files import save_state
 from blockscale.cli.main import main
-from blockscale.cli.run_folder import open_run, save_state
+from blockscale.cli.run_folder import open_run
 from commands import Command, refusal
 
 

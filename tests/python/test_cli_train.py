@@ -362,7 +362,7 @@ def test_date_and_commit_are_stated_and_decide_nothing(whole: tuple[Path, str]) 
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    from blockscale.cli.run_folder import write_atomically
+    from blockscale.cli.files import write_atomically
 
     target = tmp_path / "kept"
     target.write_bytes(b"old")

@@ -25,14 +25,9 @@ from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
 from blockscale.cli.bench_read import MEASURES, read
 from blockscale.cli.errors import CliError, Failure, device_name, out_of_memory, path_text
+from blockscale.cli.files import check_writable, make_folder, remove_empty, write_json
 from blockscale.cli.output import Output, write_picture
 from blockscale.cli.provenance import provenance
-from blockscale.cli.run_folder import (
-    check_writable,
-    make_folder,
-    remove_empty,
-    write_json,
-)
 
 LIMIT = 1 << 31  # elements of an input; three inputs are held
 

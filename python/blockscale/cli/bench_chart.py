@@ -7,7 +7,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from blockscale.cli.bench_cases import BESIDE, Row
-from blockscale.cli.report import COLOURS, MARKERS
+from blockscale.cli.output import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,8 +24,15 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.cli.errors import CliError, nearest, path_text, printable
-from blockscale.cli.output import Output, shared_legend, shortened, write_picture
-from blockscale.cli.run_folder import check_writable
+from blockscale.cli.files import check_writable
+from blockscale.cli.output import (
+    COLOURS,
+    MARKERS,
+    Output,
+    shared_legend,
+    shortened,
+    write_picture,
+)
 from blockscale.noise import Noise
 
 if TYPE_CHECKING:
@@ -292,8 +299,6 @@ def mark_at_edge(axes: Axes, values: Sequence[float], style: dict[str, Any]) -> 
 def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
     """Three panels over the tensors, a colour and marker per spec."""
     from matplotlib.figure import Figure
-
-    from blockscale.cli.report import COLOURS, MARKERS
 
     names = list(dict.fromkeys(r.tensor for r in results))
     every = math.ceil(len(names) / MOST_LABELS)

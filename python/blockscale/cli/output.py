@@ -13,12 +13,15 @@ from rich.console import Console
 from rich.text import Text
 
 from blockscale.cli.errors import Failure, printable
-from blockscale.cli.run_folder import write_atomically
+from blockscale.cli.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Okabe and Ito's palette, distinguishable with any colour vision; markers differ too.
+COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 CHARACTERS_PER_INCH = 10  # of a legend's text, at least
 
 

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from blockscale.cli.data import Corpus, bits_per_byte
 from blockscale.cli.doctor import processor_name
-from blockscale.cli.output import shared_legend, write_picture
-from blockscale.cli.run_folder import Cell, RunFolder, write_atomically
+from blockscale.cli.files import write_atomically
+from blockscale.cli.output import COLOURS, MARKERS, shared_legend, write_picture
+from blockscale.cli.run_folder import Cell, RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,10 +27,6 @@ BASELINE = "bf16"
 # In the row of the last validation, if the recipe quantizes (Trainer._noise).
 NOISE = {"fprop_db": "y", "dgrad_db": "dx", "wgrad_db": "dW"}
 HEADINGS = ("recipe", "validation (nats)", "bits per byte", "gap to BF16 (nats)", "tokens/s")
-
-# Okabe and Ito's palette, distinguishable with any colour vision; markers differ too.
-COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,12 @@ the same result.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +26,14 @@ from typing import Any, BinaryIO
 import torch
 
 from blockscale.cli.errors import CliError
+from blockscale.cli.files import (
+    make_folder,
+    naming,
+    remove_empty,
+    save_state,
+    write_atomically,
+    write_json,
+)
 from blockscale.cli.provenance import ORIGIN
 
 Row = dict[str, Any]
@@ -213,41 +219,9 @@ def unusable(path: Path, cell: Cell, reason: str, need: str) -> CliError:
     )
 
 
-def make_folder(path: Path) -> list[Path]:
-    """Makes a folder with its parents; returns those that did not exist, innermost first."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        remove_empty(missing)
-        raise
-    return missing
-
-
 def is_run(names: Iterable[str]) -> bool:
     """Whether a folder with these entries is one that `RunFolder` has opened."""
     return {"settings.json", "checkpoints"}.issubset(names)
-
-
-def check_writable(option: str, folder: Path, path: Path | None = None) -> None:
-    """CliError unless files can be written to an existing folder; `path`: what was asked for, if
-    not the folder."""
-    probe = folder / ".blockscale-probe"
-    try:
-        write_atomically(probe, lambda file: None)
-        probe.unlink()
-    except OSError as error:
-        raise CliError(
-            f"{option} = {path or folder} ({error.strerror}); need a folder that can be written; "
-            "choose another"
-        ) from None
-
-
-def remove_empty(folders: Sequence[Path]) -> None:
-    """Removes the folders that are still empty, innermost first."""
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def check_free(path: Path) -> None:
@@ -351,75 +325,3 @@ def is_metric(row: Row) -> bool:
     numbers = [value for key, value in row.items() if key != "recipe"]
     good = len(losses) == 1 and all(type(value) in (int, float) for value in numbers)
     return good and type(row["step"]) is int and row.get("seconds", 0) > 0
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A context in which a failed write names `path`."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-class Watched:
-    """A file to write to that remembers the exception that ended writing."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.error: BaseException | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self.file.write(data)
-        except BaseException as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def save_state(state: dict[str, Any], file: BinaryIO) -> None:
-    """torch.save, which by itself reports a full disk or Ctrl-C as an inconsistency of its file."""
-    watched = Watched(file)
-    try:
-        torch.save(state, watched)  # type: ignore[arg-type]
-    except RuntimeError as failure:
-        if watched.error is not None:
-            raise watched.error from None
-        cause: BaseException | None = failure
-        while cause is not None:
-            if isinstance(cause, KeyboardInterrupt):
-                raise KeyboardInterrupt from None
-            cause = cause.__context__
-        raise
-
-
-def write_json(path: Path, value: Any, indent: int = 2) -> None:
-    content = (json.dumps(value, indent=indent) + "\n").encode()
-    write_atomically(path, lambda file: file.write(content))
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Replaces `path` with what `write` writes, or leaves it alone: never half of it."""
-    # No file of the user's has this name, and one left by a kill is overwritten. It is short even
-    # if `path` is not.
-    temporary = path.with_name(f".blockscale-{zlib.crc32(os.fsencode(path.name)):08x}.tmp")
-    with naming(path):
-        try:
-            with open(temporary, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
