@@ -20,6 +20,7 @@ import torch
 from blockscale.cli import train as cli_train
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.doctor import processor_name
+from blockscale.cli.files import temporary_of, write_atomically
 from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, Experts, LanguageModel
 from blockscale.cli.provenance import ORIGIN
@@ -114,14 +115,18 @@ def test_sigkill_and_resume_change_no_bit(
         assert running.end().returncode == -signal.SIGKILL
         with open(out / "metrics.jsonl", "a") as file:
             file.write('{"seed": 0, "recipe": "bf16", "st')
-        (out / "checkpoints" / f"{awaited}.tmp").write_bytes(b"torn")
+        weights = (out / "checkpoints" / awaited).with_suffix(".safetensors")
+        if not weights.exists():  # else the kill came too late for it
+            temporary_of(weights).write_bytes(b"torn")
         running = Command("train", "--out", str(out), "--resume")
     done = running.end()
     assert done.returncode == 0, done.stderr
     assert metrics(out) == metrics(whole[0])
-    for name in ("bf16-seed0.safetensors", "nvfp4-seed0.safetensors"):
+    names = ["bf16-seed0.safetensors", "nvfp4-seed0.safetensors"]
+    for name in names:
         paths = [folder / "checkpoints" / name for folder in (out, whole[0])]
         assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == names
 
 
 @pytest.mark.parametrize(
@@ -362,8 +367,6 @@ def test_date_and_commit_are_stated_and_decide_nothing(whole: tuple[Path, str]) 
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    from blockscale.cli.files import write_atomically
-
     target = tmp_path / "kept"
     target.write_bytes(b"old")
 
