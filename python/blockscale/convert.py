@@ -55,7 +55,7 @@ class Report:
 
     converted: list[tuple[str, Recipe]]
     skipped: list[tuple[str, str]]
-    unused: Sequence[str] = ()  # as in reports saved before this attribute existed
+    unused: Sequence[str]
 
     def __str__(self) -> str:
         rows = [(shown(name), str(recipe)) for name, recipe in self.converted]

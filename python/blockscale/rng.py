@@ -231,7 +231,6 @@ class RngState:
         return {**self.__dict__, **own, "offset": offset, "upcoming": upcoming}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self.regions = Regions()  # a model pickled before this existed lacks it
         self.__dict__.update(attributes)
         self.running = RunningForwards()
         with torch.inference_mode(False):  # it may be loaded or copied within
