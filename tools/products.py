@@ -329,8 +329,8 @@ def experts(file: str = GROUPED) -> str:
             for ahead in ("", " ahead"):
                 name = recipe + ahead
                 took = " / ".join(f"{row[f'{name} {way}']:,.0f}" for way in ways)
-                times = " / ".join(f"{row[f'bf16 {w}'] / row[f'{name} {w}']:.2f}" for w in ways)
-                line.append(f"{took} ({times})")
+                speedups = " / ".join(f"{row[f'bf16 {w}'] / row[f'{name} {w}']:.2f}" for w in ways)
+                line.append(f"{took} ({speedups})")
         lines.append(line)
     header = ["G, T, N, K", "BF16, µs"]
     for recipe in short:
