@@ -1,4 +1,4 @@
-"""Comparing tensors and operands bit for bit."""
+"""Tensors for tests, and comparing tensors and operands bit for bit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Sequence
 
 import blockscale as bs
 import torch
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same in every run."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normal_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    return normal(*shape, seed=seed).bfloat16()
 
 
 def raw(t: torch.Tensor) -> torch.Tensor:

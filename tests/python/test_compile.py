@@ -13,7 +13,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from bits import assert_same_operand
+from bits import assert_same, assert_same_operand, normal
 from models import Block
 from operators import op_samples
 from torch import nn
@@ -29,10 +29,6 @@ SAMPLES = [name for name, _ in op_samples(torch.device("cpu"))]
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -234,11 +230,6 @@ def train(model: nn.Module, order: str, parameters: Any) -> list[torch.Tensor]:
     return grads
 
 
-def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
-    assert len(a) == len(b) > 0
-    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("order", ["fbfb", "ffbb"])
 @pytest.mark.parametrize("what", ["whole model", "blocks", "blocks inside checkpoint"])
 def test_a_converted_model_draws_the_same_bits_compiled(what: str, order: str) -> None:
@@ -251,7 +242,7 @@ def test_a_converted_model_draws_the_same_bits_compiled(what: str, order: str) -
         for block in model.blocks:
             block.compile(fullgraph=True, backend="aot_eager")
         got = train(model, order, parameters)
-    assert_equal(got, want)
+    assert_same(got, want)
     assert bs.rng_state(model) == bs.rng_state(plain)
 
 
@@ -264,7 +255,7 @@ def test_checkpoint_inside_compiled_code(what: str) -> None:
     assert isinstance(block, Block)
     block.rerun = True
     (model if what == "whole model" else block).compile(fullgraph=True, backend="aot_eager")
-    assert_equal(train(model, "fbfb", list(model.parameters())), want)
+    assert_same(train(model, "fbfb", list(model.parameters())), want)
 
 
 def test_inductor() -> None:

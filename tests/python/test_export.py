@@ -8,11 +8,8 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from bits import normal
 from torch import nn
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Residual(nn.Module):

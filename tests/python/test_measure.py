@@ -13,6 +13,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from bits import normal
 from blockscale import functional
 from blockscale.noise import Noise
 from blockscale.recipe import GEMMS
@@ -32,10 +33,6 @@ def model(recipe: str | bs.Recipe) -> nn.Sequential:
     return made
 
 
-def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def noise_db(exact: torch.Tensor, made: torch.Tensor) -> float:
     error = (exact.double() - made.double()).square().sum()
     return 10 * math.log10(float(exact.detach().double().square().sum() / error.detach()))
@@ -50,7 +47,7 @@ def step(made: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_stays_what_it_is(recipe: str, device: torch.device) -> None:
-    made, x = model(recipe).to(device), x_of(2, 11, 70).to(device)
+    made, x = model(recipe).to(device), normal(2, 11, 70).to(device)
     want = step(made, x)
     bs.set_step(made, 0)
     with bs.measure(made) as found:
@@ -66,11 +63,11 @@ def test_a_step_stays_what_it_is(recipe: str, device: torch.device) -> None:
 def test_the_noise_of_results(recipe: str) -> None:
     """Of y and both gradients, against products in double. Those are sums of FP32's rounding, 2^-24
     of magnitudes whose noise is 2^-6 of them: a thousandth of a dB."""
-    x, w = x_of(50, 70).requires_grad_(), x_of(37, 70, seed=1)
+    x, w = normal(50, 70).requires_grad_(), normal(37, 70, seed=1)
     layer = bs.nn.Linear(70, 37, bias=False, recipe=recipe)
     with torch.no_grad():
         layer.weight.copy_(w)
-    dy = x_of(50, 37, seed=2)
+    dy = normal(50, 37, seed=2)
     with bs.measure(layer) as found:
         y = layer(x)
     y.backward(dy)  # whenever it comes
@@ -98,12 +95,12 @@ def test_the_noise_of_results(recipe: str) -> None:
 def test_transforms_and_random_bits() -> None:
     """A transform leaves the noise of normal data what it is, but for chance, of which 4096 blocks
     leave a 64th; stochastic rounding doubles it."""
-    x, w = x_of(256, 256), x_of(256, 256, seed=1)
+    x, w = normal(256, 256), normal(256, 256, seed=1)
     layer = bs.nn.Linear(256, 256, bias=False, recipe="nvfp4")
     with torch.no_grad():
         layer.weight.copy_(w)
     with bs.measure(layer) as found:
-        layer(x.requires_grad_()).backward(x_of(256, 256, seed=2))
+        layer(x.requires_grad_()).backward(normal(256, 256, seed=2))
     of = {name: operand for p in found.products for name, operand in p.operands.items()}
     assert of["wgrad_x"].sqnr == pytest.approx(of["fprop_x"].sqnr, abs=0.3)
     assert of["wgrad_dy"].sqnr == pytest.approx(of["dgrad_dy"].sqnr, abs=0.3)
@@ -115,7 +112,7 @@ def test_transforms_and_random_bits() -> None:
 def test_what_is_encoded_is_rounded_first(size: int) -> None:
     """Codes are made of a transform's BF16 values: none of them saturates that would without it,
     and what cancels is 0 before."""
-    x, rng = x_of(256, 256), bs.Rng(1)
+    x, rng = normal(256, 256), bs.Rng(1)
     for spec in (f"nvfp4[rounding=stochastic,hadamard={size}]", f"fp8_1x128[hadamard={size}]"):
         noise = Noise()
         noise.add(x, bs.spec(spec), rng=rng)
@@ -126,7 +123,7 @@ def test_what_is_encoded_is_rounded_first(size: int) -> None:
         noise.add(torch.full((16, 256), value), bs.spec(f"mxfp8[hadamard={size}:0]"))
         assert (noise.nonzero, noise.underflowed) == (16 * 256 // size, 0)
     # What the rounding before it loses is part of the error.
-    x, turned = x_of(4, 256), bs.spec(f"mxfp8[hadamard={size}:0]")
+    x, turned = normal(4, 256), bs.spec(f"mxfp8[hadamard={size}:0]")
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
@@ -142,7 +139,7 @@ def test_outlying_channels_show_in_products_and_underflow() -> None:
     """As docs/guide.md says: x's own decibels rise with them, where W makes up for them."""
 
     def of(factor: float) -> Any:
-        x, w = x_of(512, 1024), x_of(512, 1024, seed=1)
+        x, w = normal(512, 1024), normal(512, 1024, seed=1)
         x[:, ::256] *= factor
         w[:, ::256] /= factor
         layer = bs.nn.Linear(1024, 512, bias=False, recipe="nvfp4")
@@ -159,7 +156,7 @@ def test_outlying_channels_show_in_products_and_underflow() -> None:
 
 
 def test_sums_over_steps() -> None:
-    made, batches = model("mxfp8"), [x_of(8, 70, seed=i) * 10.0**i for i in range(3)]
+    made, batches = model("mxfp8"), [normal(8, 70, seed=i) * 10.0**i for i in range(3)]
 
     def of(*xs: torch.Tensor) -> bs.Measurement:
         with bs.measure(made) as found:
@@ -180,7 +177,7 @@ def test_high_precision_is_not_measured() -> None:
     made = model(recipe)
     bs.convert(made, recipe, skip=["0"])
     with bs.measure(made) as found:
-        step(made, x_of(8, 70))
+        step(made, normal(8, 70))
     products = {(p.layer, p.gemm): p for p in found.products}
     exact = products.pop(("2", "dgrad"))
     assert exact.sqnr == math.inf
@@ -196,8 +193,8 @@ def test_high_precision_is_that_of_the_result() -> None:
     layer = bs.nn.Linear(70, 37, recipe=bs.recipe("mxfp8").replace(dgrad_dy=None, dgrad_w=None))
     with bs.measure(layer) as found:
         with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x_of(8, 70).requires_grad_())
-        y.backward(x_of(8, 37, seed=1).bfloat16())
+            y = layer(normal(8, 70).requires_grad_())
+        y.backward(normal(8, 37, seed=1).bfloat16())
     (dgrad,) = (p for p in found.products if p.gemm == "dgrad")
     w = layer.weight.detach()
     assert dgrad.operands["dgrad_w"].sqnr == pytest.approx(noise_db(w, w.bfloat16()), rel=1e-9)
@@ -222,7 +219,7 @@ def test_what_runs_again_counts_once(reentrant: bool) -> None:
             y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
             return y
 
-    made, x = Again(), x_of(8, 70).requires_grad_()
+    made, x = Again(), normal(8, 70).requires_grad_()
     with bs.measure(made.inner) as plain:
         step(made.inner, x)
     with bs.measure(made) as found:
@@ -234,7 +231,7 @@ def test_what_runs_again_counts_once(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_compiled_code_runs_uncompiled(how: str) -> None:
-    made, x = model("mxfp8"), x_of(8, 70)
+    made, x = model("mxfp8"), normal(8, 70)
     with bs.measure(made) as plain:
         step(made, x)
     compiled: Any = torch.compile(made, backend="aot_eager")
@@ -257,7 +254,7 @@ def names(made: nn.Module, x: torch.Tensor) -> list[str]:
 def test_names_are_those_of_convert(one_rank: DeviceMesh) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    x = x_of(8, 70)
+    x = normal(8, 70)
     wrapped: Any = nn.Sequential(checkpoint_wrapper(model("mxfp8")), nn.ReLU())
     compiled: Any = torch.compile(wrapped)
     for wrapper in (wrapped, nn.parallel.DistributedDataParallel(wrapped), compiled):
@@ -273,7 +270,7 @@ def test_functions_have_the_name_of_the_module_that_calls_them() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.w = nn.Parameter(x_of(70, 70))
+            self.w = nn.Parameter(normal(70, 70))
             self.inner = model("mxfp4")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -281,11 +278,11 @@ def test_functions_have_the_name_of_the_module_that_calls_them() -> None:
             return bs.linear(self.inner(h) @ torch.ones(37, 70), self.w, recipe="fp8_blockwise")
 
     made = nn.Sequential(Own())
-    assert names(made, x_of(8, 70)) == ["0#0", "0#1", "0.inner.0", "0.inner.2"]
+    assert names(made, normal(8, 70)) == ["0#0", "0#1", "0.inner.0", "0.inner.2"]
 
 
 def test_what_is_not_asked_for_is_not_measured() -> None:
-    made, x = model("mxfp8"), x_of(8, 70).requires_grad_()
+    made, x = model("mxfp8"), normal(8, 70).requires_grad_()
     with bs.measure(made) as found:
         torch.autograd.grad(made(x).sum(), x)
     assert {p.gemm for p in found.products} == {"fprop", "dgrad"}
@@ -293,7 +290,7 @@ def test_what_is_not_asked_for_is_not_measured() -> None:
 
 def test_an_input_that_changes_before_the_backward_is_left_out() -> None:
     layer = bs.nn.Linear(70, 37, recipe="mxfp8")
-    x = x_of(8, 70)
+    x = normal(8, 70)
     with bs.measure(layer) as found:
         y = layer(x)
         x.zero_()
@@ -301,7 +298,7 @@ def test_an_input_that_changes_before_the_backward_is_left_out() -> None:
     assert [p.gemm for p in found.products] == ["fprop"]
     assert found.left_out == {"(root)": "x has changed before the backward"}
     with bs.measure(layer) as found:
-        y = layer(x_of(8, 70))
+        y = layer(normal(8, 70))
         with torch.no_grad():
             layer.weight.zero_()
         y.sum().backward()
@@ -309,11 +306,11 @@ def test_an_input_that_changes_before_the_backward_is_left_out() -> None:
 
 
 def test_nan_shows() -> None:
-    layer, x = bs.nn.Linear(70, 37, recipe="mxfp8"), x_of(8, 70)
+    layer, x = bs.nn.Linear(70, 37, recipe="mxfp8"), normal(8, 70)
     x[3, 3] = math.nan
     with bs.measure(layer) as found, torch.no_grad():
         layer(x)
-        layer(x_of(8, 70))
+        layer(normal(8, 70))
     (product,) = found.products
     assert math.isnan(product.sqnr)
     assert math.isnan(product.operands["fprop_x"].amax)
@@ -321,7 +318,7 @@ def test_nan_shows() -> None:
 
 
 def test_another_recipe_within() -> None:
-    made, x = model("mxfp8"), x_of(8, 70)
+    made, x = model("mxfp8"), normal(8, 70)
     with bs.measure(made) as found, torch.no_grad():
         made(x)
         bs.convert(made, "mxfp4", skip=["0"])
@@ -332,7 +329,7 @@ def test_another_recipe_within() -> None:
 
 def test_the_model_stays_what_it_is_for_others() -> None:
     """It can be saved and copied, and what copies and other threads run is not of it."""
-    made, x = model("mxfp8"), x_of(8, 70)
+    made, x = model("mxfp8"), normal(8, 70)
     with bs.measure(made) as found, torch.no_grad():
         torch.save(made, io.BytesIO())
         copy.deepcopy(made)(x)
@@ -346,7 +343,7 @@ def test_the_model_stays_what_it_is_for_others() -> None:
 
 def test_inputs_go_with_the_backward() -> None:
     layer = bs.nn.Linear(70, 37, recipe="mxfp8")
-    x = x_of(8, 70)
+    x = normal(8, 70)
     memory = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
     with bs.measure(layer):
         loss = layer(x).sum()
@@ -360,7 +357,7 @@ def test_inputs_go_with_the_backward() -> None:
 def test_groups_are_layers_of_their_own() -> None:
     ends = torch.tensor([5, 5, 19])
     experts = bs.nn.GroupedLinear(3, 70, 37, recipe="mxfp8")
-    x, dy = x_of(24, 70).requires_grad_(), x_of(24, 37, seed=1)
+    x, dy = normal(24, 70).requires_grad_(), normal(24, 37, seed=1)
     with bs.measure(experts) as found:
         experts(x, ends).backward(dy)
     dense = [bs.nn.Linear(70, 37, bias=False, recipe="mxfp8") for _ in range(3)]
@@ -384,8 +381,8 @@ def test_products_of_converted_experts_have_numbers() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up = nn.Parameter(x_of(2, 32, 64).bfloat16())
-            self.down = nn.Parameter(x_of(2, 64, 32).bfloat16())
+            self.up = nn.Parameter(normal(2, 32, 64).bfloat16())
+            self.down = nn.Parameter(normal(2, 64, 32).bfloat16())
 
         def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
             h = nn.functional.grouped_mm(x, self.up, offs=ends)
@@ -396,14 +393,14 @@ def test_products_of_converted_experts_have_numbers() -> None:
     ends = torch.tensor([3, 8], dtype=torch.int32)
     with bs.measure(made) as found:
         for _ in range(2):
-            made["experts"](x_of(8, 32).bfloat16(), ends).float().sum().backward()
+            made["experts"](normal(8, 32).bfloat16(), ends).float().sum().backward()
     assert [p.layer for p in found.products if p.gemm == "fprop"] == ["experts#0", "experts#1"]
 
 
 def test_the_table() -> None:
     made = model("fp8_blockwise")
     with bs.measure(made) as found, torch.no_grad():
-        made(x_of(8, 70))
+        made(normal(8, 70))
     head, *lines = str(found).split("\n")
     operand = ["operand", "dB", "underflow", "saturation"]
     assert head.split() == ["layer", "product", "dB", *operand, *operand]
@@ -431,7 +428,7 @@ def test_layers_cut_by_tensor_parallelism_are_named(one_rank: DeviceMesh) -> Non
     parallelize_module(made, one_rank, {"0": ColwiseParallel()})
     with bs.measure(made) as found:
         for _ in range(2):
-            step(made, x_of(8, 70))
+            step(made, normal(8, 70))
     assert list(found.left_out) == ["0"]
     assert {p.layer for p in found.products} == {"2"}
     assert str(found).endswith("\nleft out: 0: x is a DTensor, no plain tensor")
@@ -440,7 +437,7 @@ def test_layers_cut_by_tensor_parallelism_are_named(one_rank: DeviceMesh) -> Non
 def test_under_fsdp2(one_rank: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    made, x = model("fp8_blockwise"), x_of(8, 70)
+    made, x = model("fp8_blockwise"), normal(8, 70)
     with bs.measure(made) as plain:
         step(made, x)
     for layer in (made[0], made[2], made):
@@ -465,12 +462,12 @@ def test_extents_of_zero(shape: tuple[int, int]) -> None:
 
 def test_another_default_dtype() -> None:
     """Also of what a recipe with Hadamard transforms needs."""
-    x = x_of(32, 64)
+    x = normal(32, 64)
     tables = []
     for dtype in (torch.float32, torch.float64):
         layer = bs.nn.Linear(64, 48, False, dtype=torch.float32, recipe="mxfp4")
         with torch.no_grad():
-            layer.weight.copy_(x_of(48, 64, seed=1))
+            layer.weight.copy_(normal(48, 64, seed=1))
         torch.set_default_dtype(dtype)
         try:
             with bs.measure(layer) as found:
@@ -504,7 +501,7 @@ def test_one_at_a_time(nothing_stays: None) -> None:
     # A forward that fails leaves nothing behind.
     with bs.measure(made) as found:
         with pytest.raises(ValueError, match="linear: x"):
-            made(x_of(8, 71))
-        step(made, x_of(8, 70))
+            made(normal(8, 71))
+        step(made, normal(8, 70))
     assert len(found.products) == 5
     assert not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -10,14 +10,14 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from bits import assert_same
+from bits import assert_same, normal
 from blockscale import functional
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline, schedules
 
 MICRO, ROWS, WIDTH = 4, 8, 64
 CPU = torch.device("cpu")
-X = torch.randn(MICRO * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+X = normal(MICRO * ROWS, WIDTH, seed=1)
 
 
 def block() -> nn.Sequential:

@@ -10,7 +10,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from bits import assert_same
+from bits import assert_same, normal_bf16
 from blockscale import shared_input
 from torch import nn
 from torch.utils.checkpoint import (
@@ -82,14 +82,10 @@ def model(recipe: str | bs.Recipe, blocks: int = 2, **how: Any) -> nn.Sequential
     return made
 
 
-def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
 def results(made: nn.Module, calls: int = 1) -> list[torch.Tensor]:
     """Outputs and gradients of that many forwards, whose backwards follow them all."""
     made.bfloat16().zero_grad()
-    inputs = [x_of(2, 20, 48, seed=i).requires_grad_() for i in range(calls)]
+    inputs = [normal_bf16(2, 20, 48, seed=i).requires_grad_() for i in range(calls)]
     outputs = [made(x) for x in inputs]
     for y in outputs:
         y.square().mean().backward()
@@ -168,7 +164,7 @@ def test_one_input_on_both_sides_of_a_checkpoint(save: Any, first: str, kept: bo
 
 def test_an_input_that_is_a_leaf_the_first_time_alone() -> None:
     """FSDP2 gives it a derivative in the forward, and none when the forward runs again."""
-    x, w = x_of(20, 48).requires_grad_(), linears(1)[0]
+    x, w = normal_bf16(20, 48).requires_grad_(), linears(1)[0]
     calls = 0
 
     def inner(x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +185,7 @@ def test_layers_save_one_operand() -> None:
 
     made = model(bs.recipe("fp8_blockwise").replace(keep_w=False), blocks=1).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        made(x_of(128, 48).requires_grad_())
+        made(normal_bf16(128, 48).requires_grad_())
     operands = [t.data_ptr() for t in kept if t.dtype is torch.uint8]
     assert len(operands) == 4
     assert len(set(operands)) == 2  # of the heads' input, and of that of `out`
@@ -224,7 +220,7 @@ def test_layers_of_one_input_that_keep_different_things() -> None:
 
 
 def linears(count: int = 2) -> list[torch.Tensor]:
-    return [x_of(16, 48, seed=9 + i).requires_grad_() for i in range(count)]
+    return [normal_bf16(16, 48, seed=9 + i).requires_grad_() for i in range(count)]
 
 
 def products(x: torch.Tensor, *between: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
@@ -238,7 +234,7 @@ def products(x: torch.Tensor, *between: Callable[[torch.Tensor], object]) -> lis
 
 
 def made_by_autograd() -> torch.Tensor:
-    return x_of(20, 48).requires_grad_() * 2
+    return normal_bf16(20, 48).requires_grad_() * 2
 
 
 def test_a_tensor_that_has_changed_is_quantized_again() -> None:
@@ -254,14 +250,14 @@ def test_a_tensor_that_has_changed_is_quantized_again() -> None:
 
 def test_a_tensor_whose_memory_is_another_is_quantized_again() -> None:
     def change(x: torch.Tensor) -> None:
-        x.data = x_of(20, 48, seed=5)  # which PyTorch does not count
+        x.data = normal_bf16(20, 48, seed=5)  # which PyTorch does not count
 
     want = alone(lambda: products(made_by_autograd(), change))
     assert_same(products(made_by_autograd(), change), want)
 
 
 def test_a_tensor_that_autograd_has_not_made_is_not_shared() -> None:
-    for x in (x_of(20, 48), x_of(20, 48).requires_grad_()):
+    for x in (normal_bf16(20, 48), normal_bf16(20, 48).requires_grad_()):
         with Calls() as counted:
             products(x, lambda x: None)
         assert counted.count == 2
@@ -287,7 +283,7 @@ def test_recipes_that_differ() -> None:
 
 
 def test_groups_are_shared_where_they_are_the_same() -> None:
-    x, w = made_by_autograd(), x_of(3, 16, 48).requires_grad_()
+    x, w = made_by_autograd(), normal_bf16(3, 16, 48).requires_grad_()
     ends = [torch.tensor(e) for e in ([5, 5, 20], [6, 9, 20])]
 
     def three() -> list[torch.Tensor]:
@@ -322,7 +318,7 @@ def test_no_guard_on_extents_that_a_compiler_does_not_know() -> None:
     def some(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return bs.linear(x[mask.nonzero().squeeze(-1)] * 2, w, recipe="mxfp8")
 
-    x, mask = x_of(20, 48), torch.arange(20) % 3 == 0
+    x, mask = normal_bf16(20, 48), torch.arange(20) % 3 == 0
     with (
         pytest.MonkeyPatch.context() as patch,
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
@@ -446,8 +442,8 @@ def test_a_compiler_computes_again_what_a_backward_reads(recipe: str) -> None:
 def test_what_was_made_elsewhere_on_a_gpu_is_made_again(cuda: torch.device) -> None:
     """On another stream, which nothing orders behind the first one, and in a graph, which would
     read what was made outside of it."""
-    x = x_of(20, 48).to(cuda).requires_grad_() * 2
-    w = x_of(16, 48, seed=1).to(cuda).requires_grad_()
+    x = normal_bf16(20, 48).to(cuda).requires_grad_() * 2
+    w = normal_bf16(16, 48, seed=1).to(cuda).requires_grad_()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with Calls() as counted:
         want = bs.linear(x, w, recipe="mxfp8")
@@ -473,7 +469,7 @@ def test_same_bits_on_a_gpu(name: str, cuda: torch.device) -> None:
         torch.manual_seed(0)
         made = nn.Sequential(Heads(), Heads()).to(cuda).bfloat16()
         bs.convert(made, RECIPES[name])
-        x = x_of(2, 20, 48).to(cuda).requires_grad_()
+        x = normal_bf16(2, 20, 48).to(cuda).requires_grad_()
         y = made(x)
         return [y, *torch.autograd.grad(y.float().square().mean(), (x, *made.parameters()))]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import blockscale as bs
 import pytest
 import torch
-from bits import assert_same
+from bits import assert_same, normal_bf16
 
 RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
 RECIPES = {
@@ -33,19 +33,15 @@ class Case(NamedTuple):
     call: Callable[..., torch.Tensor]  # (x, w, recipe, **more)
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
 def make(grouped: bool, device: torch.device | str = "cpu") -> Case:
     """Extents that no block divides, and an empty group."""
-    x = normal(53, 70).to(device).requires_grad_()
-    dy = normal(53, 37, seed=1).to(device)
+    x = normal_bf16(53, 70).to(device).requires_grad_()
+    dy = normal_bf16(53, 37, seed=1).to(device)
     if not grouped:
-        w = normal(37, 70, seed=2).to(device).requires_grad_()
-        bias = normal(37, seed=3).to(device)
+        w = normal_bf16(37, 70, seed=2).to(device).requires_grad_()
+        bias = normal_bf16(37, seed=3).to(device)
         return Case(x, w, dy, lambda x, w, r, **more: bs.linear(x, w, bias, r, RNG, **more))
-    w = normal(3, 37, 70, seed=2).to(device).requires_grad_()
+    w = normal_bf16(3, 37, 70, seed=2).to(device).requires_grad_()
     ends = torch.tensor([20, 20, 50], device=device)
     return Case(x, w, dy, lambda x, w, r, **more: bs.grouped_linear(x, w, ends, r, RNG, **more))
 
@@ -216,7 +212,7 @@ def micro_batches(
     """The results and the sums of gradients of two micro-batches."""
     ys = []
     for seed in (0, 1):
-        x = normal(11, 70, seed=seed).to(device).float().requires_grad_()
+        x = normal_bf16(11, 70, seed=seed).to(device).float().requires_grad_()
         y = (call or model)(x)
         y.square().sum().backward()
         assert x.grad is not None
@@ -233,7 +229,7 @@ def test_weights_of_a_model_are_quantized_once(name: str, device: torch.device) 
     assert_same(got, want)
     layers = [layer for layer in models[1] if isinstance(layer, bs.nn.Linear)]
     with bs.quantized_weights(models[1], backward=False), torch.no_grad():
-        x = normal(11, 70).to(device).float()
+        x = normal_bf16(11, 70).to(device).float()
         assert torch.equal(models[1](x), models[0](x))
         kept = [layer._kept is not None for layer in layers]
     assert kept == [name != "stochastic weight"] * 2
@@ -242,7 +238,7 @@ def test_weights_of_a_model_are_quantized_once(name: str, device: torch.device) 
 
 def test_a_model_reads_what_was_made_of_its_weights() -> None:
     model = converted("nvfp4")
-    x = normal(11, 70).float()
+    x = normal_bf16(11, 70).float()
     with torch.no_grad(), bs.quantized_weights(model):
         want = model(x)
         for p in model.parameters():
@@ -253,7 +249,7 @@ def test_a_model_reads_what_was_made_of_its_weights() -> None:
 
 def test_a_weight_that_changes_within_raises() -> None:
     model = converted("mxfp8")
-    x = normal(11, 70).float()
+    x = normal_bf16(11, 70).float()
     with bs.quantized_weights(model):
         with torch.no_grad():
             model.get_submodule("0").get_parameter("weight").mul_(2)
@@ -261,7 +257,7 @@ def test_a_weight_that_changes_within_raises() -> None:
             model(x)
     model(x)
     with bs.quantized_weights(model):  # past its version, but elsewhere
-        model.get_submodule("0").get_parameter("weight").data = normal(37, 70).float()
+        model.get_submodule("0").get_parameter("weight").data = normal_bf16(37, 70).float()
         with pytest.raises(ValueError, match=r"^quantized_weights: 0.weight = changed; need"):
             model(x)
     others = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -275,7 +271,7 @@ def test_a_step_within_is_refused_before_it_does_anything(compiled: bool) -> Non
     torch._dynamo.reset()
     model = converted("mxfp8")
     call = torch.compile(model, backend="eager") if compiled else model
-    x = normal(11, 70).float()
+    x = normal_bf16(11, 70).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
     other = torch.nn.Parameter(torch.ones(3))
@@ -299,14 +295,14 @@ def test_a_step_that_leaves_frozen_weights_alone_is_none_of_them() -> None:
     adapter = torch.nn.Parameter(torch.ones(70))
     optimizer = torch.optim.AdamW([*model.parameters(), adapter], lr=0.1)
     with bs.quantized_weights(model):
-        model(normal(11, 70).float() * adapter).sum().backward()
+        model(normal_bf16(11, 70).float() * adapter).sum().backward()
         optimizer.step()
     assert not torch.equal(adapter, torch.ones(70))
 
 
 def test_copies_made_within_are_models_like_others() -> None:
     model = converted("mxfp4")
-    x = normal(11, 70).float()
+    x = normal_bf16(11, 70).float()
     with bs.quantized_weights(model):
         copied = copy.deepcopy(model)
         file = io.BytesIO()
@@ -328,7 +324,8 @@ def test_copies_of_all_attributes_are_models_like_others() -> None:
             made.__dict__ = copy.deepcopy(self.__dict__, memo)
             return made
 
-    model, x = torch.nn.Sequential(Own(70, 37), torch.nn.Linear(37, 19)), normal(11, 70).float()
+    model = torch.nn.Sequential(Own(70, 37), torch.nn.Linear(37, 19))
+    x = normal_bf16(11, 70).float()
     bs.convert(model, "mxfp8")
     torch.nn.utils.parametrize.register_parametrization(model[1], "bias", torch.nn.Identity())
     with bs.quantized_weights(model):
@@ -341,7 +338,7 @@ def test_copies_of_all_attributes_are_models_like_others() -> None:
 
 def test_a_weight_that_has_lost_rows_is_quantized() -> None:
     """As structured pruning leaves it, in a layer with the extents of before."""
-    model, x = converted("mxfp8"), normal(11, 70).float()
+    model, x = converted("mxfp8"), normal_bf16(11, 70).float()
     layer = model.get_submodule("2")
     layer.weight = torch.nn.Parameter(layer.get_parameter("weight")[:7].detach())
     layer.register_parameter("bias", None)
@@ -362,7 +359,7 @@ def test_a_weight_that_fsdp_has_flattened_is_refused() -> None:
 def test_a_computed_weight_is_quantized_as_ever() -> None:
     model = converted("mxfp8")
     torch.nn.utils.parametrizations.weight_norm(model[0])
-    x = normal(11, 70).float()
+    x = normal_bf16(11, 70).float()
     want = model(x)
     with bs.quantized_weights(model):
         assert torch.equal(model(x), want)
@@ -395,5 +392,5 @@ def test_what_has_no_weights_to_quantize() -> None:
         said = "quantized_weights: 0 = within another one; need no"
         with pytest.raises(ValueError, match=said), bs.quantized_weights(model):
             pass
-        model(normal(11, 70).float())  # that of the outer one is still there
+        model(normal_bf16(11, 70).float())  # that of the outer one is still there
         assert any("_kept" in vars(layer) for layer in model.modules())
