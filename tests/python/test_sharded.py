@@ -225,8 +225,17 @@ def refused(call: Any, said: str) -> None:
 
 
 def use(device: str, folder: str) -> None:
-    """What else is done with such a model."""
+    """What else is done with such a model, in the same processes."""
     x = torch.randn(64, 256).to(device)
+    compile_and_load(device, x, folder)
+    read_values(device, x)
+    change_recipes(device, x)
+    refuse_what_is_gathered_for_now(device, x)
+    gather_for_the_first_time_too_late(device, x)
+    free_before_the_backward(device, x)
+
+
+def compile_and_load(device: str, x: torch.Tensor, folder: str) -> None:
     want = sharded(device, "nvfp4", False)(x)
     model = sharded(device, "nvfp4", True)
     # Taken before the first forward, it is of the parameters' memory, padded pieces or not.
@@ -269,7 +278,10 @@ def use(device: str, folder: str) -> None:
     assert torch.equal(bare(x), want)
     assert seen == [True]
 
-    # Its values are not there while it runs, and its codes once, where FSDP2 has gathered them.
+
+def read_values(device: str, x: torch.Tensor) -> None:
+    """They are not there while it runs, and its codes once, where FSDP2 has gathered them."""
+
     def read(layer: Any, _: Any) -> None:
         assert "recipe=nvfp4" in repr(layer.weight)
         codes, scales, outer = layer.weight.quantized.operands
@@ -283,10 +295,15 @@ def use(device: str, folder: str) -> None:
         assert torch.equal(torch.zeros_like(layer.weight).cpu(), torch.zeros(512, 256))
         torch.sum(layer.weight)
 
-    bare[0].get_submodule("up").register_forward_pre_hook(read)
-    refused(lambda: bare(x), r"weight = read by aten.sum.*; need nothing but its layer")
+    model = sharded(device, "nvfp4", True)
+    model[0].get_submodule("up").register_forward_pre_hook(read)
+    refused(lambda: model(x), r"weight = read by aten.sum.*; need nothing but its layer")
 
-    # The recipe of W stays, others may change.
+
+def change_recipes(device: str, x: torch.Tensor) -> None:
+    """That of W stays, others may change."""
+    model = sharded(device, "nvfp4", True)
+    model(x)
     refused(lambda: bs.convert(model, "mxfp8"), "recipe = mxfp8 for '0.up', whose codes FSDP2 gat")
     refused(lambda: bs.revert(model), "revert: model = '0.up', whose codes FSDP2 gathers; need")
     mixed = bs.recipe("nvfp4").replace(wgrad_x=None, wgrad_dy=None)
@@ -306,7 +323,10 @@ def use(device: str, folder: str) -> None:
     stays(x)[:, :1].sum().backward()
     assert len(told) == 1
     handle.remove()
-    # What is gathered for now as values looks as if nobody had cut it.
+
+
+def refuse_what_is_gathered_for_now(device: str, x: torch.Tensor) -> None:
+    """As values: it looks as if nobody had cut it."""
     stays = sharded(device, "nvfp4", False, reshard_after_forward=False)
     with torch.no_grad():
         stays(x)
@@ -314,7 +334,10 @@ def use(device: str, folder: str) -> None:
     said = "0.up.weight = gathered by FSDP2 for now; need a weight that fully_shard has not cut"
     refused(lambda: bs.quantized_all_gather(stays), said)
     refused(lambda: bs.quantized_weights(stays).__enter__(), said)
-    # Codes are not gathered for the first time where FSDP2 has room for values.
+
+
+def gather_for_the_first_time_too_late(device: str, x: torch.Tensor) -> None:
+    """Where FSDP2 has room for values."""
     torch.manual_seed(0)
     warm = nn.Sequential(nn.Linear(256, 512))
     bs.convert(warm, "nvfp4")
@@ -324,6 +347,9 @@ def use(device: str, folder: str) -> None:
     warm(x)
     refused(lambda: bs.convert(warm, "nvfp4"), "recipe = nvfp4 for '0', whose values FSDP2 gath")
     warm(x)
+
+
+def free_before_the_backward(device: str, x: torch.Tensor) -> None:
     freed = sharded(device, "nvfp4", True)
     for block in (freed[0], freed[2]):
         block.set_unshard_in_backward(False)  # type: ignore[operator]
