@@ -1,4 +1,4 @@
-"""tools/test.py decides whether a submission is good: nothing may be lost or counted twice."""
+"""tools/test.py counts what every test runner reports: nothing may be lost or counted twice."""
 
 from __future__ import annotations
 
