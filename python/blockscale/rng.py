@@ -355,15 +355,19 @@ class RngState:
         forward's, and they would accumulate a hook per forward. Nor does the result of a nested
         forward, which has that forward's hook."""
         offset, first_node = forward
-        tensors = [values] if isinstance(values, torch.Tensor) else pytree.tree_leaves(values)
+        leaves = [values] if isinstance(values, torch.Tensor) else pytree.tree_leaves(values)
+        tensors: list[torch.Tensor] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # A view that is changed in place, such as logits[:, -1], gets another node, behind which
+        # are those of its base, but not the one with its hook.
+        tensors += [t._base for t in tensors if t._base is not None]
         restore = None
         for t in tensors:
-            node = t.grad_fn if isinstance(t, torch.Tensor) else None
+            node = t.grad_fn
             if node is None or node._sequence_nr() < first_node or self._has_hook(t):
                 continue
             if restore is None:
                 restore = Restore(self, offset)
-            t.register_hook(restore)
+            t.register_hook(restore)  # type: ignore[no-untyped-call]
 
     def _has_hook(self, t: torch.Tensor) -> bool:
         hooks = t._backward_hooks

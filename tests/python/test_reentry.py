@@ -100,6 +100,51 @@ def test_recomputed_layers_draw_what_they_drew(
         assert equal(trained(True), trained(False))
 
 
+class Scores(Again):
+    """Its result is a view of what it has computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.second, self.run(self.first, x))[:, ::2]
+
+
+class Heads(Again):
+    """So are its results, two of one tensor; it may pass them through as other views."""
+
+    def forward(self, x: torch.Tensor, through: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        if not through:
+            x = self.run(self.second, self.run(self.first, x))
+        return x[:, 3:], x.view(-1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", [Scores, Heads])
+def test_a_result_that_is_changed_in_place(kind: type[Again], compiled: bool) -> None:
+    """PyTorch gives a view another node then, and the hooks stay with the one it had."""
+
+    def trained(again: bool) -> list[torch.Tensor]:
+        model = kind(again)
+        bs.convert(model, RECIPE)
+        if compiled:
+            for block in (model.first, model.second):
+                block.compile(backend="eager")
+        x = torch.randn(20, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        losses = []
+        for i in range(3):
+            y = model(x * i)
+            if kind is Heads:
+                base = y[1]._base  # of this forward: the next one passes it through
+                y = model(base, True)[i % 2]
+            y -= 1
+            losses.append(y.square().mean())
+            with torch.no_grad():
+                model(x)
+        for loss in losses:
+            loss.backward()
+        return [*gradients(model), x.grad]  # type: ignore[list-item]
+
+    assert equal(trained(True), trained(False))
+
+
 def test_a_root_that_calls_itself_goes_on_with_its_own_bits() -> None:
     """A layer behind the call draws as one before it, also where the call failed."""
 
