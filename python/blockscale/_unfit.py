@@ -29,6 +29,8 @@ def _has_no_weight(module: torch.nn.Module) -> bool:
 def unfit(module: torch.nn.Module, as_experts: bool) -> str:
     """Why a module cannot be converted; "" if it can. `as_experts`: whether `experts` names it."""
     kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):  # whose parameters are no dict, either
+        return f"{module.original_name} is compiled by torch.jit: convert before that"
     if isinstance(module, Layer):
         matrices = module.matrices()
     elif isinstance(module, torch.nn.Linear) and _has_no_weight(module):

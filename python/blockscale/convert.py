@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 import torch
 
-from blockscale._errors import any_int, did_you_mean, fail, fail_type
+from blockscale._errors import any_int, did_you_mean, fail, fail_type, kind_of
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of, shown
 from blockscale._unfit import NO_LINEAR, has_own_parameters, unfit
 from blockscale.classes import class_of
@@ -123,6 +123,9 @@ def convert(
     """
     _check_types(model, rules, skip, seed, experts)
     model = _unwrapped(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        need = "a model that torch.jit has not compiled"
+        fail("convert", "model", kind_of(model), need, "convert before scripting or tracing")
     default = recipe_named(recipe)
     plan = list(_plan(model, default, dict(rules or {}), list(skip), list(experts)))
     report = Report(

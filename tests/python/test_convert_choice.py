@@ -143,6 +143,33 @@ def test_a_weight_that_is_no_parameter() -> None:
     assert dict(report.skipped)["computed"] == said
 
 
+def of_torch_jit(kind: str) -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    if kind == "script":
+        return torch.jit.script(inner)
+    return torch.jit.trace(inner, torch.ones(2, 4))  # type: ignore[no-untyped-call,no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_what_torch_jit_has_compiled_is_left_alone(kind: str) -> None:
+    m = nn.ModuleDict({"plain": nn.Linear(4, 4), "other": of_torch_jit(kind)})
+    report = bs.convert(m, "mxfp8")
+    assert [name for name, _ in report.converted] == ["plain"]
+    assert dict(report.skipped) == {
+        "other.0": "Linear is compiled by torch.jit: convert before that",
+        "other.1": "LayerNorm is compiled by torch.jit: convert before that",
+    }
+    x = torch.randn(2, 4)
+    m["other"](m["plain"](x)).sum().backward()
+    assert bs.revert(m) == ["plain"]
+    bs.convert(m, "mxfp8", skip=["other"])
+    with pytest.raises(ValueError, match=r"other\.0: Linear is compiled by torch.jit"):
+        bs.convert(m, "mxfp8", rules={"plain": None})
+    said = r"^convert: model = an? \w+Module; need a model that torch.jit has not compiled; conv"
+    with pytest.raises(ValueError, match=said):
+        bs.convert(of_torch_jit(kind), "mxfp8")
+
+
 @pytest.mark.parametrize("other", [nn.Linear(4, 4), nn.LayerNorm(4)])
 def test_two_modules_of_one_name_are_refused(other: nn.Module) -> None:
     """One would be missing from the report."""
