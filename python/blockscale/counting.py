@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from blockscale._errors import check_int, fail, fail_type
 from blockscale.nn import Layer, check_model
-from blockscale.rng import RngState, Steps
+from blockscale.rng import RngState
 
 
 def states_of(model: torch.nn.Module) -> list[RngState]:
@@ -75,6 +77,30 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     counters = (getattr(hook, "__self__", None) for hook in hooks.values())
     if not any(isinstance(c, Steps) and c.state is state for c in counters):
         Steps(state, optimizer)
+
+
+class Steps:
+    """The hooks of an optimizer that count its steps in a state.
+
+    If a subclass's `step` calls its parent's, PyTorch runs the hooks of both or of one, depending
+    on which classes have had an instance. So only the first end after a beginning counts.
+    """
+
+    def __init__(self, state: RngState, optimizer: torch.optim.Optimizer) -> None:
+        self.state = state
+        state.stepped = True
+        self.begun = False
+        optimizer.register_step_pre_hook(self.before_step)
+        optimizer.register_step_post_hook(self.after_step)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.begun = True
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.begun:
+            # A gradient scaler always calls a fused optimizer, and passes it `found_inf`.
+            self.state.advance(getattr(optimizer, "found_inf", None))
+        self.begun = False
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

@@ -22,7 +22,8 @@ from blockscale._layer_arguments import autocast_dtype
 from blockscale.classes import why_none
 from blockscale.functional import linear_with_key
 from blockscale.nn import Kept, Layer, Uncopied
-from blockscale.rng import as_tensor, checkpointed_region, layer_seed
+from blockscale.regions import checkpointed_region
+from blockscale.rng import as_tensor, layer_seed
 from blockscale.tensor import is_dtensor
 from blockscale.weight import QuantizedWeight, quantize_weight
 
