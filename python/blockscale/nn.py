@@ -15,7 +15,18 @@ from blockscale._errors import any_int, check_int, fail, fail_offsets, fail_type
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, any_stochastic, recipe_names
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import Key, RngState, as_tensor, fake_mode_of, layer_seed
+from blockscale.rng import (
+    Key,
+    RngState,
+    Sent,
+    as_tensor,
+    fake_mode_of,
+    is_fake,
+    layer_seed,
+    moved,
+    own_tensors,
+    received,
+)
 from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight, quantize_weight
 
@@ -65,9 +76,13 @@ def version_of(weight: torch.Tensor) -> int:
 
 def _state_of(weight: torch.Tensor) -> tuple[Any, ...]:
     """A state that most changes of the weight alter: `.data = `, for one, gives it other memory."""
-    here: Any = weight._local_tensor if is_dtensor(weight) else weight  # type: ignore[attr-defined]
-    here = values_of(here)
+    here = _piece_of(weight)
     return version_of(weight), here.data_ptr(), here.dtype
+
+
+def _piece_of(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it, as a plain tensor."""
+    return values_of(weight._local_tensor if is_dtensor(weight) else weight)  # type: ignore[attr-defined]
 
 
 def without_type(weight: torch.Tensor) -> torch.Tensor:
@@ -136,12 +151,11 @@ class Layer(torch.nn.Module):
         # operands.
         state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         state.pop("_kept", None)
-        return state
+        return state | {"_seed": Sent(self._seed)} if "_seed" in state else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        with torch.inference_mode(False):  # as in configure()
-            vars(self)["_seed"] = self._seed.clone()
+        vars(self)["_seed"] = received(self._seed)
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""
@@ -150,7 +164,7 @@ class Layer(torch.nn.Module):
         own["recipe"], own["_rng_state"] = recipe, state
         own.pop("_kept", None)  # made for another recipe, within quantized_weights()
         state.draws |= recipe.stochastic
-        with torch.inference_mode(False):  # training saves it
+        with own_tensors():  # training saves it
             own["_seed"] = self._seed_of(state.seed, name)
         self._move_rng()
 
@@ -167,13 +181,14 @@ class Layer(torch.nn.Module):
             need = "a module whose random bits are counted in one place"
             got = "a replica that nn.DataParallel made"
             fail(type(self).__name__, "module", got, need, "use DistributedDataParallel")
-        # Weights may have been turned into buffers, which is one way to freeze them.
-        tensors = itertools.chain(self.parameters(), self.buffers())
-        device = next((tensor.device for tensor in tensors), None)
+        # Weights may have been turned into buffers, which is one way to freeze them. A fake one's
+        # device need not be there.
+        tensors = map(_piece_of, itertools.chain(self.parameters(), self.buffers()))
+        device = next((tensor.device for tensor in tensors if not is_fake(tensor)), None)
         if device is not None and device.type != "meta":
             with torch.inference_mode(False):
                 self._rng_state.move(device)
-                vars(self)["_seed"] = self._seed.to(device)
+                vars(self)["_seed"] = moved(self._seed, device)
 
     def _apply(self, fn: Callable[..., Any], *recurse: bool, **named: bool) -> Layer:
         # .to(), .cuda() and to_empty() end up here and move only parameters and buffers.
@@ -183,13 +198,16 @@ class Layer(torch.nn.Module):
 
     def _key(self, weight: torch.Tensor) -> Key:
         """The key of this forward's random bits, for a recipe that draws some."""
+        if type(weight) is not torch.nn.Parameter:
+            mode = fake_mode_of(_piece_of(weight))
+            if mode is not None:
+                seed, offset = map(mode.from_tensor, (self._seed, self._rng_state.offset))
+                return seed.to(weight.device), offset.to(weight.device)
         if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
             self._move_rng()
         offset = self._rng_state.offset
         if offset.device != self._seed.device:  # a model on several devices
             offset = offset.to(self._seed.device)
-        if type(weight) is not torch.nn.Parameter and (mode := fake_mode_of(weight)) is not None:
-            return mode.from_tensor(self._seed), mode.from_tensor(offset)
         return self._seed, offset
 
 

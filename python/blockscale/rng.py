@@ -6,11 +6,13 @@ names one operand of one layer, the offset one forward of one optimizer step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -152,6 +154,47 @@ def layer_key(operation: str, rng: Rng | None, stochastic: bool, x: torch.Tensor
     return tensors_beside(rng, x)
 
 
+@contextlib.contextmanager
+def own_tensors() -> Iterator[None]:
+    """Makes real tensors that training can change, also in inference mode and where a mode makes
+    fake ones: the keys of a model's bits outlive what it is converted, copied or loaded within."""
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+        yield
+
+
+def moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One of `own_tensors` on another device. (It may move in compiled code, which knows no such
+    context.)"""
+    if torch.compiler.is_compiling():
+        return t.to(device)
+    with own_tensors():
+        return t.to(device)
+
+
+class Sent:
+    """One of `own_tensors` in the state of a copy. `copy.deepcopy` would copy the tensor by what a
+    fake mode forbids; `received` clones it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sent:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.tensor,)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def received(value: Sent | torch.Tensor) -> torch.Tensor:
+    """A tensor of a copy's own."""
+    with own_tensors():
+        return (value.tensor if isinstance(value, Sent) else value).clone()
+
+
 # A running forward: a copy of its offset, and the sequence number of its first autograd node.
 Running = tuple[torch.Tensor, int]
 _CALL: Final = torch.nn.Module._call_impl.__code__
@@ -215,27 +258,24 @@ class RngState:
         self.running = RunningForwards()
         self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # see __getstate__
         # The device is explicit: under `with torch.device("meta")` the default has no real memory.
-        # And a tensor made in inference mode could not be changed in training.
-        with torch.inference_mode(False):
+        with own_tensors():
             self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
             self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         # The state of a copy; its root registers itself if it is copied too. The tensors are
         # cloned: another process would otherwise share their memory and count here as well.
-        with torch.inference_mode(False):
-            offset, upcoming = self.offset.clone(), self.upcoming.clone()
+        offset, upcoming = received(self.offset), received(self.upcoming)
         # A process being started receives their memory by file descriptors, which must stay open
         # until it has begun.
         self.sent = offset, upcoming
         own: dict[str, Any] = {"root": None, "stepped": False, "sent": None}
-        return {**self.__dict__, **own, "offset": offset, "upcoming": upcoming}
+        return {**self.__dict__, **own, "offset": Sent(offset), "upcoming": Sent(upcoming)}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
         self.running = RunningForwards()
-        with torch.inference_mode(False):  # it may be loaded or copied within
-            self.offset, self.upcoming = self.offset.clone(), self.upcoming.clone()
+        self.offset, self.upcoming = received(self.offset), received(self.upcoming)
 
     def has_root(self) -> bool:
         """Whether a module counts its forwards here; false for a copy of a part of a model."""
@@ -247,6 +287,8 @@ class RngState:
         Within a backward, where optimizers may step parameter by parameter, layers are still
         recomputed with the offset that their forward had.
         """
+        if not torch.compiler.is_compiling() and _fake_mode() is not None:  # as in before_forward
+            return
         following = ((self.upcoming >> _FORWARD_BITS) + 1) << _FORWARD_BITS
         if skipped is not None:
             following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
@@ -257,18 +299,19 @@ class RngState:
     def set_position(self, step: int, forward: int) -> None:
         """`forward` forwards have begun since the end of `step` steps."""
         begun_last = max(forward - 1, 0)
-        self.offset.fill_((step << _FORWARD_BITS) + begun_last)
-        self.upcoming.fill_((step << _FORWARD_BITS) + forward)
+        with own_tensors():
+            self.offset.fill_((step << _FORWARD_BITS) + begun_last)
+            self.upcoming.fill_((step << _FORWARD_BITS) + forward)
 
     def position(self) -> tuple[int, int]:
         """(step, forwards begun in it); synchronizes with the device."""
-        value = int(self.upcoming.item())
+        with own_tensors():
+            value = int(self.upcoming.item())
         return value >> _FORWARD_BITS, value & ((1 << _FORWARD_BITS) - 1)
 
     def move(self, device: torch.device) -> None:
         if device.type != "meta" and self.offset.device != device:
-            self.offset = self.offset.to(device)
-            self.upcoming = self.upcoming.to(device)
+            self.offset, self.upcoming = moved(self.offset, device), moved(self.upcoming, device)
 
     def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the root: a forward begins; one that will be differentiated counts.
@@ -394,12 +437,15 @@ def _fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
+def is_fake(t: torch.Tensor) -> bool:
+    """Whether it has no data: not in compiled code, which sees to its fake tensors."""
+    return not torch.compiler.is_compiling() and hasattr(t, "fake_mode")
+
+
 def fake_mode_of(t: torch.Tensor) -> Any:
     """A fake tensor's mode, which need not be active, as in `functional_call` with fake parameters;
     None in compiled code and while a tracer records, which see to theirs."""
-    if torch.compiler.is_compiling() or not hasattr(t, "fake_mode") or _is_recording():
-        return None
-    return t.fake_mode
+    return t.fake_mode if is_fake(t) and not _is_recording() else None  # type: ignore[attr-defined]
 
 
 def _is_recording() -> bool:
