@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -195,8 +196,9 @@ def received(value: Sent | torch.Tensor) -> torch.Tensor:
         return (value.tensor if isinstance(value, Sent) else value).clone()
 
 
-# A running forward: a copy of its offset, and the sequence number of its first autograd node.
-Running = tuple[torch.Tensor, int]
+# A running forward: a copy of its offset, and the sequence number of its first autograd node; None
+# if it does not count, as its tensors have no data.
+Running = tuple[torch.Tensor, int] | None
 _CALL: Final = torch.nn.Module._call_impl.__code__
 
 
@@ -328,8 +330,13 @@ class RngState:
             self.regions.recall(self.offset.data)
             return None
         compiling = torch.compiler.is_compiling()
-        if not compiling and _fake_mode() is not None:  # nothing is computed, so nothing is counted
-            return None
+        if not compiling:
+            if _fake_mode() is not None:  # nothing is computed, so nothing is counted
+                return None
+            self.running.forget_interrupted(module)
+            if _has_no_data(module, args, kwargs):
+                self.running.stack.append(None)
+                return None
         if not compiling and torch._C._are_functorch_transforms_active():
             with torch._C._DisableFuncTorch():  # a count is not an argument of the function
                 begun = self._begin()
@@ -339,8 +346,7 @@ class RngState:
             return None
         given = None
         running = self.running.stack
-        self.running.forget_interrupted(module)
-        if running and torch.is_grad_enabled():  # the root calls itself
+        if running and running[-1] and torch.is_grad_enabled():  # the root calls itself
             # Nodes from before this point are older than these views; those of the inner forward
             # are younger.
             given = pytree.tree_map(_viewed, (args, kwargs))
@@ -386,13 +392,13 @@ class RngState:
         if _fake_mode() is not None:
             return
         ended = running.pop()
-        if torch.is_grad_enabled():
+        if ended and torch.is_grad_enabled():
             self._restore_before(output, ended)
-        if running:
+        if running and running[-1]:
             with _disable_current_modes():
                 self.offset.data.copy_(running[-1][0])
 
-    def _restore_before(self, values: Any, forward: Running) -> None:
+    def _restore_before(self, values: Any, forward: tuple[torch.Tensor, int]) -> None:
         """Register hooks on these tensors that restore this forward's offset in a backward, before
         the forward's nodes behind them run. Tensors that existed before the forward, such as a
         parameter or an input returned as it is, get none: the nodes behind them are not this
@@ -422,6 +428,15 @@ class RngState:
 
 def _viewed(value: Any) -> Any:
     return value.view_as(value) if isinstance(value, torch.Tensor) and value.grad_fn else value
+
+
+def _has_no_data(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether nothing is computed in a forward: its tensors are on the meta device, or fake."""
+    if args and type(args[0]) is torch.Tensor and not args[0].is_meta:  # as in most forwards
+        return False
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = given or list(itertools.islice(module.parameters(), 1))
+    return bool(tensors) and all(t.is_meta or is_fake(t) for t in tensors)
 
 
 def is_exporting() -> bool:

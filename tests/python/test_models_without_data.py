@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import blockscale as bs
 import pytest
@@ -11,6 +12,7 @@ from bits import equal
 from test_forwards import gradients
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 RECIPE = "nvfp4[fprop_x=nvfp4[rounding=stochastic]]"
 
@@ -77,3 +79,66 @@ def test_experts_that_are_converted_with_fake_tensors() -> None:
     model.load_state_dict(Theirs().state_dict(), assign=True)
     model.zero_grad()
     assert equal(step(model), step(converted()))
+
+
+class Recursive(nn.Module):
+    """Calls itself on the meta device, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = net(), nn.Linear(16, 48)
+        self.calls = True
+
+    def forward(self, x: torch.Tensor | None = None, *, of: Any = None) -> torch.Tensor:
+        if x is None:
+            x = torch.ones(2, 48, device=self.last.weight.device) if of is None else of["x"]
+        y = checkpoint(self.first, x, use_reentrant=False)
+        if self.calls and not x.is_meta:
+            parameters = {name: p.to("meta") for name, p in self.named_parameters()}
+            torch.func.functional_call(self, parameters, (x.to("meta"),))
+        result: torch.Tensor = self.last(y)
+        return result
+
+
+def test_a_forward_on_the_meta_device_does_not_count() -> None:
+    with torch.device("meta"):
+        model = Recursive()
+    bs.convert(model, RECIPE)
+    x = torch.empty(2, 48, device="meta", requires_grad=True)
+    for y in (model(x), model(of={"x": x}), model()):
+        y.sum().backward()
+        assert y.is_meta
+    assert bs.rng_state(model)["forward"] == 0
+    model.to_empty(device="cpu")
+    model(torch.ones(2, 48))
+    assert bs.rng_state(model)["forward"] == 1
+    model()
+    assert bs.rng_state(model)["forward"] == 2
+
+
+def test_a_forward_of_fake_tensors_outside_their_mode_does_not_count() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        model = net()
+        x = torch.ones(2, 48)
+    bs.convert(model, RECIPE)
+    model(x).sum().backward()
+    assert bs.rng_state(model)["forward"] == 0
+
+
+def test_a_forward_without_data_within_another_one() -> None:
+    """Layers draw as if it were not there, also those that are recomputed."""
+
+    def trained(calls: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Recursive()
+        model.calls = calls
+        bs.convert(model, RECIPE)
+        xs = [torch.randn(20, 48, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        sums = [model(x).square().sum() for x in xs]
+        for loss in sums:
+            loss.backward()
+        assert bs.rng_state(model)["forward"] == 2
+        return gradients(model)
+
+    assert equal(trained(True), trained(False))
