@@ -87,7 +87,7 @@ def main() -> None:
     resumed, optimizer = make(seed=stored["random_bits"]["seed"])
     resumed.load_state_dict(stored["model"])
     optimizer.load_state_dict(stored["optimizer"])
-    bs.set_step(resumed, stored["random_bits"]["step"])  # last of all
+    bs.set_step(resumed, **stored["random_bits"])  # last of all
     again = train(resumed, optimizer, data, range(half, STEPS))
 
     assert losses[-1] < losses[0] - 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from blockscale._errors import check_int, fail, fail_type
+from blockscale._errors import any_int, check_int, fail, fail_type
 from blockscale.nn import Layer, check_model
 from blockscale.rng import RngState
 
@@ -145,16 +145,21 @@ def rng_state(model: torch.nn.Module) -> dict[str, int]:
     return {"step": step, "forward": forward, "seed": state.seed}
 
 
-def set_step(model: torch.nn.Module, step: int, forward: int = 0) -> None:
+def set_step(model: torch.nn.Module, step: int, forward: int = 0, seed: int | None = None) -> None:
     """Continue as if `step` optimizer steps had ended, and `forward` forwards had begun since.
+
+    `set_step(model, **state)` with the `rng_state` of another run continues it, and checks that the
+    model has its seed.
 
     Args:
         model: a converted model.
         step: `rng_state(model)["step"]` of the run to continue, 0 or more, below 2^47.
         forward: and its ["forward"], below 2^16; 0 if a step has just ended.
+        seed: and its ["seed"], which the model must have; None for any.
 
     Raises:
-        TypeError, ValueError: not ints, out of range, or the model is not converted.
+        TypeError, ValueError: not ints, out of range, the model has another seed, or is not
+            converted.
     """
     state = _state("set_step", model)
     numbers = []
@@ -163,4 +168,7 @@ def set_step(model: torch.nn.Module, step: int, forward: int = 0) -> None:
         if not 0 <= number < 1 << bits:
             fail("set_step", name, number, f"0 or more, below 2^{bits}")
         numbers.append(number)
+    if seed is not None and any_int("set_step", "seed", seed) != state.seed:
+        remedy = f"call bs.convert(model, recipe, seed={seed}) first"
+        fail("set_step", "seed", seed, f"{state.seed}, the model's", remedy)
     state.set_position(*numbers)

@@ -417,6 +417,10 @@ def test_state_of_a_model_that_is_not_converted() -> None:
     value_error(lambda: bs.set_step(model, -1), "set_step: step = -1; need 0 or more")
     value_error(lambda: bs.set_step(model, 2**47), "below 2^47")
     type_error(lambda: bs.set_step(model, 1.5), "set_step: step = a float")  # type: ignore[arg-type]
+    type_error(lambda: bs.set_step(model, 1, seed="0"), "set_step: seed = a str")  # type: ignore[arg-type]
+    said = "set_step: seed = 7; need 0, the model's; call bs.convert(model, recipe, seed=7) first"
+    value_error(lambda: bs.set_step(model, **{"step": 1, "forward": 2, "seed": 7}), said)
+    assert bs.rng_state(model) == {"step": 0, "forward": 0, "seed": 0}
     type_error(lambda: bs.attach(model, model), "optimizer = a Linear", "bs.advance(model)")  # type: ignore[arg-type]
 
 

@@ -158,7 +158,7 @@ def test_a_run_continues_within_a_step() -> None:
     model(batch(0))  # a forward that counts, and no step after it
     state = bs.rng_state(model)
     assert (state["step"], state["forward"]) == (1, 1)
-    bs.set_step(resumed, state["step"], state["forward"])
+    bs.set_step(resumed, **state)
     assert bs.rng_state(resumed) == state
     assert torch.equal(step(resumed), step(model))
 
