@@ -468,6 +468,6 @@ def _joined(states: list[RngState]) -> RngState:
     if not states:
         return RngState(0)
     seeds = {state.seed for state in states}
-    joined = max(states, key=lambda state: (state.position(), state.stepped))
+    joined = max(states, key=lambda state: (state.position(), state.steps is not None))
     joined.seed = seeds.pop() if len(seeds) == 1 else 0
     return joined

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any
 
 import torch
 
-from blockscale._errors import any_int, check_int, fail, fail_type
+from blockscale._errors import any_int, check_int, fail, fail_type, message
 from blockscale.nn import Layer, check_model
 from blockscale.rng import RngState
 
@@ -45,8 +47,9 @@ def _counting_state(operation: str, model: torch.nn.Module) -> RngState:
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Count `optimizer`'s steps as the model's: each step advances the offset of its random bits.
 
-    If there are several optimizers, attach one. Attaching the same one again changes nothing. Steps
-    that a gradient scaler skips do not count.
+    If there are several optimizers, attach one: a second one takes the place of the first, with a
+    warning unless that is gone. Attaching the same one again changes nothing. Steps that a gradient
+    scaler skips do not count.
 
     Args:
         model: a converted model, or one in DistributedDataParallel.
@@ -75,8 +78,17 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         got = f"{type(optimizer).__name__}, whose step calls no hooks"
         fail("attach", "optimizer", got, "one that has called Optimizer.__init__", remedy)
     counters = (getattr(hook, "__self__", None) for hook in hooks.values())
-    if not any(isinstance(c, Steps) and c.state is state for c in counters):
-        Steps(state, optimizer)
+    if any(isinstance(c, Steps) and c.state is state for c in counters):
+        return
+    before: Steps | None = None if state.steps is None else state.steps()
+    # The last one counts, not the first, which is perhaps only waiting to be collected.
+    made = Steps(state, optimizer)
+    if before is not None:
+        before.remove()
+        got = f"{made.kind}, after another one ({before.kind})"
+        remedy = "only the steps of the last one count from now on: attach it alone"
+        text = message("attach", "optimizer", got, "one optimizer for a model", remedy)
+        warnings.warn(text, stacklevel=2)
 
 
 class Steps:
@@ -88,10 +100,17 @@ class Steps:
 
     def __init__(self, state: RngState, optimizer: torch.optim.Optimizer) -> None:
         self.state = state
-        state.stepped = True
+        state.steps = weakref.ref(self)
+        self.kind = type(optimizer).__name__
         self.begun = False
-        optimizer.register_step_pre_hook(self.before_step)
-        optimizer.register_step_post_hook(self.after_step)
+        self.handles = (
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
+        )
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.begun = True

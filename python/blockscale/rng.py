@@ -255,7 +255,8 @@ class RngState:
         self.seed = seed
         self.draws = False  # whether any layer draws bits: forwards count only then
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
-        self.stepped = False  # whether an optimizer counts its steps here
+        # The hooks of the optimizer that counts its steps here (counting.Steps), which go with it.
+        self.steps: weakref.ref[Any] | None = None
         self.regions = Regions()
         self.running = RunningForwards()
         self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # see __getstate__
@@ -271,7 +272,7 @@ class RngState:
         # A process being started receives their memory by file descriptors, which must stay open
         # until it has begun.
         self.sent = offset, upcoming
-        own: dict[str, Any] = {"root": None, "stepped": False, "sent": None}
+        own: dict[str, Any] = {"root": None, "steps": None, "sent": None}
         return {**self.__dict__, **own, "offset": Sent(offset), "upcoming": Sent(upcoming)}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

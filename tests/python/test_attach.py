@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +66,34 @@ def test_pytorchs_own_wrapper_is_attached() -> None:
     bs.attach(model, optimizer)
     optimizer.step()  # type: ignore[no-untyped-call]
     assert bs.rng_state(model)["step"] == 1
+
+
+def test_a_second_optimizer_takes_the_place_of_the_first() -> None:
+    """With both attached, every update would count twice."""
+    model = net()
+    first, second = (
+        kind([layer.weight for layer in model if isinstance(layer, nn.Linear)], lr=1e-3)
+        for kind in (torch.optim.SGD, torch.optim.AdamW)
+    )
+    bs.attach(model, first)
+    first.step()
+    said = r"^attach: optimizer = AdamW, after another one \(SGD\); need one optimizer for a model"
+    with pytest.warns(UserWarning, match=said):
+        bs.attach(model, second)
+    for step in (2, 3):
+        first.step()
+        second.step()
+        assert bs.rng_state(model)["step"] == step
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bs.attach(model, second)  # changes nothing
+        bs.attach(copy.deepcopy(model), first)  # nor has a copy an optimizer
+        bs.attach(net(), second)  # one may count for several models
+        del second
+        gc.collect()
+        bs.attach(model, first)  # the second one is gone
+    first.step()
+    assert bs.rng_state(model)["step"] == 4
 
 
 class Passes(torch.optim.AdamW):
