@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from blockscale._errors import any_int, check_int, fail, fail_type, message
-from blockscale.nn import Layer, check_model
+from blockscale.nn import Layer, Root, check_model
 from blockscale.rng import RngState
 
 
@@ -41,6 +41,12 @@ def _counting_state(operation: str, model: torch.nn.Module) -> RngState:
         got = f"{type(model).__name__}, a copy or a rest of a part of a converted model"
         need = "a model whose forward counts"
         fail(operation, "model", got, need, "call bs.convert(model, recipe): the count goes on")
+    root: Root = state.root()  # type: ignore[misc,assignment]
+    if not root.counts_for(model):
+        whole = type(root.module()).__name__
+        got = f"{type(model).__name__} with layers of a converted {whole}, which counts for them"
+        remedy = "bs.revert this one, then convert it: its layers count here"
+        fail(operation, "model", got, f"that {whole}, what contains it, or a part of it", remedy)
     return state
 
 
@@ -60,8 +66,8 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         TypeError, ValueError: not an optimizer, or one whose steps call no hooks; the model is not
-            converted, or is a copy of a part of a converted one: `convert` it, so that its forwards
-            are counted.
+            converted, is a copy of a part of a converted one, or another one made of its layers:
+            `convert` it, so that its forwards are counted.
     """
     state = _counting_state("attach", model)
     remedy = "call bs.advance(model) after each step instead"
@@ -140,7 +146,7 @@ def advance(model: torch.nn.Module) -> None:
 
     Raises:
         TypeError, ValueError: not a model, or not converted, or a copy of a part of a converted
-            one.
+            one, or another one made of its layers.
     """
     _counting_state("advance", model).advance()
 

@@ -452,15 +452,27 @@ class Root:
 
     def __init__(self, module: torch.nn.Module, state: RngState) -> None:
         self.state = state
+        self.module: Callable[[], torch.nn.Module | None] = weakref.ref(module)
         self.handles = (
             module.register_forward_pre_hook(state.before_forward, with_kwargs=True),
             module.register_forward_hook(state.after_forward, always_call=True),
         )
         state.root = weakref.ref(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "module": self.module()}  # what is being copied
+
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)  # of a copy, whose state is a copy too
+        module = attributes.get("module")  # unknown in a model pickled before this existed
+        self.module = (lambda: None) if module is None else weakref.ref(module)
         self.state.root = weakref.ref(self)
+
+    def counts_for(self, model: torch.nn.Module) -> bool:
+        """Whether `model` is the module, contains it, or is a part of it."""
+        module = self.module()
+        inside = module is None or any(part is model for part in module.modules())
+        return inside or any(part is module for part in model.modules())
 
 
 def make_root(module: torch.nn.Module, state: RngState) -> None:

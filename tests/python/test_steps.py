@@ -7,6 +7,7 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import blockscale as bs
 import pytest
@@ -123,6 +124,10 @@ def test_a_skipped_step_keeps_its_bits() -> None:
     assert equal(gradients(model, model.loss), before)
 
 
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+
+
 # --- copies of parts ------------------------------------------------------------------------------
 
 
@@ -146,6 +151,34 @@ def test_a_copy_of_a_part_is_converted_before_it_is_attached() -> None:
     assert bs.rng_state(twin) == bs.rng_state(whole)
     attached(twin).step()
     assert (bs.rng_state(twin)["step"], bs.rng_state(whole)["step"]) == (6, 5)
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, pickled])
+def test_another_model_of_the_same_layers_is_converted_itself(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    made = nn.Sequential(nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 16)), nn.Linear(16, 8))
+    bs.convert(made, "nvfp4", seed=3)
+    whole: Any = copied(made)
+    for counted in (whole, whole[0], whole[1], nn.ModuleList([whole])):
+        attached(counted)
+        bs.advance(counted)
+    assert bs.rng_state(whole)["step"] == 4
+    other = nn.Sequential(nn.GELU(), whole[0])
+    said = (
+        "model = Sequential with layers of a converted Sequential, which counts for them; need "
+        "that Sequential, what contains it, or a part of it; bs.revert this one, then convert it"
+    )
+    for refused in (attached, bs.advance):
+        with pytest.raises(ValueError, match=said):
+            refused(other)
+    assert bs.rng_state(whole)["step"] == 4
+    bs.revert(other)
+    bs.convert(other, RECIPE)
+    attached(other).step()
+    other(batch()).sum().backward()
+    assert bs.rng_state(other) == {"step": 1, "forward": 1, "seed": 0}
+    assert bs.rng_state(whole[1]) == {"step": 4, "forward": 0, "seed": 3}
 
 
 def test_a_layer_that_was_copied_joins_the_model_it_is_put_into() -> None:
