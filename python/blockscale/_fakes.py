@@ -468,6 +468,13 @@ _FAKES: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+# What these take, of which PyTorch would quantize slice after slice with the same random bits.
+_WHOLE: Final = {
+    "quantize_weight": "w may be [E, N, K]",
+    **dict.fromkeys(("quantize", "quantize_dual", "amax"), "x may be [E, R, C] with batch_dims=1"),
+}
+
+
 def _refuse_batched(name: str, key: str) -> Callable[..., NoReturn]:
     """What vmap calls, or the backward of a batch of gradients, in place of the operator."""
     operation = name.removesuffix("_into").removesuffix("_backward").removesuffix("_piece")
@@ -476,15 +483,16 @@ def _refuse_batched(name: str, key: str) -> Callable[..., NoReturn]:
         if "backward" in name:
             remedy = "leave is_grads_batched= or vectorize= out"
             fail(operation, "dy", "a batch of gradients", "one at a time", remedy)
-        remedy = "pass the whole batch: x may have leading dimensions"
-        fail(operation, "x", f"batched by {key}", "a plain tensor", remedy)
+        whole = _WHOLE.get(operation, "x may have leading dimensions")
+        remedy = f"pass the whole batch: {whole}"
+        fail(operation, whole[0], f"batched by {key}", "a plain tensor", remedy)
 
     return refuse
 
 
 for _name, _fake in _FAKES.items():
     register_fake(_name, _fake)
-    if _name.startswith("linear"):
+    if _name.startswith("linear") or _name in _WHOLE:
         for _key, _word in (("FuncTorchBatched", "vmap"), ("Batched", "is_grads_batched")):
             _LIBRARY.impl(_name, _refuse_batched(_name, _word), _key)  # type: ignore[no-untyped-call]
     # No result requires a gradient, whatever the arguments require: derivatives are those of the

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import NoReturn
 
 import torch
-from torch.autograd import forward_ad
 
 from blockscale._errors import fail, fail_type, kind_of, message
 from blockscale.recipe import OPERANDS, Recipe, Spec, any_stochastic, spec
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_dense, check_plain, is_for_layer
+from blockscale.tensor import (
+    FLOATS,
+    FLOATS_TEXT,
+    check_dense,
+    check_no_tangent,
+    check_plain,
+    is_for_layer,
+)
 
 
 def check_arguments(
@@ -131,12 +137,10 @@ def refuse_trace(operation: str) -> NoReturn:
 def refuse_tangents(
     operation: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Refuse forward-mode tangents: PyTorch would treat the operator, which has no derivative of
-    its own, as a constant."""
+    """Refuse forward-mode tangents."""
     for name, tensor in (("x", x), ("w", w), ("bias", bias)):
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            need = "no tangent: forward-mode derivatives are not implemented"
-            fail(operation, name, "a dual tensor", need, "use reverse mode")
+        if tensor is not None:
+            check_no_tangent(operation, name, tensor, "use reverse mode")
 
 
 def check_into(

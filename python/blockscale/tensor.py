@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from blockscale import _core
@@ -96,10 +97,21 @@ def is_for_layer(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) or is_dtensor(tensor) or isinstance(tensor, WeightOfFsdp)
 
 
+def check_no_tangent(operation: str, name: str, tensor: torch.Tensor, remedy: str) -> None:
+    """Refuse a tangent of forward mode: PyTorch would treat the operator, which has no derivative
+    of its own, as a constant."""
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        need = "no tangent: forward-mode derivatives are not implemented"
+        fail(operation, name, "a dual tensor", need, remedy)
+
+
 def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Refuse anything but a single tensor in strided memory, wrappers of other tensors included.
-    Returns the tensor, after waiting for any collective that may still be writing it."""
+    """Refuse anything but a single tensor in strided memory, wrappers of other tensors included, or
+    with a tangent. Returns the tensor, after waiting for any collective that may still be writing
+    it."""
     check_dense(operation, name, tensor)
+    if forward_ad._current_level >= 0:
+        check_no_tangent(operation, name, tensor, f"pass {name}.detach()")
     if type(tensor) in _USUAL:
         return tensor
     if not is_plain(tensor):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from blockscale._errors import did_you_mean, nearest
 from refusals import refused, type_error, value_error
 from torch import nn
+from torch.autograd import forward_ad
 
 OPS = torch.ops.blockscale
 X = torch.ones(4, 70)
@@ -131,6 +133,26 @@ def test_derivatives_that_do_not_exist() -> None:
     value_error(lambda: torch.autograd.grad(y, w, create_graph=True), said)
 
 
+def test_quantizers_have_no_derivatives_in_forward_mode() -> None:
+    """Their results would be constants."""
+    q = bs.quantize(X, "mxfp8")
+    said = "a dual tensor; need no tangent: forward-mode derivatives are not implemented; pass "
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "quantize: x": lambda x: bs.quantize(x, "mxfp8"),
+        "quantize_dual: x": lambda x: bs.quantize_dual(x, "mxfp8", "mxfp8"),
+        "amax: x": lambda x: bs.amax(x, "mxfp8"),
+        "quantize_weight: w": lambda w: bs.quantize_weight(w, "mxfp8"),
+        "matmul: bias": lambda x: bs.matmul(q, q, x[0, : len(X)]),
+    }
+    for what, call in calls.items():
+        said_of = f"{what} = {said}{what.partition(': ')[2]}.detach()"
+        value_error(lambda call=call: torch.func.jvp(call, (X,), (X,)), said_of)  # type: ignore[misc]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, X)  # type: ignore[no-untyped-call]
+        value_error(lambda: calls["quantize: x"](dual), f"quantize: x = {said}")
+        assert torch.equal(bs.quantize(dual.detach(), "mxfp8").dequantize(), q.dequantize())
+
+
 def test_batches_that_pytorch_would_make_of_an_operator() -> None:
     w, batch = torch.ones(6, 70), X.clone().requires_grad_()
     whole = "need a plain tensor; pass the whole batch: x may have leading dimensions"
@@ -138,6 +160,18 @@ def test_batches_that_pytorch_would_make_of_an_operator() -> None:
         call = torch.vmap(lambda x: bs.linear(x, w, recipe="mxfp8"))
         value_error(lambda: call(X[:, None]), f"linear: x = batched by vmap; {whole}")
     value_error(lambda: call(batch[:, None]), f"linear: x = batched by vmap; {whole}")
+    whole = "need a plain tensor; pass the whole batch: x may be [E, R, C] with batch_dims=1"
+    for name, quantizer in {  # all slices would draw the same random bits
+        "quantize": lambda x: bs.quantize(x, "mxfp8").codes,
+        "quantize_dual": lambda x: bs.quantize_dual(x, "mxfp8", "mxfp8")[1].codes,
+        "amax": lambda x: bs.amax(x, "nvfp4"),
+    }.items():
+        value_error(
+            partial(torch.vmap(quantizer), X[None]), f"{name}: x = batched by vmap; {whole}"
+        )
+    weights = torch.vmap(lambda w: bs.quantize_weight(w, "mxfp8").operands[0])
+    value_error(lambda: weights(X[None]), "quantize_weight: w = batched by vmap", "[E, N, K]")
+    assert torch.vmap(lambda s: s * bs.amax(X, "nvfp4"))(torch.ones(3)).shape == (3,)
     y = bs.linear(batch, w, recipe="mxfp8")
     dy = torch.ones(3, *y.shape)
     grad = partial(torch.autograd.grad, y, batch, dy, is_grads_batched=True)
