@@ -88,7 +88,8 @@ def convert(
     A `blockscale.nn.GroupedLinear` gets the recipe, or keeps its own if it is left alone. Modules
     and parameters stay the same objects, and state_dict keys the same names. Converting again
     changes only what is different and keeps the count of steps, also after `revert`, which undoes
-    the conversion. Call `attach` next.
+    the conversion (but a copy of a reverted model knows neither its count nor its seed). Call
+    `attach` next.
 
     Experts of other libraries, such as Transformers, are modules that hold matrices [E, N, K] or
     [E, K, N] and multiply by `torch.nn.functional.grouped_mm`. In those named in `experts`,
@@ -178,7 +179,8 @@ def revert(model: torch.nn.Module) -> list[str]:
     experts.
 
     A `GroupedLinear` stays as it is, and the model continues to count forwards for it. An attached
-    optimizer continues to count steps, for a later `convert`.
+    optimizer continues to count steps, for a later `convert`. The seed and the count are remembered
+    for this one object: a deep copy or a pickle of the reverted model is a new model.
 
     Args:
         model: a module; if it is a DistributedDataParallel, the module that it wraps is reverted.
