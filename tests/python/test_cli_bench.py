@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,6 +247,18 @@ def test_an_earlier_run_is_printed_and_drawn(
         assert bench.goal(row) in printed
     assert found["provenance"]["gpu"] in printed
     assert [path.name for path in tmp_path.iterdir()] == ["bench.png"]
+    assert is_png(tmp_path / "bench.png")
+
+
+def test_an_earlier_run_is_found_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_run, "run", None)
+    assert main(["bench", "--from", str(tmp_path)]) == 2
+    assert f"--from = {tmp_path / 'results.json'} (No such file" in capsys.readouterr().err
+    shutil.copy(H200, tmp_path / "results.json")
+    assert main(["bench", "--from", str(tmp_path)]) == 0
+    assert bench_read.read(H200)["provenance"]["gpu"] in capsys.readouterr().out
     assert is_png(tmp_path / "bench.png")
 
 

@@ -258,8 +258,12 @@ def test_names_of_any_bytes_and_brackets(tmp_path: Path) -> None:
             file.write(b"a line of text\n" * 20)
     out = tmp_path / "run["
     words = ["--data", os.fsdecode(folder), "--steps", "1", "--recipes", "bf16", "--seq-len", "8"]
-    assert f" are in {out}/b]" in train("--out", str(out / "b]"), "--batch-size", "2", *words)
-    assert b"text\xe9" in (out / "b]" / "report.md").read_bytes()
+    printed = train("--out", str(out / "b]"), "--batch-size", "2", *words)
+    assert f" are in {out}/b]" in printed
+    assert "tiny, 1 step " in printed
+    report = (out / "b]" / "report.md").read_bytes()
+    assert b"preset tiny, 1 step, seed 0\n" in report
+    assert b"text\xe9" in report
 
 
 def test_weights_come_from_the_seed_alone() -> None:

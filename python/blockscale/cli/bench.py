@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=path_text, metavar="FOLDER", help=out)
     add(
         "--from", dest="source", type=path_text, metavar="results.json",
-        help="measure nothing; print and draw an earlier run (default --out: its folder)",
+        help="measure nothing; print and draw an earlier run: this file, or its folder (default "
+        "--out: its folder)",
     )  # fmt: skip
 
 
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     console = Output(width_in_a_file=120, markup=True)
     if args.source is not None:
         refuse_with_source(args)
+        if Path(args.source).is_dir():
+            args.source = str(Path(args.source) / "results.json")
         found = read(Path(args.source))
         folder = Path(args.out or Path(args.source).parent)
     else:

@@ -61,6 +61,12 @@ class Parser(argparse.ArgumentParser):
         found = re.fullmatch(r"argument (\S+): (.*; need .*)", message)
         if found:
             raise CliError(f"{found[1]} = {found[2]}")
+        _, _, words = message.partition("unrecognized arguments: ")
+        options = [option for action in self._actions for option in action.option_strings]
+        names = [option[2:] for option in options if option.startswith("--")]
+        unknown = [word for word in words.split() if word.startswith("--")]
+        if unknown and (close := _errors.nearest(unknown[0][2:].partition("=")[0], names)):
+            raise CliError(f"{message}; did you mean --{close}?")
         raise CliError(f"{message}; `{self.prog} --help` lists the options")
 
     def print_help(self, file: Any = None) -> None:

@@ -105,7 +105,7 @@ def results(folder: RunFolder) -> list[Result]:
 
 def print_table(folder: RunFolder, console: Console) -> None:
     """The comparison, on the console."""
-    table = Table(title=f"{folder.settings['preset']}, {folder.settings['steps']} steps")
+    table = Table(title=f"{folder.settings['preset']}, {steps_of(folder.settings)}")
     for heading in HEADINGS:
         justify: Any = "left" if heading == "recipe" else "right"
         table.add_column(heading, justify=justify, overflow="fold")
@@ -127,7 +127,7 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
     settings = folder.settings
     lines = [
         f"# {', '.join(settings['recipes'])}: preset {settings['preset']}, "
-        f"{settings['steps']} steps, {seed_range(settings)}",
+        f"{steps_of(settings)}, {seed_range(settings)}",
         "",
         f"| {' | '.join(HEADINGS)} |",
         "|---|" + "---:|" * (len(HEADINGS) - 1),
@@ -180,6 +180,12 @@ def noise_table(folder: RunFolder) -> list[str]:
         *(f"| {recipe} | {' | '.join(cells)} |" for recipe, cells in found.items()),
         "",
     ]
+
+
+def steps_of(settings: dict[str, Any]) -> str:
+    """`1 step` or `300 steps`."""
+    count = settings["steps"]
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def seed_range(settings: dict[str, Any]) -> str:

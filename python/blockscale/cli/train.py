@@ -34,7 +34,7 @@ from blockscale.cli.model import PRESETS
 from blockscale.cli.output import Output
 from blockscale.cli.progress import LiveProgress
 from blockscale.cli.provenance import ORIGIN, origin
-from blockscale.cli.report import print_table, seed_range, write_report
+from blockscale.cli.report import print_table, seed_range, steps_of, write_report
 from blockscale.cli.run_folder import RunFolder
 from blockscale.cli.saved import SETTINGS, WHOLE, read_settings
 from blockscale.cli.trainer import Trainer, reproducible_kernels
@@ -178,7 +178,7 @@ def say_what_goes_on(folder: RunFolder, console: Console) -> None:
     done = sum("train_loss" in row for row in folder.rows)
     console.print(
         f"note: continues the run in {folder.path}: preset {settings['preset']}, "
-        f"{settings['steps']} steps, {seed_range(settings)}, recipes {shown(settings['recipes'])}; "
+        f"{steps_of(settings)}, {seed_range(settings)}, recipes {shown(settings['recipes'])}; "
         f"{done} of its {len(cells) * settings['steps']} steps are done",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
