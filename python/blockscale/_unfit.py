@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -31,6 +31,7 @@ def unfit(module: torch.nn.Module, as_experts: bool) -> str:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):  # whose parameters are no dict, either
         return f"{module.original_name} is compiled by torch.jit: convert before that"
+    matrices: list[Any]  # tensors, unless somebody has assigned None
     if isinstance(module, Layer):
         matrices = module.matrices()
     elif isinstance(module, torch.nn.Linear) and _has_no_weight(module):
@@ -64,6 +65,8 @@ def unfit(module: torch.nn.Module, as_experts: bool) -> str:
     if not isinstance(module, Layer) and "forward" in vars(module):
         return "its forward was replaced by another library: convert before that"
     for matrix in matrices:
+        if matrix is None:
+            return "its weight is None"
         if not is_for_layer(matrix):
             return f"its weight is a tensor of type {type(matrix).__name__}"
         if matrix.dtype not in FLOATS:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from blockscale._errors import fail
+from blockscale._errors import fail, fail_type
 from blockscale.fsdp import of_fsdp
 from blockscale.nn import GroupedLinear, WeightLayer, converted_layers, got_and_need
 from blockscale.tensor import KeptWeight, is_dtensor, is_plain
@@ -42,15 +42,18 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
         A context manager.
 
     Raises:
-        TypeError, ValueError: nothing in the model is converted; a weight is a DTensor, which is
-            cut or gathered elsewhere, or fully_shard has cut it (except experts that are divided
-            over ranks and not sharded besides); the call is within another `quantized_weights`.
+        TypeError, ValueError: `backward` is no bool; nothing in the model is converted; a weight is
+            a DTensor, which is cut or gathered elsewhere, or fully_shard has cut it (except experts
+            that are divided over ranks and not sharded besides); the call is within another
+            `quantized_weights`.
             Within the context: a step of an optimizer of these weights, before it changes anything;
             an uncompiled forward whose layer's weight has changed since. Changes that PyTorch does
             not count go unnoticed: in place by `.data` (as PEFT merges adapters and
             `vector_to_parameters` writes), by a foreach function on a DTensor, or of a weight made
             in inference mode.
     """
+    if not isinstance(backward, bool):
+        fail_type("quantized_weights", "backward", backward, "a bool")
     layers = converted_layers("quantized_weights", model)
     cut = of_fsdp(model)
     for name, layer in layers.items():

@@ -78,9 +78,9 @@ def convert(
     model: torch.nn.Module,
     recipe: str | Recipe,
     rules: Mapping[str, str | Recipe | None] | None = None,
-    skip: Sequence[str] | Set[str] = (),
+    skip: Sequence[str] | Set[str] | None = (),
     seed: int | None = None,
-    experts: Sequence[str] | Set[str] = (),
+    experts: Sequence[str] | Set[str] | None = (),
 ) -> Report:
     """Make every `nn.Linear` of `model` a `blockscale.nn.Linear`, in place, including instances of
     subclasses that inherit its forward.
@@ -122,6 +122,7 @@ def convert(
             layer's device; a layer that would change while FSDP2 gathers its codes, or that
             something else has changed since it was converted. Nothing is changed if it raises.
     """
+    skip, experts = () if skip is None else skip, () if experts is None else experts
     _check_types(model, rules, skip, seed, experts)
     model = _unwrapped(model)
     if isinstance(model, torch.jit.ScriptModule):

@@ -196,9 +196,11 @@ class Layer(torch.nn.Module):
         self._move_rng()
         return self
 
-    def _key(self, weight: torch.Tensor) -> Key:
+    def _key(self, weight: torch.Tensor | None) -> Key:
         """The key of this forward's random bits, for a recipe that draws some."""
         if type(weight) is not torch.nn.Parameter:
+            if weight is None:  # which the product refuses
+                return self._seed, self._rng_state.offset
             mode = fake_mode_of(_piece_of(weight))
             if mode is not None:
                 seed, offset = map(mode.from_tensor, (self._seed, self._rng_state.offset))

@@ -89,6 +89,27 @@ def test_what_is_named_has_to_be_fit() -> None:
         bs.convert(lazy, "mxfp8", rules={"lazy": "mxfp8"})
 
 
+def test_none_names_none() -> None:
+    m = nn.Sequential(nn.Linear(4, 4))
+    report = bs.convert(m, "mxfp8", rules=None, skip=None, experts=None)
+    assert [name for name, _ in report.converted] == ["0"]
+
+
+def test_a_weight_that_is_gone() -> None:
+    gone: Any = nn.Linear(4, 4)
+    gone.weight = None
+    report = bs.convert(nn.Sequential(nn.Linear(4, 4), gone), "nvfp4")
+    assert dict(report.skipped) == {"1": "its weight is None"}
+    for recipe in ("mxfp8", "nvfp4"):
+        layer = bs.nn.Linear(4, 4, recipe=recipe)
+        grouped = bs.nn.GroupedLinear(2, 4, 4, recipe=recipe)
+        layer.weight = grouped.weight = None  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=r"^linear: w = None; need a tensor"):
+            layer(torch.ones(2, 4))
+        with pytest.raises(TypeError, match=r"^grouped_linear: w = None; need a tensor"):
+            grouped(torch.ones(2, 4), torch.tensor([1, 2]))
+
+
 def test_a_report_prints_as_its_table() -> None:
     report = bs.convert(nn.Sequential(nn.Linear(4, 4)), "mxfp8")
     assert repr(report) == str(report) == "1 layers converted, 0 modules not\n  0  mxfp8"

@@ -430,7 +430,7 @@ def test_convert() -> None:
         lambda: bs.convert(model, "nvfp4", rules={0: None}),  # type: ignore[dict-item]
         "rules = an int; need regular expressions",
     )
-    type_error(lambda: bs.convert(model, "nvfp4", skip=None), "skip = None; need a list of names")  # type: ignore[arg-type]
+    type_error(lambda: bs.convert(model, "nvfp4", skip=0), "skip = an int; need a list of names")  # type: ignore[arg-type]
     type_error(lambda: bs.convert(model, "nvfp4", skip=[0]), "skip = an int; need names")  # type: ignore[list-item]
     type_error(lambda: bs.revert(None), "revert: model = None; need an nn.Module")  # type: ignore[arg-type]
     assert type(model[0]) is nn.Linear  # nothing was changed

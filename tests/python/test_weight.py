@@ -247,6 +247,11 @@ def test_a_model_reads_what_was_made_of_its_weights() -> None:
         assert torch.equal(model(x), want)
 
 
+def test_backward_is_a_bool() -> None:
+    with pytest.raises(TypeError, match=r"^quantized_weights: backward = an int; need a bool"):
+        bs.quantized_weights(converted("nvfp4"), backward=0).__enter__()  # type: ignore[arg-type]
+
+
 def test_a_weight_that_changes_within_raises() -> None:
     model = converted("mxfp8")
     x = normal_bf16(11, 70).float()
