@@ -353,7 +353,7 @@ def _fake_quantize_weight(
         if s is None or (axis == -2 and not dgrad):
             continue
         if a is not None and widens(a, s, w.shape[0] if batch else 0, w.device):
-            made.append(_fake_wide(w, axis))
+            made.append(_fake_widened(w, axis))
         else:
             made.append(_fake_kept(w, [(w, s, 0, batch)], axis, False))
     return made
@@ -371,10 +371,10 @@ def _fake_quantize_input(
     return [_fake_kept(x, [(x, s, groups, 0)], axis, False) for s, axis in made if s is not None]
 
 
-def _fake_wide(w: torch.Tensor, axis: int) -> torch.Tensor:
+def _fake_widened(w: torch.Tensor, axis: int) -> torch.Tensor:
     """The memory of an MXFP4 weight as the FP8 GEMM reads it, with a scale for each line."""
-    wide = spec("fp8_128x128", element="e5m2")
-    shapes = stored_shapes(wide, axis, w.shape, gemm_layout(wide), w.dim() - 2, 0)
+    widened = spec("fp8_128x128", element="e5m2")
+    shapes = stored_shapes(widened, axis, w.shape, gemm_layout(widened), w.dim() - 2, 0)
     lines = math.prod(w.shape[:-2]) * w.shape[-2 if axis == -1 else -1]
     floats = math.prod(shapes.scales) + lines
     return w.new_empty(math.prod(shapes.codes) + 4 * floats, dtype=torch.uint8)

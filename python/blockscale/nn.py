@@ -466,7 +466,7 @@ class Root:
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)  # of a copy, whose state is a copy too
-        module = attributes.get("module")  # unknown in a model pickled before this existed
+        module = attributes["module"]  # None if it was gone by then
         self.module = (lambda: None) if module is None else weakref.ref(module)
         self.state.root = weakref.ref(self)
 
