@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <locale>
 #include <stdexcept>
 
 #include "buffers.h"
@@ -214,6 +215,44 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   const Quantization turned[] = {{x.view(), &down.view, nullptr}, {x.view(), nullptr, &out.view}};
   EXPECT_ERROR(quantize_two(turned[0], {}, NoStream()), "quantize: axis = -2", "-1 of row");
   EXPECT_ERROR(quantize_two(turned[1], {}, NoStream()), "quantize: axis = -1", "-2 of column");
+}
+
+TEST_F(Refused, MemoryThatKernelsCannotReadOnAGpu) {
+  Quantized q = out.view;
+  q.codes += 8;
+  EXPECT_ERROR(quantize(x.view(), q, {}, NoStream()), "quantize: out = codes off a multiple of 16",
+               "codes at a multiple of 16 on a GPU");
+  q = out.view;
+  q.spec = kFp8_1x128, q.outer = nullptr, q.scales += 2;
+  EXPECT_ERROR(quantize(x.view(), q, {}, NoStream()), "quantize: out = scales off a multiple of 4",
+               "FP32 scales at a multiple of 4 on a GPU");
+  expect_untouched();
+}
+
+TEST(GemmNeeds, DeviceByKind) {
+  for (const char* device : {"cpu", "cpu:0"}) EXPECT_EQ(gemm_needs(kMxfp8, device), "") << device;
+  for (const char* device : {"cuda", "cuda:1"}) {
+    EXPECT_NE(gemm_needs(kMxfp8, device), "") << device;
+    EXPECT_EQ(gemm_needs(kFp8_1x128, device), "") << device;
+  }
+  EXPECT_EQ(gemm_needs(kFp8_1x128, "tpu"), "a device of kind cpu or cuda");
+}
+
+// A program's locale may group digits.
+TEST_F(Refused, InPlainNumbersWhateverTheLocale) {
+  struct Grouped : std::numpunct<char> {
+    std::string do_grouping() const override { return "\3"; }
+    char do_thousands_sep() const override { return '.'; }
+  };
+  const std::locale before = std::locale::global(std::locale(std::locale::classic(), new Grouped));
+  EXPECT_ERROR(quantize(x.view(),
+                        [&] {
+                          Quantized q = out.view;
+                          q.axis = 12345;
+                          return q;
+                        }()),
+               "quantize: axis = 12345; need");
+  std::locale::global(before);
 }
 
 TEST_F(Refused, DualTakesRowsThenColumns) {

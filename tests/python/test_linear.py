@@ -289,6 +289,14 @@ def test_an_input_that_compiled_code_changes_afterwards(recipe: str, backend: st
     assert torch.equal(run(True), run(False))
 
 
+def test_the_operator_refuses_pairs_of_specs_that_no_recipe_has() -> None:
+    """On an H100 these are the specs of an operand in MXFP4 that has become FP8."""
+    x, w = torch.ones(4, 64), torch.ones(8, 64)
+    recipe = "fp8_1x128[element=e5m2] mxfp4 none none none none"
+    with pytest.raises(ValueError, match=r"^linear: b = mxfp4; need "):
+        torch.ops.blockscale.linear(x, w, None, recipe, False, False)
+
+
 def test_a_weight_in_high_precision_is_as_the_forward_had_it() -> None:
     recipe = bs.recipe("mxfp8[dgrad_dy=none,dgrad_w=none]").text
     dy, ends = torch.ones(5, 9), torch.tensor([5])
