@@ -1,6 +1,7 @@
 // The operators: on the CPU with an executor, on a GPU with a stream. They check their arguments
 // and throw an Error before anything is written. Outputs must overlap neither inputs nor each
-// other. `reference::` (below) defines, one scalar at a time, the result that every backend gives.
+// other. `reference::` (below) defines, one scalar at a time, the result that every backend gives;
+// of transpose, which it does not have, the definition is quantize along the other axis.
 #pragma once
 
 #include <functional>

@@ -1,5 +1,5 @@
-// Stochastic rounding and the scale rules (specification, sections 4 and 6). constexpr, for host
-// and device.
+// Stochastic rounding, the scale rules (specification, sections 4 and 6), and conversions to and
+// from BF16 and FP16. constexpr, for host and device.
 #pragma once
 
 #include "blockscale/formats.h"
