@@ -44,7 +44,7 @@ TYPED_TEST(DotTest, EverySumIsWithinItsBound) {
   using Dot = TypeParam;
   constexpr int64_t kRows = Dot::kRows, kColumns = Dot::kColumns, kStride = kColumns + 3;
   Random random(test_seeds().front());
-  const typename Dot::Session session;
+  [[maybe_unused]] const typename Dot::Session session;
   for (const int64_t pairs : {int64_t{0}, Dot::kTogether, 3 * Dot::kTogether, int64_t{256}}) {
     for (const bool accumulate : {false, true}) {
       const Panel a(random, kRows, pairs, Dot::kTogether), b(random, kColumns, pairs, 1);
@@ -81,7 +81,7 @@ TYPED_TEST(DotTest, EverySumIsWithinItsBound) {
 TYPED_TEST(DotTest, NaNStaysInItsRowAndColumn) {
   using Dot = TypeParam;
   Random random(test_seeds().front());
-  const typename Dot::Session session;
+  [[maybe_unused]] const typename Dot::Session session;
   constexpr int64_t kPairs = 2 * Dot::kTogether, kRow = Dot::kRows - 1;
   Panel a(random, Dot::kRows, kPairs, Dot::kTogether);
   const Panel b(random, Dot::kColumns, kPairs, 1);
