@@ -14,6 +14,42 @@ bool has_bf16() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16");
 }
 
+namespace {
+
+#define BLOCKSCALE_AVX512 __attribute__((target("avx512f"), always_inline)) inline
+
+// Rows of 32 sums, which are scaled and stored to c or added to it.
+class ScaledRows {
+ public:
+  BLOCKSCALE_AVX512 ScaledRows(const float* row_scales, const float* column_scales, bool accumulate,
+                               float* c, int64_t c_stride)
+      : row_scales_(row_scales),
+        scale0_(_mm512_loadu_ps(column_scales)),
+        scale1_(_mm512_loadu_ps(column_scales + 16)),
+        accumulate_(accumulate),
+        c_(c),
+        c_stride_(c_stride) {}
+  BLOCKSCALE_AVX512 void store(int64_t i, __m512 sum0, __m512 sum1) const {
+    float* row = c_ + i * c_stride_;
+    // Multiply the scales first: either one alone may take the sum out of range.
+    const __m512 scale = _mm512_set1_ps(row_scales_[i]), zero = _mm512_setzero_ps();
+    const __m512 before0 = accumulate_ ? _mm512_loadu_ps(row) : zero;
+    const __m512 before1 = accumulate_ ? _mm512_loadu_ps(row + 16) : zero;
+    const __m512 both0 = _mm512_mul_ps(scale, scale0_), both1 = _mm512_mul_ps(scale, scale1_);
+    _mm512_storeu_ps(row, _mm512_fmadd_ps(sum0, both0, before0));
+    _mm512_storeu_ps(row + 16, _mm512_fmadd_ps(sum1, both1, before1));
+  }
+
+ private:
+  const float* row_scales_;
+  __m512 scale0_, scale1_;
+  bool accumulate_;
+  float* c_;
+  int64_t c_stride_;
+};
+
+}  // namespace
+
 // ---- AVX-512 ----
 
 __attribute__((target("avx512f,avx512bf16"))) void Avx512Dot::multiply(
@@ -32,20 +68,9 @@ __attribute__((target("avx512f,avx512bf16"))) void Avx512Dot::multiply(
       sum[i][1] = _mm512_dpbf16_ps(sum[i][1], pair, b1);
     }
   }
-  const __m512 scale0 = _mm512_loadu_ps(column_scales);
-  const __m512 scale1 = _mm512_loadu_ps(column_scales + 16);
+  const ScaledRows out(row_scales, column_scales, accumulate, c, c_stride);
 #pragma GCC unroll 12
-  for (int i = 0; i < kRows; ++i) {
-    float* row = c + i * c_stride;
-    const __m512 scale = _mm512_set1_ps(row_scales[i]);
-    const __m512 zero = _mm512_setzero_ps();
-    // Multiply the scales first: either one alone may take the sum out of range.
-    const __m512 before0 = accumulate ? _mm512_loadu_ps(row) : zero;
-    const __m512 before1 = accumulate ? _mm512_loadu_ps(row + 16) : zero;
-    const __m512 both0 = _mm512_mul_ps(scale, scale0), both1 = _mm512_mul_ps(scale, scale1);
-    _mm512_storeu_ps(row, _mm512_fmadd_ps(sum[i][0], both0, before0));
-    _mm512_storeu_ps(row + 16, _mm512_fmadd_ps(sum[i][1], both1, before1));
-  }
+  for (int i = 0; i < kRows; ++i) out.store(i, sum[i][0], sum[i][1]);
 }
 
 // ---- AMX ----
@@ -110,17 +135,9 @@ __attribute__((target("amx-tile,amx-bf16,avx512f"))) void AmxDot::multiply(
   _tile_stored(1, sums[0] + 16, kPitch);
   _tile_stored(2, sums[kTileRows], kPitch);
   _tile_stored(3, sums[kTileRows] + 16, kPitch);
-  const __m512 scale0 = _mm512_loadu_ps(column_scales);
-  const __m512 scale1 = _mm512_loadu_ps(column_scales + 16);
-  for (int i = 0; i < kRows; ++i) {
-    float* row = c + i * c_stride;
-    const __m512 scale = _mm512_set1_ps(row_scales[i]);
-    const __m512 before0 = accumulate ? _mm512_loadu_ps(row) : _mm512_setzero_ps();
-    const __m512 before1 = accumulate ? _mm512_loadu_ps(row + 16) : _mm512_setzero_ps();
-    const __m512 both0 = _mm512_mul_ps(scale, scale0), both1 = _mm512_mul_ps(scale, scale1);
-    _mm512_storeu_ps(row, _mm512_fmadd_ps(_mm512_load_ps(sums[i]), both0, before0));
-    _mm512_storeu_ps(row + 16, _mm512_fmadd_ps(_mm512_load_ps(sums[i] + 16), both1, before1));
-  }
+  const ScaledRows out(row_scales, column_scales, accumulate, c, c_stride);
+  for (int i = 0; i < kRows; ++i)
+    out.store(i, _mm512_load_ps(sums[i]), _mm512_load_ps(sums[i] + 16));
 }
 
 }  // namespace blockscale::cpu

@@ -180,7 +180,7 @@ void gemm(const ConstQuantized& a, const WidenedOperand& b, const Matrix& d,
 bool multiplies_bf16(const ProductSize& s, bool needs_pass) {
   // The copy engine counts the bytes of a line in 31 bits.
   if (s.groups > sm90::kMaxGroups || s.k >= int64_t{1} << 30 || !has_gemm_device()) return false;
-  if (s.groups) return needs_pass;  // the pass over all of D costs more than any difference
+  if (s.groups) return needs_pass;
   sm90::Bf16Gemm g;
   g.m = s.m, g.n = s.n, g.k = s.k, g.d_f32 = s.f32;
   return needs_pass ? sm90::pays(g) : sm90::is_brief(g);

@@ -60,7 +60,7 @@ Error_t launch_kernel(void (*kernel)(Params...), const dim3& grid, const dim3& t
   // clang-format off
   kernel<<<grid, threads, shared_bytes, stream>>>(args...);
   // clang-format on
-  return hipGetLastError();
+  return hipGetLastError();  // this syntax returns no status
 }
 
 // There is no copy engine: nothing is described, so nothing below is called.
