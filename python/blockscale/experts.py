@@ -119,11 +119,15 @@ class Experts(Layer):
         for matrix in self._parameters.values():
             if matrix is None or not is_dtensor(matrix) or matrix.dim() != 3:
                 continue
-            over = zip(matrix.device_mesh.shape, matrix.placements, strict=True)  # type: ignore[attr-defined]
-            # Along dimension 0 there are two kinds, Shard and FSDP2's _StridedShard.
-            whole = (n == 1 or p.is_replicate() or getattr(p, "dim", None) == 0 for n, p in over)
+            mesh, placements = matrix.device_mesh, matrix.placements  # type: ignore[attr-defined]
+            # Along dimension 0 there are two kinds, Shard and FSDP2's _StridedShard. (size(i), as
+            # compiled code of PyTorch 2.11 cannot iterate over a mesh's shape.)
+            whole = (
+                mesh.size(i) == 1 or p.is_replicate() or getattr(p, "dim", None) == 0
+                for i, p in enumerate(placements)
+            )
             if not all(whole):
-                got = f"matrices placed by {matrix.placements}"  # type: ignore[attr-defined]
+                got = f"matrices placed by {placements}"
                 need = "Shard(0) or Replicate(): whole matrices on every rank"
                 self._refuse(got, need, "divide the experts over these ranks, or name it in skip=")
 

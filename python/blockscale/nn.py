@@ -176,15 +176,17 @@ class Layer(torch.nn.Module):
         self.configure(self.recipe, RngState(seed), "")
         make_root(self, self._rng_state)
 
-    def _move_rng(self) -> None:
+    def _move_rng(self, device: torch.device | None = None) -> None:
+        """To the device of the first parameter or buffer if none is given."""
         if getattr(self, "_is_replica", False):
             need = "a module whose random bits are counted in one place"
             got = "a replica that nn.DataParallel made"
             fail(type(self).__name__, "module", got, need, "use DistributedDataParallel")
-        # Weights may have been turned into buffers, which is one way to freeze them. A fake one's
-        # device need not be there.
-        tensors = map(_piece_of, itertools.chain(self.parameters(), self.buffers()))
-        device = next((tensor.device for tensor in tensors if not is_fake(tensor)), None)
+        if device is None:
+            # Weights may have been turned into buffers, which is one way to freeze them. A fake
+            # one's device need not be there.
+            tensors = map(_piece_of, itertools.chain(self.parameters(), self.buffers()))
+            device = next((tensor.device for tensor in tensors if not is_fake(tensor)), None)
         if device is not None and device.type != "meta":
             with torch.inference_mode(False):
                 self._rng_state.move(device)
@@ -205,8 +207,9 @@ class Layer(torch.nn.Module):
             if mode is not None:
                 seed, offset = map(mode.from_tensor, (self._seed, self._rng_state.offset))
                 return seed.to(weight.device), offset.to(weight.device)
-        if self._seed.device != weight.device:  # FSDP2 moves parameters past _apply()
-            self._move_rng()
+        # FSDP moves parameters past _apply(), and FSDP1 may leave a layer none.
+        if self._seed.device != weight.device:
+            self._move_rng(weight.device)
         offset = self._rng_state.offset
         if offset.device != self._seed.device:  # a model on several devices
             offset = offset.to(self._seed.device)

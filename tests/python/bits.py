@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import blockscale as bs
 import torch
+from torch.torch_version import TorchVersion
+
+BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"  # of PyTorch
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

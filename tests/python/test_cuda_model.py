@@ -513,21 +513,30 @@ def test_a_chain_of_layers_has_the_bits_of_one_call_after_another(
         assert all(torch.equal(g, w) for g, w in zip(one, other, strict=True))
 
 
-def test_random_bits_follow_parameters_that_were_moved_alone(cuda: torch.device) -> None:
-    """As FSDP2 moves those of a model that was converted on the CPU; an evaluation is first."""
-    layers = [bs.nn.Linear(64, 32, recipe="nvfp4", seed=3) for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
+def test_random_bits_follow_weights_that_were_moved_alone(cuda: torch.device) -> None:
+    """As FSDP2 moves the parameters of a model that was converted on the CPU, and as FSDP1 sets
+    views of its flat ones, which leaves a layer none; an evaluation is first."""
+    layers = [bs.nn.Linear(64, 32, recipe="nvfp4", seed=3) for _ in range(3)]
+    weights = []
+    for layer in layers:
+        layer.load_state_dict(layers[0].state_dict())
+        weights.append(layer.weight)
     x = torch.randn(16, 64, device=cuda)
     layers[0].to(cuda)
     for parameter in layers[1].parameters():
         parameter.data = parameter.data.to(cuda)
+    for name, parameter in list(layers[2].named_parameters()):
+        delattr(layers[2], name)
+        setattr(layers[2], name, parameter.to(cuda))
     for layer in layers:
         with torch.inference_mode():
             layer(x)
         layer(x).sum().backward()
-    assert layers[0].weight.grad is not None
-    assert layers[1].weight.grad is not None
-    assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
+    want, *others = (weight.grad for weight in weights)
+    assert want is not None
+    for got in others:
+        assert got is not None
+        assert torch.equal(got.to(cuda), want)
 
 
 def test_linear_waits_for_nothing(cuda: torch.device) -> None:

@@ -142,6 +142,8 @@ def test_trainer_counts_steps_and_resumes(device: torch.device, tmp_path: Path) 
             disable_tqdm=True,
             use_cpu=device.type == "cpu",
         )
+        if arguments.n_gpu > 1:
+            arguments._n_gpu = 1  # otherwise Trainer wraps the model in nn.DataParallel
         stop = transformers.TrainerCallback()
         stop.on_step_end = lambda args, state, control, **_: setattr(
             control, "should_training_stop", state.global_step == last
