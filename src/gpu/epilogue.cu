@@ -56,7 +56,7 @@ BLOCKSCALE_DEVICE void load(const FinishParams& p, int64_t at, int count, float*
 }
 
 // What all elements of a group's rows have in common.
-struct GroupRows {
+struct RowGroup {
   int64_t until = 0;  // the first row after them
   int64_t group = 0;
   bool outside = false;  // of all groups
@@ -67,10 +67,10 @@ BLOCKSCALE_DEVICE double factor_of(const Epilogue& e, int64_t group) {
   return static_cast<double>(e.alpha) * (e.a_outer ? e.a_outer[group] : 1.0f) *
          (e.b_outer ? e.b_outer[group] : 1.0f);
 }
-BLOCKSCALE_DEVICE GroupRows rows_at(const FinishParams& p, int64_t row) {
+BLOCKSCALE_DEVICE RowGroup rows_at(const FinishParams& p, int64_t row) {
   const GroupEnds& groups = p.e.groups;
   const auto begin = [&](int64_t g) { return g == 0 ? 0 : groups.ends[g - 1]; };
-  GroupRows r;
+  RowGroup r;
   r.empty = p.e.empty;
   if (groups.contraction) {
     r.group = row / p.matrix_rows;
@@ -99,7 +99,7 @@ BLOCKSCALE_DEVICE float bias_at(const Epilogue& e, int64_t at) {
 }
 
 // The finished element at `at` of D, in column `column` of one of these rows.
-BLOCKSCALE_DEVICE float finished(const FinishParams& p, const GroupRows& row, int64_t at,
+BLOCKSCALE_DEVICE float finished(const FinishParams& p, const RowGroup& row, int64_t at,
                                  int64_t column, float sum) {
   const float before = p.e.accumulate ? static_cast<const float*>(p.d)[at] : 0.0f;
   if (row.outside || (row.empty && p.e.accumulate && !p.e.bias)) return before;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const bool by_row = kGrouped || e.bias;
   const bool wrong = kGrouped && *e.groups.wrong;
   const bool plain = !wrong && !e.bias && !e.accumulate;
-  GroupRows rows;
+  RowGroup rows;
   rows.empty = e.empty;
   if (!kGrouped) rows.factor = factor_of(e, 0);
 #pragma unroll

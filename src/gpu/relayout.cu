@@ -5,7 +5,7 @@
 namespace blockscale::gpu {
 namespace {
 
-constexpr int kBlock = 256;  // threads
+constexpr int kRelayoutThreads = 256;
 
 // Scales move by words: one FP32 scale, or four one-byte scales along a line.
 constexpr int kWords = 16;  // per line of a tile of kTile lines
@@ -82,27 +82,27 @@ constexpr int kCopied = 4, kPieceLines = 16, kPieceBytes = 1024;
 // Copies part `part` of `all` bytes.
 BLOCKSCALE_DEVICE void copy_part(uint8_t* target, const uint8_t* source, int64_t all,
                                  int64_t part) {
-  const int64_t first = (part * kBlock * kCopied + threadIdx.x) * 16;
+  const int64_t first = (part * kRelayoutThreads * kCopied + threadIdx.x) * 16;
   const uintptr_t places =
       reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target);
   uint4 v[kCopied];
-  if (places % 16 == 0 && (part + 1) * kBlock * kCopied * 16 <= all) {
+  if (places % 16 == 0 && (part + 1) * kRelayoutThreads * kCopied * 16 <= all) {
     const auto* from = reinterpret_cast<const uint4*>(source + first);
     auto* to = reinterpret_cast<uint4*>(target + first);
 #pragma unroll
-    for (int i = 0; i < kCopied; ++i) v[i] = load_once(from + i * kBlock);
+    for (int i = 0; i < kCopied; ++i) v[i] = load_once(from + i * kRelayoutThreads);
 #pragma unroll
-    for (int i = 0; i < kCopied; ++i) to[i * kBlock] = v[i];
+    for (int i = 0; i < kCopied; ++i) to[i * kRelayoutThreads] = v[i];
     return;
   }
 #pragma unroll
   for (int i = 0; i < kCopied; ++i) {
-    const int64_t at = first + i * kBlock * 16;
+    const int64_t at = first + i * kRelayoutThreads * 16;
     v[i] = load_chunk(source + at, all - at);
   }
 #pragma unroll
   for (int i = 0; i < kCopied; ++i) {
-    const int64_t at = first + i * kBlock * 16;
+    const int64_t at = first + i * kRelayoutThreads * 16;
     store_chunk(target + at, all - at, v[i]);
   }
 }
@@ -164,7 +164,7 @@ struct WordAt {
 };
 // Whether neighbouring threads have neighbouring words, as `first` below gives them.
 static_assert([] {
-  for (int i = 0; i < kBlock; ++i) {
+  for (int i = 0; i < kRelayoutThreads; ++i) {
     const int row = i % 4 * 32 + i / 4 % 32;
     if (layout_offset(Layout::nv_128x4, kTile, 8, row, i / kTile * 4) != 4 * i) return false;
     const int byte = (i / 64 * 2 + i / 2 % 2) * 4;
@@ -191,11 +191,11 @@ struct Words {
     const int64_t pitch = s.scale_columns * scale_bytes;
     if (l == Layout::linear) {
       first = {i / kWords, i % kWords, 0};
-      second = {kBlock / kWords, 0, kBlock / kWords * pitch};
+      second = {kRelayoutThreads / kWords, 0, kRelayoutThreads / kWords * pitch};
       third = {2 * second.row, 0, 2 * second.bytes};
     } else if (l == Layout::aiter_scale) {
       first = {i % 2 * 16 + i / 4 % 16, i / 64 * 2 + i / 2 % 2, 0};
-      second = {0, kBlock / 32, kBlock * 4};
+      second = {0, kRelayoutThreads / 32, kRelayoutThreads * 4};
       third = {32, 0, 32 * round_up(pitch, traits(Layout::aiter_scale).column_multiple)};
     } else {
       const int64_t column = l == Layout::mn_major
@@ -205,7 +205,7 @@ struct Words {
         first = {i % kTile, i / kTile, 0};
       else
         first = {i % 4 * 32 + i / 4 % 32, i / kTile, 0};
-      second = {0, kBlock / kTile, kBlock / kTile * column};
+      second = {0, kRelayoutThreads / kTile, kRelayoutThreads / kTile * column};
       third = {0, 2 * second.word, 2 * second.bytes};
     }
     first.bytes = offset(s, scale_bytes, tile_row + first.row, tile_word + first.word);
@@ -256,7 +256,7 @@ constexpr int kSlots = kTile * (kWords + 1) + 4 * 8;
 BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_row,
                                    int tile_column) {
   __shared__ uint32_t tile[kSlots];
-  constexpr int kEach = kTile * kWords / kBlock;
+  constexpr int kEach = kTile * kWords / kRelayoutThreads;
   const int bytes = p.scale_bytes, first_row = tile_row * kTile, first_word = tile_column * kWords;
   const uint8_t* source = p.from.scales + batch * p.f.scale_count * bytes;
   uint8_t* target = p.to.scales + batch * p.t.scale_count * bytes;
@@ -317,7 +317,7 @@ BLOCKSCALE_DEVICE void move_scales(const RelayoutParams& p, int batch, int tile_
 // ---- both ----
 
 BLOCKSCALE_HD Parts copied_parts(int64_t bytes) {
-  const int64_t count = ceil_div(bytes, kBlock * kCopied * 16);
+  const int64_t count = ceil_div(bytes, kRelayoutThreads * kCopied * 16);
   return {1, static_cast<int>(count), count};
 }
 BLOCKSCALE_HD Parts parts_of(const LayoutTraits& layout, int64_t rows, int64_t columns,
@@ -377,11 +377,11 @@ BLOCKSCALE_DEVICE void move(const RelayoutParams& p) {
 }
 
 template <bool kGrouped>
-__global__ void __launch_bounds__(kBlock, kGrouped ? 2 : 4)
+__global__ void __launch_bounds__(kRelayoutThreads, kGrouped ? 2 : 4)
     relayout_kernel(const __grid_constant__ RelayoutParams given) {
   after_previous(given);
   if (blockIdx.x == 0 && blockIdx.y == 0)
-    for (int64_t i = threadIdx.x; i < given.outers; i += kBlock)
+    for (int64_t i = threadIdx.x; i < given.outers; i += kRelayoutThreads)
       given.to.outer[i] = given.from.outer[i];
   if constexpr (!kGrouped) {
     move(given);
@@ -417,8 +417,8 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
   const int64_t parts = p.scales.count + p.codes.count;
   if (parts == 0 && p.outers == 0 && !to.groups) return;
   if (!to.groups) {
-    start(relayout_kernel<false>, static_cast<unsigned>(std::max<int64_t>(parts, 1)), kBlock, 0,
-          native(stream), p);
+    start(relayout_kernel<false>, static_cast<unsigned>(std::max<int64_t>(parts, 1)),
+          kRelayoutThreads, 0, native(stream), p);
     return check_launch("relayout");
   }
   const ConstQuantized target = as_const(to);
@@ -426,7 +426,7 @@ void relayout(const ConstQuantized& from, const Quantized& to, const Stream& str
   const int64_t groups = std::min<int64_t>(to.groups.count, 1 << 15);
   const dim3 grid(static_cast<unsigned>(ceil_div(std::max<int64_t>(parts, 1), groups)),
                   static_cast<unsigned>(groups));
-  start(relayout_kernel<true>, grid, kBlock, 0, native(stream), p);
+  start(relayout_kernel<true>, grid, kRelayoutThreads, 0, native(stream), p);
   Side side{};
   side.out = to;
   side.shape = p.t;

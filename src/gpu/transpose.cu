@@ -5,7 +5,7 @@
 namespace blockscale::gpu {
 namespace {
 
-constexpr int kBlock = 256;       // threads
+constexpr int kTransposeThreads = 256;
 constexpr int kSide = 128;        // codes of a tile, along either axis
 constexpr int kChunk = 8;         // bytes of a line that move together; lines are multiples of it
 constexpr int kScalesOfOne = 16;  // per thread
@@ -35,7 +35,7 @@ BLOCKSCALE_DEVICE void load(Tile<kPerByte>& tile, const TransposeParams& p, cons
                             int64_t line, int64_t byte) {
   using T = Tile<kPerByte>;
 #pragma unroll
-  for (int i = static_cast<int>(threadIdx.x); i < kSide * T::kChunks; i += kBlock) {
+  for (int i = static_cast<int>(threadIdx.x); i < kSide * T::kChunks; i += kTransposeThreads) {
     const int row = i / T::kChunks, chunk = i % T::kChunks * kChunk;
     const bool there = line + row < p.f.lines && byte + chunk < p.f.line_bytes;
     uint2 v{};
@@ -55,7 +55,8 @@ BLOCKSCALE_DEVICE void store(const Tile<kPerByte>& tile, const TransposeParams& 
   constexpr int kTogether = 4;               // chunks per line
   constexpr int kLines = kChunk * kPerByte;  // lines of `from` that make up a chunk of `to`
 #pragma unroll
-  for (int i = static_cast<int>(threadIdx.x); i < T::kBytes * kSide / kLines; i += kBlock) {
+  for (int i = static_cast<int>(threadIdx.x); i < T::kBytes * kSide / kLines;
+       i += kTransposeThreads) {
     const int chunk = i % kTogether + i / (kTogether * T::kBytes) * kTogether;
     const int column = i / kTogether % T::kBytes;
     const uint8_t* from = tile.bytes + chunk * kLines * T::kPitch + column;
@@ -84,7 +85,7 @@ BLOCKSCALE_DEVICE void move_scales(const TransposeParams& p, int64_t batch, int6
   const uint8_t* from = p.from.scales + batch * p.f.scale_count * bytes;
   uint8_t* to = p.to.scales + batch * p.t.scale_count * bytes;
   for (int i = 0; i < kScalesOfOne; ++i) {
-    const int64_t at = (part * kScalesOfOne + i) * kBlock + threadIdx.x;
+    const int64_t at = (part * kScalesOfOne + i) * kTransposeThreads + threadIdx.x;
     if (at >= p.t.scale_count) return;
     const int64_t row = at / p.padded_columns, column = at % p.padded_columns;
     const int64_t target =
@@ -99,7 +100,7 @@ BLOCKSCALE_DEVICE void move_scales(const TransposeParams& p, int64_t batch, int6
 }
 
 template <int kPerByte>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kTransposeThreads)
     transpose_kernel(const __grid_constant__ TransposeParams p) {
   after_previous();
   __shared__ Tile<kPerByte> tile;
@@ -123,13 +124,13 @@ void transpose(const ConstQuantized& from, const Quantized& to, const Stream& st
   p.code_parts = ceil_div(p.t.padded, kSide) * p.across;
   // At least one, for the outer scale.
   p.parts = std::max<int64_t>(
-      p.code_parts + ceil_div(p.t.scale_count, int64_t{kBlock} * kScalesOfOne), 1);
+      p.code_parts + ceil_div(p.t.scale_count, int64_t{kTransposeThreads} * kScalesOfOne), 1);
   if (to.batch == 0) return;
   if (p.parts * to.batch >= kGpuLimit)
     fail("transpose", "from", std::to_string(to.batch) + " matrices",
          "fewer than 2^31 tiles of 128 x 128 and parts of scales", "transpose parts of the batch");
   start(codes_per_byte(to.spec.element) == 1 ? transpose_kernel<1> : transpose_kernel<2>,
-        static_cast<unsigned>(p.parts * to.batch), kBlock, 0, native(stream), p);
+        static_cast<unsigned>(p.parts * to.batch), kTransposeThreads, 0, native(stream), p);
   check_launch("transpose");
 }
 
