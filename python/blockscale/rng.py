@@ -294,7 +294,8 @@ class RngState:
             return
         following = ((self.upcoming >> _FORWARD_BITS) + 1) << _FORWARD_BITS
         if skipped is not None:
-            following = torch.where(skipped.to(following.device) == 0, following, self.upcoming)
+            skips = skipped.to(following.device).reshape(()) != 0  # FSDP1's scaler has a [1]
+            following = torch.where(skips, self.upcoming, following)
         self.upcoming.copy_(following)
         if _is_outside_backward():
             self.offset.copy_(following >> _FORWARD_BITS << _FORWARD_BITS)

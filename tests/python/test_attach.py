@@ -177,3 +177,16 @@ def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None
         steps.append((state["step"], state["forward"]))
         assert optimizer.state[next(model.parameters())]["step"] == state["step"]
     assert steps == [(1, 0), (1, 1), (2, 0)]
+
+
+def test_a_scaler_of_fsdp1_counts_as_any() -> None:
+    """ShardedGradScaler's `found_inf` has one dimension, which fused SGD takes."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    bs.attach(model, optimizer)
+    optimizer.grad_scale = torch.ones(())  # type: ignore[attr-defined]
+    for found_inf, step in ((1.0, 0), (0.0, 1)):
+        optimizer.found_inf = torch.full((1,), found_inf)  # type: ignore[attr-defined]
+        model(torch.randn(20, 48)).sum().backward()
+        optimizer.step()
+        assert bs.rng_state(model)["step"] == step
