@@ -117,7 +117,9 @@ def _transformed(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
         a, b = y.reshape(-1, d // (2 * step), 2, step).unbind(2)
         y = torch.stack((a + b, a - b), 2)
         step *= 2
-    return (y * torch.tensor(1 / math.sqrt(d), dtype=torch.float32) + 0.0).reshape(x.shape)
+    # On the CPU, whatever the default device is: a scalar there goes with a tensor anywhere.
+    factor = torch.tensor(1 / math.sqrt(d), dtype=torch.float32, device="cpu")
+    return (y * factor + 0.0).reshape(x.shape)
 
 
 def _is_largest(q: QuantizedTensor, columns: int) -> torch.Tensor:

@@ -135,6 +135,15 @@ def test_what_is_encoded_is_rounded_first(size: int) -> None:
     assert noise.sqnr == pytest.approx(10 * math.log10(ratio), rel=1e-5)
 
 
+def test_the_default_device_has_no_say() -> None:
+    x, transformed = normal(16, 64), bs.spec("nvfp4[hadamard=16]")
+    found, elsewhere = Noise(), Noise()
+    found.add(x, transformed)
+    with torch.device("meta"):  # stands for another GPU
+        elsewhere.add(x, transformed)
+    assert vars(elsewhere) == vars(found)
+
+
 def test_outlying_channels_show_in_products_and_underflow() -> None:
     """As docs/guide.md says: x's own decibels rise with them, where W makes up for them."""
 
