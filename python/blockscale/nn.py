@@ -156,6 +156,7 @@ class Layer(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         vars(self)["_seed"] = received(self._seed)
+        self._move_rng()  # a pickle does not say where its numbers were
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""

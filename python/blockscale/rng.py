@@ -174,7 +174,8 @@ def moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 class Sent:
     """One of `own_tensors` in the state of a copy. `copy.deepcopy` would copy the tensor by what a
-    fake mode forbids; `received` clones it."""
+    fake mode forbids; `received` clones it. A pickle holds its numbers: as a tensor it would follow
+    `map_location` to the meta device, and share memory with another process."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -183,11 +184,13 @@ class Sent:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.tensor,)
+        with own_tensors():
+            return _of_numbers, (self.tensor.tolist(),)
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _of_numbers(numbers: int | list[int]) -> torch.Tensor:
+    with own_tensors():
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def received(value: Sent | torch.Tensor) -> torch.Tensor:
@@ -259,21 +262,20 @@ class RngState:
         self.steps: weakref.ref[Any] | None = None
         self.regions = Regions()
         self.running = RunningForwards()
-        self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # see __getstate__
         # The device is explicit: under `with torch.device("meta")` the default has no real memory.
         with own_tensors():
             self.offset = torch.zeros((), dtype=torch.int64, device="cpu")
             self.upcoming = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        # The state of a copy; its root registers itself if it is copied too. The tensors are
-        # cloned: another process would otherwise share their memory and count here as well.
-        offset, upcoming = received(self.offset), received(self.upcoming)
-        # A process being started receives their memory by file descriptors, which must stay open
-        # until it has begun.
-        self.sent = offset, upcoming
-        own: dict[str, Any] = {"root": None, "steps": None, "sent": None}
-        return {**self.__dict__, **own, "offset": Sent(offset), "upcoming": Sent(upcoming)}
+        # The state of a copy; its root registers itself if it is copied too.
+        own: dict[str, Any] = {"root": None, "steps": None}
+        return {
+            **self.__dict__,
+            **own,
+            "offset": Sent(self.offset),
+            "upcoming": Sent(self.upcoming),
+        }
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)

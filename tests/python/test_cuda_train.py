@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,6 +195,10 @@ def test_copies_and_state_dicts(cuda: torch.device) -> None:
     gradients(model, cuda, steps=1)
     twin = copy.deepcopy(model)
     assert same(gradients(twin, cuda), gradients(model, cuda))
+    loaded = pickle.loads(pickle.dumps(model))
+    layer = loaded[0].up
+    assert layer._seed.device == layer._rng_state.offset.device == cuda
+    assert same(gradients(loaded, cuda), gradients(model, cuda))
     assert all(not name.startswith("_") for name in model.state_dict())
 
 

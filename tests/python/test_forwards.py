@@ -4,6 +4,7 @@ draw (docs/rng.md)."""
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -182,6 +183,19 @@ def test_another_process_counts_for_itself() -> None:
     bs.advance(sent)
     assert bs.rng_state(sent)["step"] == 1
     assert bs.rng_state(model)["step"] == 0
+
+
+def test_a_model_loaded_onto_the_meta_device_keeps_its_bits() -> None:
+    model, file = net(), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location="meta", weights_only=False)
+    loaded.to_empty(device="cpu")
+    loaded.load_state_dict(model.state_dict())
+    for m in (model, loaded):
+        m(batch(0)).square().sum().backward()
+    assert equal(gradients(loaded), gradients(model))
+    assert bs.rng_state(loaded) == bs.rng_state(model)
 
 
 def test_a_forward_within_a_mode_after_an_evaluation() -> None:
