@@ -188,16 +188,23 @@ class Layer(torch.nn.Module):
             # one's device need not be there.
             tensors = map(_piece_of, itertools.chain(self.parameters(), self.buffers()))
             device = next((tensor.device for tensor in tensors if not is_fake(tensor)), None)
-        if device is not None and device.type != "meta":
-            with torch.inference_mode(False):
-                self._rng_state.move(device)
-                vars(self)["_seed"] = moved(self._seed, device)
+        # In a model on several devices the offset stays where captured graphs read it.
+        if device is None or device.type == "meta" or device == self._seed.device:
+            return
+        with torch.inference_mode(False):
+            self._rng_state.move(device)
+            vars(self)["_seed"] = moved(self._seed, device)
 
     def _apply(self, fn: Callable[..., Any], *recurse: bool, **named: bool) -> Layer:
         # .to(), .cuda() and to_empty() end up here and move only parameters and buffers.
         super()._apply(fn, *recurse, **named)  # type: ignore[no-untyped-call]
         self._move_rng()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if "_seed" in vars(self):  # with assign=True the parameters may be elsewhere now
+            self._move_rng()
 
     def _key(self, weight: torch.Tensor | None) -> Key:
         """The key of this forward's random bits, for a recipe that draws some."""
@@ -210,6 +217,9 @@ class Layer(torch.nn.Module):
                 return seed.to(weight.device), offset.to(weight.device)
         # FSDP moves parameters past _apply(), and FSDP1 may leave a layer none.
         if self._seed.device != weight.device:
+            if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+                # What compiled code made in inference mode, training could neither save nor change.
+                return self._seed.to(weight.device), self._rng_state.offset.to(weight.device)
             self._move_rng(weight.device)
         offset = self._rng_state.offset
         if offset.device != self._seed.device:  # a model on several devices

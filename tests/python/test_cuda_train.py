@@ -133,6 +133,32 @@ def test_a_converted_model_moves(cuda: torch.device) -> None:
     assert torch.equal(model(x), twin(x))
 
 
+def test_a_compiled_evaluation_may_be_the_first_forward(cuda: torch.device) -> None:
+    """It moves no random bits: in inference mode these would be tensors unfit for training."""
+    grads = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        layer = bs.nn.Linear(64, 32, recipe="nvfp4", seed=3)
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.to(cuda)
+        run = torch.compile(layer, backend="aot_eager") if evaluates else layer
+        x = normal(cuda, 16, 64)
+        if evaluates:
+            with torch.inference_mode():
+                run(x)
+        run(x).square().sum().backward()
+        assert layer._seed.device == cuda
+        assert layer.weight.grad is not None
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_random_bits_follow_a_checkpoint_that_is_assigned(cuda: torch.device) -> None:
+    layer = bs.nn.Linear(64, 32, device="meta", recipe="nvfp4")
+    layer.load_state_dict(nn.Linear(64, 32, device=cuda).state_dict(), assign=True)
+    assert layer._seed.device == layer._rng_state.offset.device == cuda
+
+
 def test_a_layer_made_on_the_gpu_draws_what_one_on_the_cpu_draws(cuda: torch.device) -> None:
     made, moved = bs.nn.Linear(70, 37, device=cuda, seed=9), bs.nn.Linear(70, 37, seed=9)
     moved.load_state_dict(made.state_dict())
@@ -287,5 +313,10 @@ def test_layers_on_two_gpus_draw_what_they_draw_on_one() -> None:
             model(torch.ones(8, 64, device="cuda:0")).square().sum().backward()
             bs.advance(model)
         made.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+        layer = model.layers[0]
+        assert isinstance(layer, bs.nn.Linear)
+        offset = layer._rng_state.offset
+        model.float().load_state_dict(model.state_dict())  # moves nothing
+        assert layer._rng_state.offset is offset
     for one, two in zip(*made, strict=True):
         assert torch.equal(one, two)
