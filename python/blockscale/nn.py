@@ -165,6 +165,7 @@ class Layer(torch.nn.Module):
         own["recipe"], own["_rng_state"] = recipe, state
         own.pop("_kept", None)  # made for another recipe, within quantized_weights()
         state.draws |= recipe.stochastic
+        state.follows = False
         with own_tensors():  # training saves it
             own["_seed"] = self._seed_of(state.seed, name)
         self._move_rng()

@@ -257,6 +257,7 @@ class RngState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draws = False  # whether any layer draws bits: forwards count only then
+        self.follows = False  # whether seeds were moved to their layers' weights: _follow_weights
         self.root: weakref.ref[object] | None = None  # what counts forwards here (nn.Root)
         # The hooks of the optimizer that counts its steps here (counting.Steps), which go with it.
         self.steps: weakref.ref[Any] | None = None
@@ -269,7 +270,7 @@ class RngState:
 
     def __getstate__(self) -> dict[str, Any]:
         # The state of a copy; its root registers itself if it is copied too.
-        own: dict[str, Any] = {"root": None, "steps": None}
+        own: dict[str, Any] = {"root": None, "steps": None, "follows": False}
         return {
             **self.__dict__,
             **own,
@@ -341,6 +342,8 @@ class RngState:
             if _has_no_data(module, args, kwargs):
                 self.running.stack.append(None)
                 return None
+            if not self.follows:
+                self._follow_weights(module)
         if not compiling and torch._C._are_functorch_transforms_active():
             with torch._C._DisableFuncTorch():  # a count is not an argument of the function
                 begun = self._begin()
@@ -358,6 +361,15 @@ class RngState:
         running.append((begun, _next_node()))
         self.regions.note(self.offset)
         return given
+
+    def _follow_weights(self, root: torch.nn.Module) -> None:
+        """Before the first forward: fully_shard, for one, has moved weights to the GPU unnoticed. A
+        compiled layer cannot move its seed if checkpointing is compiled around it."""
+        self.follows = True
+        for module in root.modules():
+            move: Any = getattr(module, "_move_rng", None)  # of a Layer
+            if move is not None:
+                move()
 
     def _begin(self) -> torch.Tensor | None:
         """Begin a forward; returns a copy of its offset, or None in compiled code."""

@@ -153,6 +153,20 @@ def test_a_compiled_evaluation_may_be_the_first_forward(cuda: torch.device) -> N
     assert torch.equal(*grads)
 
 
+def test_compiled_checkpointing_may_be_the_first_forward(cuda: torch.device) -> None:
+    """Of weights that have moved alone, as fully_shard moves them."""
+    found = []
+    for moves_alone in (False, True):
+        model = model_on(torch.device("cpu") if moves_alone else cuda, rerun=True)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(cuda)
+        for block in model:
+            block.compile(fullgraph=True, backend="aot_eager")
+        model(normal(cuda, 20, 48)).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None and p.dim() == 2])
+    assert same(*found)
+
+
 def test_random_bits_follow_a_checkpoint_that_is_assigned(cuda: torch.device) -> None:
     layer = bs.nn.Linear(64, 32, device="meta", recipe="nvfp4")
     layer.load_state_dict(nn.Linear(64, 32, device=cuda).state_dict(), assign=True)

@@ -288,6 +288,22 @@ def test_random_bits_follow_layers_to_their_devices(monkeypatch: pytest.MonkeyPa
     assert found == [[device, device] for device in devices]  # of seed and offset
 
 
+def test_random_bits_follow_weights_before_the_first_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before any layer runs: a compiled one might not be able to."""
+    model, moved = net(), []
+    monkeypatch.setattr(bs.nn.Linear, "_move_rng", lambda layer: moved.append(layer))
+    for again in (False, True):
+        if again:
+            bs.convert(model, "nvfp4")
+            moved.clear()
+        model(batch(0))
+        assert moved == [model.up, model.down, model.head]
+        model(batch(1))
+        assert len(moved) == 3
+
+
 def test_a_forward_of_fake_parameters_computes_and_counts_nothing() -> None:
     model = net()
     model(batch(0)).sum().backward()
