@@ -367,9 +367,9 @@ class RngState:
         compiled layer cannot move its seed if checkpointing is compiled around it."""
         self.follows = True
         for module in root.modules():
-            move: Any = getattr(module, "_move_rng", None)  # of a Layer
-            if move is not None:
-                move()
+            if hasattr(type(module), "_move_rng"):  # a Layer; wrappers pass on what they lack
+                layer: Any = module
+                layer._move_rng()
 
     def _begin(self) -> torch.Tensor | None:
         """Begin a forward; returns a copy of its offset, or None in compiled code."""
