@@ -1,8 +1,8 @@
 // matmul. On a CPU, and on a GPU for FP32 scales and MXFP4, it is the core's GEMM. The other specs
 // on a GPU are decoded to BF16. What needs outer scales, or more than PyTorch's GEMM does after its
 // sums, mostly goes to the core's BF16 GEMM where there is one, and so does what takes so little
-// time that the host's counts; else (few tiles with a long K, FP16 results) PyTorch multiplies with
-// FP32 sums (over groups it writes them in BF16 only), and one pass over them does the rest.
+// time that the host's counts; else (few tiles with a long K) PyTorch multiplies with FP32 sums
+// (over groups it writes them in BF16 only), and one pass over them does the rest.
 #include "matmul.h"
 
 #include <algorithm>
@@ -125,6 +125,19 @@ Tensor room_of(const Context& at, const Target& target) {
   return target.into ? *target.into : empty(target.sizes, target.dtype, at.device());
 }
 
+// What a GEMM of the core makes for `target`: it writes FP32 and BF16, so FP16 is rounded from FP32
+// by another pass. multiply(d) fills D.
+Tensor from_core(const Context& at, const Target& target, const auto& multiply) {
+  if (target.into || target.dtype != ScalarType::Half) {
+    Tensor out = room_of(at, target);
+    multiply(out);
+    return out;
+  }
+  Tensor out = empty(target.sizes, ScalarType::Float, at.device());
+  multiply(out);
+  return torch::stable::to(out, target.dtype);
+}
+
 // The core's GEMM, with threads or on a stream; both may be widened before.
 template <class B, class On>
 Tensor core_matmul(const Context& at, const ConstQuantized& a, const B& b,
@@ -138,15 +151,13 @@ Tensor core_matmul(const Context& at, const ConstQuantized& a, const B& b,
   }
   options.accumulate = target.into.has_value();
   options.previous = target.previous;
-  // It writes FP32 and BF16.
-  const bool half = !target.into && target.dtype == ScalarType::Half;
-  Tensor out = half ? empty(target.sizes, ScalarType::Float, at.device()) : room_of(at, target);
-  try {
-    gemm(a, b, result_view(at, a, b, out), options, on);
-  } catch (const Error& error) {
-    throw Error(renamed(error, at.op()));
-  }
-  return half ? torch::stable::to(out, target.dtype) : out;
+  return from_core(at, target, [&](Tensor& out) {
+    try {
+      gemm(a, b, result_view(at, a, b, out), options, on);
+    } catch (const Error& error) {
+      throw Error(renamed(error, at.op()));
+    }
+  });
 }
 
 // The sums of D in PyTorch's GEMM, with `bias` or without, rounded once to `dtype`; over groups
@@ -191,13 +202,13 @@ Tensor bf16_matmul(const Context& at, const ConstQuantized& a, const ConstQuanti
                    const Stream& stream) {
   std::optional<Decoded> made;
   const Decoded& values = given ? *given : made.emplace(decoded(at, a, b, stream));
-  Tensor out = room_of(at, target);
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = target.into.has_value();
-  gpu::multiply_bf16(as_const(values.left), as_const(values.right), result_view(at, a, b, out),
-                     a.groups, a.rows, b.groups ? a.spec.unit() : 0, epilogue, stream);
-  return out;
+  return from_core(at, target, [&](Tensor& out) {
+    gpu::multiply_bf16(as_const(values.left), as_const(values.right), result_view(at, a, b, out),
+                       a.groups, a.rows, b.groups ? a.spec.unit() : 0, epilogue, stream);
+  });
 }
 
 // Decoded, groups along the contraction axis are read as they lie in linear storage.
@@ -222,17 +233,18 @@ Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuan
   const bool outer = a.spec.outer || b.spec.outer;
   const ScalarType out_dtype = target.dtype;
   const auto& into = target.into;
-  // PyTorch's GEMM rounds its sums once, to whatever dtype it writes: BF16 over groups, in rows of
-  // whole 16 bytes.
-  const bool writes = a.groups ? out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0
-                               : out_dtype != ScalarType::Half;
+  // PyTorch's GEMM rounds its sums once where it writes FP32, or BF16 in rows of whole 16 bytes. (It
+  // adds up parts, and a bias, that are rounded to BF16 where extents are no multiples of 8.) Over
+  // groups it writes BF16 only.
+  const bool writes_f32 = out_dtype == ScalarType::Float && !a.groups;
+  const bool writes_bf16 = out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0 &&
+                           (a.groups || sa.extent % 8 == 0);
   // It adds a bias of its operands' dtype before that rounding.
-  const bool adds = bias && !a.groups && out_dtype == ScalarType::BFloat16 &&
+  const bool adds = bias && !a.groups && writes_bf16 &&
                     bias->scalar_type() == ScalarType::BFloat16 && !empty_product;
-  const bool finished = !outer && (!bias || adds) && !into && writes;
-  const bool half = !into && out_dtype == ScalarType::Half;
-  const bool f32 = into || out_dtype == ScalarType::Float;
-  if (!half && !empty_product &&
+  const bool finished = !outer && (!bias || adds) && !into && (writes_f32 || writes_bf16);
+  const bool f32 = into || out_dtype != ScalarType::BFloat16;
+  if (!empty_product &&
       gpu::multiplies_bf16({sa.lines, sb.lines, sa.extent, a.groups.count, f32}, !finished))
     return bf16_matmul(at, a, b, bias, target, given, stream);
 

@@ -132,7 +132,7 @@ struct ProductSize {
 };
 // Whether multiply_bf16 runs on the current GPU and is the one to use: where another library's GEMM
 // needs a pass after it, if it is likely to be faster than both; where it needs none, if it
-// finishes before the host has launched the other.
+// finishes before the host has launched the other; and where the other may be wrong.
 bool multiplies_bf16(const ProductSize& size, bool needs_pass);
 // D = alpha * a_outer * b_outer * (A B^T) + bias in one kernel, rounded like finish(). A [m, k] and
 // B [n, k], or with groups of A's rows [groups, n, k], are BF16; their lines are equally far apart,
