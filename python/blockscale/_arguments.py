@@ -101,7 +101,7 @@ def check_amax(
         return check_plain(operation, name, value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(operation, name, value, "a number, or a float32 tensor")
-    need = "0, or from 1.4e-45 to 3.4028234e38, which float32 holds"
+    need = "0, or from 1.4e-45 to 3.4028235e38, as float32 rounds it"
     try:
         number = float(value)
     except OverflowError:
@@ -110,7 +110,9 @@ def check_amax(
     # isnan(): in compiled code the number may be a symbol.)
     if not number >= 0:
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
-    if torch.finfo(torch.float32).max < number < math.inf or 0 < number < 2**-149:
+    if 2.0**128 - 2.0**103 <= number < math.inf or 0 < number <= 2**-150:  # to Inf, to 0
         fail(operation, name, number, need)
     shape = x.shape[:batch_dims] if offsets is None else offsets.shape
+    if 0 < number < 2**-126:  # PyTorch's conversion may flush it to 0: torch.set_flush_denormal()
+        return x.new_full(shape, round(number * 2**149), dtype=torch.int32).view(torch.float32)
     return x.new_full(shape, number, dtype=torch.float32)  # fake if x is

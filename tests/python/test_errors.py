@@ -268,9 +268,16 @@ def test_amax() -> None:
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.tensor(-1.0)), "amax = -1; need 0 or more"
     )
-    for large, got in ((1e300, "1e+300"), (1e-300, "1e-300"), (10**400, "an int beyond any float")):
+    for large, got in (
+        (1e300, "1e+300"),
+        (2.0**128 - 2.0**103, "3.4028235677973366e+38"),
+        (2.0**-150, "7.006492321624085e-46"),
+        (10**400, "an int beyond any float"),
+    ):
         said = f"quantize: amax = {got}; need 0, or from 1.4e-45 to"
         value_error(partial(bs.quantize, X, "nvfp4", amax=large), said)
+    for least_and_most in (1.4e-45, 3.4028235e38):
+        assert bs.quantize(X, "nvfp4", amax=least_and_most).outer > 0
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.ones(2)), "amax.shape = [2]", "1 element"
     )

@@ -146,6 +146,18 @@ def test_error_is_that_of_the_format(recipe: str, device: torch.device) -> None:
         assert low < error < high, (name, error)
 
 
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_fp16_is_rounded_from_fp32(recipe: str, device: torch.device) -> None:
+    """The same values in FP32 have the same operands, hence the same sums but for their order."""
+    case = make([100, 100, 163, 300], device, torch.float16, shape=(300, 40, 136))
+    wide = Case(*(t.detach().float() for t in case[:3]), case.offsets)
+    for t in wide[:2]:
+        t.requires_grad_()
+    for got, want in zip(run(case, recipe), run(wide, recipe), strict=True):
+        assert got.dtype == torch.float16
+        torch.testing.assert_close(got.float(), want, rtol=2.0**-11, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bf16_is_plain(dtype: torch.dtype, device: torch.device) -> None:
     """Sums of 128 and 70 products: FP32's rounding of them, then the dtype's, on either side."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import blockscale as bs
 import pytest
 import torch
+from bits import assert_same_operand
 from blockscale import shared_input
 from models import BANDS
 from torch.autograd import forward_ad
@@ -432,6 +433,17 @@ def test_flush_to_zero_does_not_change_bits(recipe: str) -> None:
     for t in whole[:3]:
         assert t is not None
         assert ((t != 0) & (t.abs() < smallest)).any()
+
+
+@pytest.mark.usefixtures("flush_denormal")
+@pytest.mark.parametrize("amax", [1.4e-45, 2.0**-130, 0x1.FFFFFFFp-127, 2.0**-149 * 1.5])
+def test_flush_to_zero_does_not_change_an_amax(amax: float) -> None:
+    x = torch.full((1, 16), 1e-39)
+    as_number = bs.quantize(x, "nvfp4", amax=amax)
+    torch.set_flush_denormal(False)
+    as_tensor = bs.quantize(x, "nvfp4", amax=torch.tensor(amax))
+    assert_same_operand(as_number, as_tensor)
+    assert as_number.outer is not None and as_number.outer > 0
 
 
 def test_nan_is_never_hidden() -> None:
