@@ -112,6 +112,8 @@ def check_amax(
         fail(operation, name, number, "0 or more", "amax is the largest |x|; bs.amax computes it")
     if 2.0**128 - 2.0**103 <= number < math.inf or 0 < number <= 2**-150:  # to Inf, to 0
         fail(operation, name, number, need)
+    if torch.finfo(torch.float32).max < number < math.inf:  # refused by new_full()
+        number = torch.finfo(torch.float32).max
     shape = x.shape[:batch_dims] if offsets is None else offsets.shape
     if 0 < number < 2**-126:  # PyTorch's conversion may flush it to 0: torch.set_flush_denormal()
         return x.new_full(shape, round(number * 2**149), dtype=torch.int32).view(torch.float32)
