@@ -43,11 +43,14 @@ void check_matrix(const char* op, const char* name, const ConstMatrix& x, Memory
   if (memory == Memory::device && (rows >= kGpuLimit || columns >= kGpuLimit))
     fail(op, name, extents(rows, columns), "extents below 2^31 on a GPU",
          "quantize parts of it, each with its origin");
-  if (rows < 0 || columns < 0 || batch < 0)
-    fail(op, name, extents(rows, columns), "extents of at least 0");
+  if (rows < 0 || columns < 0 || batch < 0) fail(op, name, extents(x), "extents of at least 0");
   if (memory == Memory::device) check_tiles(op, name, rows, columns, batch);
-  const bool empty = rows == 0 || columns == 0 || batch == 0;
-  if (!x.data && !empty) fail(op, name, "null", "a pointer to data");
+  if (rows == 0 || columns == 0 || batch == 0) return;
+  if (!x.data) fail(op, name, "null", "a pointer to data");
+  const auto bytes = static_cast<uintptr_t>(dtype_bytes(x.dtype));
+  if (reinterpret_cast<uintptr_t>(x.data) % bytes != 0)
+    fail(op, name, "data off a multiple of " + std::to_string(bytes) + " bytes",
+         "data at a multiple of its dtype's size", "copy it to memory that is aligned");
 }
 
 // Rejects strides that would write several elements to one place.
@@ -71,9 +74,12 @@ void check_apart(const char* op, const ConstQuantized& from, const Quantized& to
     fail(op, "to", "the memory of from", "memory of its own");
 }
 
+void check_count(const char* op, int64_t groups) {
+  if (groups < 0) fail(op, "offsets", "a negative count", "the end of every group");
+}
 void check_present(const char* op, const Groups& groups) {
-  if (groups && (groups.count < 0 || !groups.offsets))
-    fail(op, "offsets", groups.offsets ? "a negative count" : "null", "the end of every group");
+  check_count(op, groups.count);
+  if (groups && !groups.offsets) fail(op, "offsets", "null", "the end of every group");
 }
 
 // Offsets in host memory are checked here. On a device the kernels check them: if one is wrong, the
@@ -126,7 +132,7 @@ void check_quantized(const char* op, const char* name, const BasicQuantized<Byte
     fail(op, "axis", q.axis, "-1 (along rows) or -2 (down columns)",
          "axis is the contraction axis of the GEMM that will read the operand");
   if (q.rows < 0 || q.columns < 0 || q.batch < 0)
-    fail(op, name, extents(q.rows, q.columns), "extents of at least 0");
+    fail(op, name, extents(q), "extents of at least 0");
   check_sizes(op, name, q.rows, q.columns, q.batch, q.groups.count);
   check_groups(op, q.groups, q.rows, q.batch, memory);
   const StoredShape s = q.shape();
@@ -196,6 +202,7 @@ void check_widened(const char* op, const Quantized& out, const QuantSpec& spec, 
 
 void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
                  int64_t groups) {
+  check_count(op, groups);
   // The most that a layout, a transform and a block add to an extent; bytes of a scale or code.
   constexpr int64_t kPadding = 4096, kBytes = 4, kLimit = int64_t{1} << 62;
   const auto times = [](int64_t a, int64_t b) {

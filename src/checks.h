@@ -7,7 +7,7 @@ namespace blockscale {
 
 // Throws Error, naming the operator `op` and its argument `name`, if the buffers of an operand of
 // these extents, with the padding of any layout, could reach 2^62 bytes, so that sizes would
-// overflow.
+// overflow; or if the number of groups is negative.
 void check_sizes(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch,
                  int64_t groups);
 

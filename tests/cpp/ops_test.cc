@@ -16,6 +16,12 @@
 namespace blockscale::testing {
 namespace {
 
+// Refusals come before anything is launched: no memory is looked at, and there need be no GPU.
+class NoStream final : public Stream {
+  void* handle() const override { throw std::logic_error("used"); }
+  void* workspace(int64_t) const override { throw std::logic_error("used"); }
+};
+
 // A small matrix and its operand, as every refusal starts from.
 struct Refused : public ::testing::Test {
   Input x{DType::f32, 1, 40, 48, Strides::row_major, [](int64_t, int64_t r, int64_t c) {
@@ -106,6 +112,8 @@ TEST_F(Refused, NullPointersAndNegativeExtents) {
   ConstMatrix negative = x.view();
   negative.rows = -1;
   EXPECT_ERROR(quantize(negative, out.view), "x", "[-1, 48]");
+  negative.rows = 40, negative.batch = -2;
+  EXPECT_ERROR(quantize(negative, out.view), "x = -2 matrices of [40, 48]", "at least 0");
   Quantized q = out.view;
   q.codes = nullptr;
   EXPECT_ERROR(quantize(x.view(), q), "null codes");
@@ -113,7 +121,50 @@ TEST_F(Refused, NullPointersAndNegativeExtents) {
   EXPECT_ERROR(quantize(x.view(), q), "null scales");
   q = out.view, q.outer = nullptr;
   EXPECT_ERROR(quantize(x.view(), q), "null outer", "outer scale");
+  q = out.view, q.batch = -2;
+  EXPECT_ERROR(quantize(x.view(), q), "out = -2 matrices of [40, 48]", "at least 0");
+  for (const int64_t count : {int64_t{-1}, -(int64_t{1} << 50), INT64_MIN}) {
+    const Groups groups{&count, true, count};
+    q = out.view, q.groups = groups;
+    EXPECT_ERROR(quantize(x.view(), q), "quantize: offsets = a negative count");
+    float largest = 0;
+    EXPECT_ERROR(amax(x.view(), kNvfp4, -1, &largest, serial_executor(), groups),
+                 "amax: offsets = a negative count");
+  }
   expect_untouched();
+}
+
+TEST_F(Refused, DataOffAMultipleOfItsElementsSize) {
+  const auto off = [](auto matrix, DType dtype, int64_t bytes) {
+    matrix.dtype = dtype;
+    const auto at = reinterpret_cast<uintptr_t>(matrix.data) + static_cast<uintptr_t>(bytes);
+    matrix.data = reinterpret_cast<decltype(matrix.data)>(at);
+    return matrix;
+  };
+  for (const DType dtype : {DType::f32, DType::f32_as_bf16}) {
+    EXPECT_ERROR(quantize(off(x.view(), dtype, 2), out.view),
+                 "quantize: x = data off a multiple of 4 bytes", "its dtype's size", "aligned");
+    EXPECT_ERROR(quantize(off(x.view(), dtype, 2), out.view, {}, NoStream()),
+                 "quantize: x = data off a multiple of 4 bytes");
+  }
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    EXPECT_ERROR(quantize(off(x.view(), dtype, 1), out.view),
+                 "quantize: x = data off a multiple of 2 bytes");
+    quantize(off(x.view(), dtype, 2), out.view);
+  }
+  float largest = 7;
+  EXPECT_ERROR(amax(off(x.view(), DType::f32, 1), kNvfp4, -1, &largest), "amax: x = data off");
+  EXPECT_EQ(largest, 7);
+  std::vector<float> values(40 * 48 + 1, 7);
+  const Matrix to = off(Matrix{values.data(), DType::f32, 40, 48, 48, 1, 1, 0}, DType::f32, 2);
+  EXPECT_ERROR(dequantize(as_const(out.view), to), "dequantize: x = data off a multiple of 4");
+  const Output a(kMxfp8, {}, -1, 40, 32), b(kMxfp8, {}, -1, 48, 32);
+  EXPECT_ERROR(gemm(as_const(a.view), as_const(b.view), to), "gemm: d = data off a multiple of 4");
+  EXPECT_EQ(values, std::vector<float>(40 * 48 + 1, 7));
+  // Nothing is read where there is nothing.
+  ConstMatrix none = off(x.view(), DType::f32, 2);
+  none.rows = 0;
+  EXPECT_EQ((amax(none, kNvfp4, -1, &largest), largest), 0);
 }
 
 // Each product of these extents is 0 or small in 64 bits.
@@ -136,12 +187,6 @@ TEST_F(Refused, OperandsWhoseSizesOverflow) {
   check_sizes("quantize", "x", int64_t{1} << 40, int64_t{1} << 16, 1, 1 << 16);
   expect_untouched();
 }
-
-// Refusals come before anything is launched: no memory is looked at, and there need be no GPU.
-class NoStream final : public Stream {
-  void* handle() const override { throw std::logic_error("used"); }
-  void* workspace(int64_t) const override { throw std::logic_error("used"); }
-};
 
 TEST_F(Refused, WhatIsWidenedIsNoMxfp4OrGoesElsewhere) {
   QuantizeOptions o;
