@@ -323,6 +323,7 @@ void amax(const ConstMatrix& x, const QuantSpec& spec, int axis, const Groups& g
           const Stream& stream) {
   const int64_t matrices = groups ? groups.count : x.batch;
   if (matrices == 0) return;
+  const ForgetsFailure at_end;
   clear_async(out, static_cast<size_t>(matrices) * sizeof(float), native(stream));
   const Amax one{x, spec, axis, groups, out, nullptr, false};
   add_amaxes({&one, 1}, stream);

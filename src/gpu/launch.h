@@ -38,15 +38,25 @@ inline void clear_async(void* p, size_t bytes, NativeStream stream) {
   note_failure(set_zero(p, bytes, stream));
 }
 
+// Takes the failure away, from the runtime's record too: it is no error of the next launch.
+inline Error_t take_failure() {
+  const Error_t e = std::exchange(launch_failure(), kSuccess);
+  if (e != kSuccess) (void)last_error();
+  return e;
+}
 // Every operator ends with this: it checks that none of its launches has failed.
 inline void check_launch(const char* op) {
-  const Error_t e = std::exchange(launch_failure(), kSuccess);
+  const Error_t e = take_failure();
   if (e == kSuccess) return;
-  (void)last_error();  // reported here, so no error of the next launch
   fail(op, "device", error_text(e),
        "a GPU that this build has kernels for, with the shared memory that they take",
        "see `blockscale doctor`");
 }
+// In an operator that may throw between a launch and check_launch(), such as where the stream has
+// no more workspace: a launch that failed before would be reported by this thread's next operator.
+struct ForgetsFailure {
+  ~ForgetsFailure() { (void)take_failure(); }
+};
 
 // Shared memory per multiprocessor that kernels plan with, less what each thread block takes for
 // itself.

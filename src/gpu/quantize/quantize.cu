@@ -356,6 +356,7 @@ void decode_rows(std::span<const Quantization> inputs, const Stream& stream) {
 }  // namespace
 
 void quantize(std::span<const Quantization> inputs, const Stream& stream, const WordCopy& word) {
+  const ForgetsFailure at_end;
   Quantization given[2];
   Work all[2];
   Quantized turned[2][2];
