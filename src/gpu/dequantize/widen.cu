@@ -1,5 +1,6 @@
 // MXFP4 operands as FP8 ones, as widen.h says.
 #include <bit>
+#include <string>
 #include <utility>
 
 #include "divisor.h"
@@ -11,11 +12,12 @@ namespace blockscale::gpu {
 namespace {
 
 constexpr int kWidenThreads = 256, kWidenLines = kWidenThreads / 32;
-constexpr int kBlock = 32;
+constexpr int kBlock = kMxfp4.block;
 constexpr int kCodes = 16;          // per lane at once: half a block
 constexpr int kStep = 32 * kCodes;  // per warp
 constexpr int kAhead = 4;           // steps whose loads are in flight together
-constexpr int64_t kMostCodes = kGpuLimit - kStep * kAhead;  // of a line
+constexpr int kTogether = kStep * kAhead;
+constexpr int64_t kMostCodes = kGpuLimit - kTogether;  // of a line: steps are counted past its end
 constexpr int kShared = kWidened.block;  // codes of A that share a scale; side of B's squares
 
 struct WidenSide {
@@ -140,9 +142,11 @@ __global__ void __launch_bounds__(kWidenThreads)
 // An operand with room for its codes and scales, and what the kernel needs to know about it. `take`
 // allocates memory, in multiples of 16 bytes.
 struct Room {
-  // `take` is asked for the codes' memory, then for that of the scales.
+  // `take` is asked for the codes' memory, then for that of the scales. `op` is the operator that
+  // an error names.
   template <class Take>
-  Room(const ConstQuantized& from, const QuantSpec& spec, const Take& take) : made{from} {
+  Room(const char* op, const ConstQuantized& from, const QuantSpec& spec, const Take& take)
+      : made{from} {
     const StoredShape s = from.shape();
     ConstQuantized& q = made.q;
     q.spec = spec;
@@ -153,7 +157,7 @@ struct Room {
     if (from.axis == -1 || !from.groups) q.axis = -1, q.rows = s.lines, q.columns = s.extent;
     const StoredShape m = q.shape();
     if (m.padded > kMostCodes)
-      fail("gemm", "k", s.extent, "at most 2^31 - 2048 for MXFP4 on a GPU",
+      fail(op, "k", s.extent, "at most 2^31 - " + std::to_string(kTogether) + " for MXFP4 on a GPU",
            "multiply parts of it, and add up");
     padded = static_cast<int>(m.padded);
     side.to = take(q.batch * s.lines * padded);
@@ -180,7 +184,7 @@ auto from_workspace(const Stream& stream) {
 // The same with scales of its lines, for each of the groups along the contraction axis.
 template <class Take>
 Room room_of_b(const ConstQuantized& b, int groups, const Take& take) {
-  Room room(b, kFp8_128x128, take);
+  Room room("gemm", b, kFp8_128x128, take);
   room.made.line_scales = reinterpret_cast<float*>(take(int64_t{4} * groups * room.side.lines));
   return room;
 }
@@ -198,7 +202,7 @@ int set_groups(WidenParams& p, const ConstQuantized& q) {
 }
 
 // Launches for the operands that are given.
-void launch(WidenParams& p, const Room* a, const Room* b, const Stream& stream) {
+void launch(const char* op, WidenParams& p, const Room* a, const Room* b, const Stream& stream) {
   const Room& one = a ? *a : *b;
   p.blocks = one.blocks, p.padded = one.padded;
   if (a) p.a = a->side;
@@ -208,7 +212,7 @@ void launch(WidenParams& p, const Room* a, const Room* b, const Stream& stream) 
   if (blocks == 0) return;
   const dim3 grid(blocks, p.groups ? static_cast<unsigned>(p.groups.count) : 1);
   start(widen_kernel, grid, kWidenThreads, 0, native(stream), p);
-  check_launch("gemm");
+  check_launch(op);
 }
 
 }  // namespace
@@ -216,9 +220,9 @@ void launch(WidenParams& p, const Room* a, const Room* b, const Stream& stream) 
 WidenedPair widen(const ConstQuantized& a, const ConstQuantized& b, const Stream& stream) {
   WidenParams p{};
   const int parts = set_groups(p, b);
-  const Room left(a, kWidened, from_workspace(stream));
+  const Room left("gemm", a, kWidened, from_workspace(stream));
   const Room right = room_of_b(b, parts, from_workspace(stream));
-  launch(p, &left, &right, stream);
+  launch("gemm", p, &left, &right, stream);
   return {left.made, right.made};
 }
 
@@ -227,15 +231,15 @@ void widen_to(const ConstQuantized& a, const Quantized& to, const Stream& stream
   set_groups(p, a);
   uint8_t* const parts[] = {to.codes, to.scales};
   int next = 0;
-  const Room room(a, kWidened, [&](int64_t) { return parts[next++]; });
-  launch(p, &room, nullptr, stream);
+  const Room room("quantize", a, kWidened, [&](int64_t) { return parts[next++]; });
+  launch("quantize", p, &room, nullptr, stream);
 }
 
 WidenedOperand widen_right(const ConstQuantized& b, const Stream& stream) {
   WidenParams p{};
   const int parts = set_groups(p, b);
   const Room room = room_of_b(b, parts, from_workspace(stream));
-  launch(p, nullptr, &room, stream);
+  launch("gemm", p, nullptr, &room, stream);
   return room.made;
 }
 
@@ -257,7 +261,7 @@ WidenedOperand widen_right(const ConstQuantized& b, uint8_t* memory, const Strea
   WidenParams p{};
   int64_t end = 0;
   const Room room = room_of_b(b, 1, from(memory, end));
-  launch(p, nullptr, &room, stream);
+  launch("gemm", p, nullptr, &room, stream);
   return room.made;
 }
 
