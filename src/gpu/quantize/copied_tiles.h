@@ -35,7 +35,7 @@ struct RowOfThreads : DirectMemory {
 
   BLOCKSCALE_DEVICE static void sync() { sync_row<kDirectThreads>(); }
 };
-template <class Row, class Column>
+template <class Column>
 struct CopiedMemory {
   struct alignas(128) Part {
     Bf16Tile tile;
@@ -123,12 +123,12 @@ struct TileColumns {
 };
 
 template <class Row, class Column>
-__global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Row, Column>::kRows), 1)
+__global__ void __launch_bounds__((kDirectThreads * CopiedMemory<Column>::kRows), 1)
     copied_kernel(const __grid_constant__ CopiedParams p) {
   after_previous(p);
   constexpr Pass kRow = Row::kPass, kColumn = Column::kPass;
   BLOCKSCALE_DYNAMIC_SHARED(bytes);
-  auto& all = *reinterpret_cast<CopiedMemory<Row, Column>*>(bytes);
+  auto& all = *reinterpret_cast<CopiedMemory<Column>*>(bytes);
   auto& memory = in_place(all.part[threadIdx.y]);
   RowOfThreads& here = memory.here;
   if (threadIdx.x == 0) {

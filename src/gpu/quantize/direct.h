@@ -210,7 +210,7 @@ BLOCKSCALE_DEVICE void quantize_lines(Reader reader, const Side& s, int line, in
     auto m = loaded();
     LinesInTurn<kPass> in_turn(s, m, line, lines, pos);
     quantize_fp4_lines<kPass>(reader, first, s, m, in_turn, pos, each);
-    if constexpr (kPass.widened) pad_widened<kPass>(s, m, line, min(lines, each), pos);
+    if constexpr (kPass.widened) pad_widened(s, m, line, min(lines, each), pos);
   } else {
     typename Reader::Run runs[kDirectLines];
 #pragma unroll

@@ -162,8 +162,7 @@ inline bool fits_grid(const QuantizeParams& p) {
 }
 // Whether a tile is one square in both directions, with the same codes.
 BLOCKSCALE_HD constexpr bool has_twins(const Pass& row, const Pass& column) {
-  return row == column && row.square && row.block() == kTile && row.encoder != Encoder::byte &&
-         !row.any();
+  return row == column && row.square && row.block() == kTile && row.encoder != Encoder::byte;
 }
 // Resident thread blocks per multiprocessor: as many as registers allow without spilling, except
 // for FP8 in both directions, which waits for memory more than it computes. Rows at odd addresses

@@ -127,7 +127,7 @@ void launch_joined(QuantizeParams& p, NativeStream stream) {
 template <class Row, class Column>
 void launch_copied(QuantizeParams& p, NativeStream stream) {
   constexpr auto kKernel = copied_kernel<Row, Column>;
-  using Memory = CopiedMemory<Row, Column>;
+  using Memory = CopiedMemory<Column>;
   const auto tiles = [&] { launch_tiles<Row, Column, Aligned>(p, stream); };
   constexpr int kBytes = sizeof(Memory), kRounds = 8;
   const int device = current_device();

@@ -159,7 +159,6 @@ BLOCKSCALE_DEVICE void store_row(const Side& s, const MatrixAt& m, const Codes& 
 }
 // Writes the padding of widened scales, if the last line is among a thread's `lines` from `line`
 // on.
-template <Pass kPass>
 BLOCKSCALE_DEVICE void pad_widened(const Side& s, const MatrixAt& m, int line, int lines, int pos) {
   if (s.rows_behind == 0 || line + lines != s.lines || lines <= 0 || pos % kTile != 0) return;
   auto* to = reinterpret_cast<float*>(m.scales) +
