@@ -25,7 +25,8 @@ enum class Schedule : int { chosen, fixed, dynamic };
 //   dense        A [m, k],    B [n, k],    D [m, n]
 //   rows         A [m, k],    B [g, n, k], D [m, n]: rows of A by group
 //   contraction  A [m, k],    B [n, k],    D [g, m, n]: group i's part of the storage starts where
-//                the one before ends, rounded up to 128; k is the length of the whole storage
+//                the one before ends, rounded up to 128 (BF16: to `storage_unit`); k is the length
+//                of the whole storage
 // Rows of no group become 0 unless D is accumulated; offsets that decrease or pass the end make all
 // of D NaN.
 struct Gemm {
@@ -44,7 +45,7 @@ struct Gemm {
   int64_t group_rows = 0;         // total rows that the groups divide
   const void* offsets = nullptr;  // cumulative ends of the groups, in device memory
   bool int64_offsets = false;     // int64 instead of int32
-  int band = 0;                   // tiles along M that are walked together; 0: chosen
+  int band = 0;  // tiles along M that are walked together; set once there is a tile
   Schedule schedule = Schedule::chosen;
   Previous previous = Previous::any;
 };

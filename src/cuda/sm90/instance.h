@@ -47,7 +47,7 @@ inline cuda::GemmSize size_of(const Gemm& g, int block, int multiprocessors) {
 
 // Chooses the rest once there is a tile.
 inline void choose_order(Gemm& g, const cuda::TileShape& tile, const cuda::GemmSize& size) {
-  if (g.band <= 0) g.band = cuda::choose_band(tile, size);
+  g.band = cuda::choose_band(tile, size);
   if (g.schedule == Schedule::chosen)
     g.schedule = cuda::is_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
 }
@@ -195,7 +195,8 @@ cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStre
                 static_cast<int>(p.problem.group_units.by()) <= clusters;
   if (g.schedule == Schedule::dynamic) {
     p.problem.counter = counter_of(stream, g.previous);
-    if (p.problem.counter < 0)  // none left, or none to be had for this stream or graph
+    // None left, or none to be had for this stream or graph.
+    if (p.problem.counter < 0 && g.previous != Previous::any)
       p.problem.counter = counter_of(stream, p.problem.previous = Previous::any);
   }
   config.gridDim = dim3(static_cast<unsigned>(clusters * T::kCluster));
