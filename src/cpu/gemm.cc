@@ -270,15 +270,14 @@ HWY_INLINE void multiply(const RowPanels<Dot>& a, int64_t pa, const ColumnPanels
   const Word<Dot>* a_words = a.values.get() + pa * a.words;
   const Word<Dot>* b_words = b.values.get() + pb * b.words;
   if constexpr (kPairs<Dot>) {
-    const int64_t step = std::min(scaled_depth(a.reader.q.spec), scaled_depth(b.reader.q.spec));
+    const int64_t step = scaled_depth(a.reader.q.spec);  // b's too, whose blocks are as long
     const float* a_scales = a.scales.get() + pa * a.rows;
     const float* b_scales = b.scales.get() + pb * b.rows;
     for (int64_t k = 0; k < depth; k += step) {
       const int64_t pairs = round_up(std::min(step, depth - k) / 2, Dot::kTogether);
       Dot::multiply(a_words + k / 2 * a.width, b_words + k / 2 * b.width, pairs,
-                    a_scales + k / scaled_depth(a.reader.q.spec) * a.width,
-                    b_scales + k / scaled_depth(b.reader.q.spec) * b.width, accumulate || k > 0, c,
-                    c_stride);
+                    a_scales + k / step * a.width, b_scales + k / step * b.width,
+                    accumulate || k > 0, c, c_stride);
     }
   } else {
     multiply_panels(a_words, b_words, depth, accumulate, c, c_stride);
