@@ -64,6 +64,14 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   return strides;
 }
 
+// PyTorch's own threads.
+class TorchExecutor final : public Executor {
+ public:
+  void parallel_for(int64_t count, const Body& body) const override {
+    torch::stable::parallel_for(0, count, 1, body);
+  }
+};
+
 }  // namespace
 
 Context::Context(const char* op, const char* argument, const Tensor& first)

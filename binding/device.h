@@ -121,14 +121,6 @@ Tensor call(const char* op, const char* overload, const Args&... args) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// PyTorch's own threads.
-class TorchExecutor final : public Executor {
- public:
-  void parallel_for(int64_t count, const Body& body) const override {
-    torch::stable::parallel_for(0, count, 1, body);
-  }
-};
-
 // The threads for work on about so many elements.
 const Executor& executor_for(int64_t elements);
 

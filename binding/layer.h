@@ -3,8 +3,6 @@
 #pragma once
 
 #include <span>
-#include <string>
-#include <vector>
 
 #include "operands.h"
 

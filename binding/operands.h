@@ -2,7 +2,6 @@
 #pragma once
 
 #include <optional>
-#include <vector>
 
 #include "boundary.h"
 #include "gpu/gpu.h"
@@ -110,14 +109,9 @@ struct Destination {
   Quantized view;
 };
 
-// The operands of x along its rows and down its columns; one that is not wanted is left out, and
-// one that outlives the call is in `made_row` or `made_column` alone.
-struct Operands {
-  std::optional<GemmOperand> row, column;
-};
-// The same with all that quantize_operands() needs to make them. x is one matrix, with `batched`
-// [E, R, C], or in groups.
-struct PendingOperands : Operands {
+// The operands of x along its rows and down its columns, with all that quantize_operands() needs
+// to make them. x is one matrix, with `batched` [E, R, C], or in groups.
+struct PendingOperands {
   PendingOperands(const Context& at, const Tensor& x, bool batched, const Groups& groups,
                   const OperandRequest& row_request, const OperandRequest& column_request,
                   const Key& key, const Shard& shard = {});
@@ -130,6 +124,9 @@ struct PendingOperands : Operands {
             row_values};
   }
 
+  // One that is not wanted is left out, and one that outlives the call is in `made_row` or
+  // `made_column` alone.
+  std::optional<GemmOperand> row, column;
   Input in;
   std::optional<Destination> made_row, made_column;
   QuantizeOptions row_options, column_options;
