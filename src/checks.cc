@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "gpu/gpu.h"
-#include "text.h"
 
 namespace blockscale {
 namespace {

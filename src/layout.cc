@@ -1,9 +1,6 @@
 #include "blockscale/layout.h"
 
-#include <algorithm>
-
 #include "blockscale/status.h"
-#include "blockscale/tensor.h"
 #include "text.h"
 
 namespace blockscale {

@@ -1,7 +1,5 @@
 #include "cpu/direction.h"
 
-#include <cstring>
-
 namespace blockscale::cpu {
 namespace {
 

@@ -24,7 +24,6 @@
 #endif
 
 #include <cstdint>
-#include <string>
 
 #include "blockscale/rounding.h"
 

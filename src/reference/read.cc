@@ -1,6 +1,5 @@
 // The operators that read a quantized operand: dequantize, relayout, gemm.
 #include <cstring>
-#include <vector>
 
 #include "reference.h"
 

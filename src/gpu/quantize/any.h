@@ -6,8 +6,6 @@
 // wanted, each tile is read once for both.
 #pragma once
 
-#include <type_traits>
-
 #include "gpu/quantize/columns.h"
 #include "gpu/quantize/loaders.h"
 #include "gpu/quantize/rows.h"
