@@ -160,16 +160,16 @@ std::string gemm_needs(const QuantSpec& spec, std::string_view device) {
 std::string explain(std::string_view spec, std::string_view layout, std::string_view device) {
   try {
     validate(parse_spec(spec), parse_layout(layout));
+    const std::string_view kind = kind_of(device);
+    std::vector<std::string> names;
+    for (const Backend& backend : backends()) {
+      if (kind == backend.name) return backend.available ? "" : backend.reason;
+      names.push_back(backend.name);
+    }
+    fail("explain", "device", quoted(device), "one of " + join(names, ", "));
   } catch (const Error& error) {
     return error.what();
   }
-  const std::string_view kind = kind_of(device);
-  std::vector<std::string> names;
-  for (const Backend& backend : backends()) {
-    if (kind == backend.name) return backend.available ? "" : backend.reason;
-    names.push_back(backend.name);
-  }
-  return "explain: device = " + quoted(device) + "; need one of " + join(names, ", ");
 }
 
 std::vector<Backend> backends() {

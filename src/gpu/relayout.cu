@@ -115,7 +115,7 @@ BLOCKSCALE_DEVICE int64_t chunk_at(Layout codes, const StoredShape& s, int line,
   const auto columns = static_cast<int>(s.code_columns);
   if (codes == Layout::linear) return static_cast<int64_t>(line) * columns + byte;
   constexpr int kMultiple = traits(Layout::mfma_16x16).column_multiple;
-  const int across = (columns + kMultiple - 1) & -kMultiple;
+  const int across = padded_as(columns, kMultiple);
   return static_cast<int64_t>(line / 16) * (16 * across) + byte * 16 + line % 16 * 16;
 }
 BLOCKSCALE_DEVICE int next_64(Layout codes) {
@@ -144,11 +144,8 @@ BLOCKSCALE_DEVICE void move_codes(const RelayoutParams& p, int batch, int row, i
   }
   const int left = (r < lines ? bytes : 0) - c;
   // Past the codes of a line comes the padding of the layout, which is 0.
-  const auto padded = [](int n, int multiple) { return (n + multiple - 1) & -multiple; };
-  const int kept =
-      (r < padded(lines, p.code_traits.row_multiple) ? padded(bytes, p.code_traits.column_multiple)
-                                                     : 0) -
-      c;
+  const bool there = r < padded_as(lines, p.code_traits.row_multiple);
+  const int kept = (there ? padded_as(bytes, p.code_traits.column_multiple) : 0) - c;
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = load_chunk(source + i * next_64(from), left - i * 64);
 #pragma unroll
