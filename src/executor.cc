@@ -1,4 +1,5 @@
-// The default executors: one runs in the calling thread, one has a pool of one thread per core.
+// The default executors: one runs in the calling thread, one has a pool of one thread per logical
+// processor.
 #include <unistd.h>
 
 #include <algorithm>

@@ -38,8 +38,8 @@ struct Groups {
   }
 };
 
-// The largest possible sum of `count` parts, `total` in all, when each is rounded up to a multiple;
-// or more, where there are more parts than that.
+// What `count` parts, `total` in all, can add up to at most when each is rounded up to a multiple,
+// if `total` is at least `count`; more otherwise.
 BLOCKSCALE_HD constexpr int64_t rounded_parts(int64_t total, int64_t count, int64_t multiple) {
   return (total + count * (multiple - 1)) / multiple * multiple;
 }

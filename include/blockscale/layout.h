@@ -107,7 +107,8 @@ BLOCKSCALE_HD constexpr int64_t layout_offset(Layout l, int64_t rows, int64_t co
   return layout_offset_as<int64_t>(l, rows, columns, r, s);
 }
 
-// The row part of the offset as precomputed numbers, for a kernel that needs it row after row.
+// The row part of the offset as precomputed numbers, for a kernel that needs it row after row. The
+// pitch, from tile to tile, must fit in 32 bits.
 struct RowSteps {
   uint32_t run_mask, step;                // within a run
   uint32_t run_shift, runs_mask, stride;  // from run to run of a tile

@@ -1,7 +1,8 @@
 // The operators: on the CPU with an executor, on a GPU with a stream. They check their arguments
-// and throw an Error before anything is written. Outputs must overlap neither inputs nor each
-// other. `reference::` (below) defines, one scalar at a time, the result that every backend gives;
-// of transpose, which it does not have, the definition is quantize along the other axis.
+// first: what they refuse is an Error before anything is written. (On a GPU it is also an Error if
+// a launch fails; earlier ones may have written by then.) Outputs must overlap neither inputs nor
+// each other. `reference::` (below) defines, one scalar at a time, the result that every backend
+// gives; of transpose, which it does not have, the definition is quantize along the other axis.
 #pragma once
 
 #include <functional>
@@ -25,26 +26,34 @@ class Executor {
   virtual void parallel_for(int64_t count, const Body& body) const = 0;
 };
 const Executor& serial_executor();
-// One thread per core of the machine, started on first use. One call uses them at a time; nested
-// and concurrent calls, and those in the child of a fork, run in the calling thread.
+// One thread per logical processor of the machine, started on first use. One call uses them at a
+// time; nested and concurrent calls, and those in the child of a fork, run in the calling thread.
 const Executor& default_executor();
 
 // Where the operators below run on a GPU: the overloads that take a Stream read and write device
 // memory, launch their kernels in stream order and return without waiting. Every pointer (data,
-// amax, keys, outputs) refers to memory of the stream's device. On a GPU, extents are below 2^31,
-// operands' codes begin at multiples of 16 bytes and FP32 scales at multiples of 4.
+// amax, keys, outputs) refers to memory of the stream's device; operands' codes begin at multiples
+// of 16 bytes and FP32 scales at multiples of 4. What kernels can count has limits there:
+//   a matrix           extents below 2^31; fewer than 2^30 tiles of 128 x 128 in a batch
+//   an operand         extents below 2^31 in whole blocks and transforms, with the padding of its
+//                      layouts; up to 2^32 scales of a matrix, padding included; in mfma_16x16,
+//                      lines of less than 2^27 bytes; to dequantize, fewer than 2^36 elements of a
+//                      matrix
+//   in groups          fewer than 2^22 tiles of 128 x 128, where each group counts as one more row
+//                      of tiles
 class Stream {
  public:
   virtual ~Stream() = default;
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done, from a multiple of 16 bytes
   // on. Its size depends on shapes, and on whether the scales of a gemm lie at multiples of 16
-  // bytes. Quantizers request one FP32 per matrix for each amax not given (for small inputs, one
-  // per 128 x 128 tile); a BF16 copy of x for a Hadamard transform wider than 16; and, where both
-  // directions have one-byte elements, `linear` scales and no square blocks, a copy of the scales
-  // of both. With groups, amax, dequantize, relayout and quantizers with no compiled kernel request
-  // some bytes for each group and each 128 rows of x. Without a compiled kernel, quantizers also
-  // request space for what they widen. gemm requests it for scales it copies, for MXFP4 as FP8
+  // bytes. Quantizers request one FP32 per matrix for each amax not given (for small inputs, two
+  // per 128 x 128 tile each time that x is read for amaxes); a BF16 copy of x for a Hadamard
+  // transform wider than 16, and another for its amax if not given, as amax itself does; and, where
+  // both directions have one-byte elements, `linear` scales and no square blocks, a copy of the
+  // scales of both. With groups, amax, dequantize, relayout and quantizers with no compiled kernel
+  // request some bytes for each group and each 128 rows of x. Without a compiled kernel, quantizers
+  // also request space for what they widen. gemm requests it for scales it copies, for MXFP4 as FP8
   // (below), and for MXFP4 operands that are not linear.
   virtual void* workspace(int64_t bytes) const = 0;
 };
@@ -57,8 +66,12 @@ struct QuantizeOptions {
   const int64_t* device_seed = nullptr;
   const int64_t* device_offset = nullptr;
   uint64_t device_seed_step = 0;  // added to *device_seed
-  int64_t origin_row = 0;     // of x in the unsharded tensor; whole blocks along the contraction
-  int64_t origin_column = 0;  // axis (and across it for square blocks)
+  // Of x in the unsharded tensor, at least 0: whole blocks and transforms along the contraction
+  // axis, and whole blocks across it if they are square. With stochastic rounding, all coordinates
+  // there are below 2^32, those of padding included; the lines of a batch are counted on from one
+  // matrix to the next.
+  int64_t origin_row = 0;
+  int64_t origin_column = 0;
   // On a GPU: x is quantized to this spec in MXFP4, and then widened to that of the output, E5M2 in
   // 1x128 blocks with mn_major scales, as gemm widens the left one of two operands (below). The
   // output serves gemm alone: with groups of rows its scales lie where its codes do.
@@ -77,7 +90,8 @@ void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions&
 void quantize(const ConstMatrix& x, const Quantized& out, const QuantizeOptions& options,
               const Stream& stream);
 
-// Rows (axis -1) and columns (axis -2) of x in one pass; the specs may differ.
+// Rows and columns of x in one pass: row_out has axis -1 and column_out axis -2. Specs may differ;
+// groups are the same, with the same offsets in memory.
 void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out,
                    const QuantizeOptions& row_options = {},
                    const QuantizeOptions& column_options = {},
@@ -87,8 +101,10 @@ void quantize_dual(const ConstMatrix& x, const Quantized& row_out, const Quantiz
                    const Stream& stream);
 
 // One input and the operands made from it: along its rows, down its columns, or both.
-// `row_values` receives the row operand's values, decoded as if it had no outer scale: BF16 with
-// x's extents, rows at multiples of 16 bytes. Nothing is written there if its data is null.
+// `row_values` receives the row operand's values, decoded as if it had no outer scale. Nothing is
+// written there if its data is null; otherwise there is a row operand, without groups or a
+// transform, x is one matrix, and row_values is BF16 with x's extents, contiguous columns and rows
+// at multiples of 16 bytes that do not overlap.
 struct Quantization {
   ConstMatrix x;
   const Quantized* row = nullptr;
@@ -189,7 +205,9 @@ std::string gemm_needs(const QuantSpec& spec, std::string_view device);
 // copy of them to debug.
 void check_offsets(const char* op, const Groups& groups, int64_t rows);
 
-// Why an operator cannot run, in the words of its error; empty when it can.
+// Why operands of this spec and layout cannot be used on a device, in the words of an operator's
+// error; empty when they can. It checks the spec, the layout and whether the device has a backend,
+// and no operator: of products, gemm_needs() says more.
 std::string explain(std::string_view spec, std::string_view layout, std::string_view device);
 
 // The backends of this build.

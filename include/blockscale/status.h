@@ -8,7 +8,8 @@
 
 namespace blockscale {
 
-// A request that cannot be carried out. Thrown at the API boundary, before anything is written.
+// A request that cannot be carried out. Thrown at the API boundary, before anything is written; but
+// where a GPU refuses a launch, earlier launches of the call may have written.
 class Error : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;

@@ -14,9 +14,10 @@ BLOCKSCALE_HD constexpr int dtype_bytes(DType t) {
   return t == DType::bf16 || t == DType::f16 ? 2 : 4;
 }
 
-// A batch of `batch` matrices [rows, columns] of a DType. Strides, in elements, say where (b, r, c)
-// lies and may have any value: negative ones are allowed, and 0 (the default below) reads the same
-// elements again. An output has no stride of 0 along an extent above 1.
+// A batch of `batch` matrices [rows, columns] of a DType; data begins at a multiple of its size.
+// Strides, in elements, say where (b, r, c) lies and may have any value: negative ones are allowed,
+// and 0 (the default below) reads the same elements again. An output has no stride of 0 along an
+// extent above 1.
 template <class Pointer>
 struct BasicMatrix {
   Pointer data = nullptr;
@@ -36,7 +37,8 @@ constexpr ConstMatrix as_const(const Matrix& x) {
           x.row_stride, x.column_stride, x.batch, x.batch_stride};
 }
 
-// Element `i` (in elements, from data) as FP32, exactly; and back, rounded to nearest even.
+// Element `i` (in elements, from data) as FP32: exactly, or rounded as its dtype says. And back,
+// rounded to nearest even.
 inline float load_element(const ConstMatrix& x, int64_t i) {
   switch (x.dtype) {
     case DType::bf16:
@@ -64,11 +66,12 @@ inline void store_element(const Matrix& x, int64_t i, float value) {
 
 // A quantized operand (specification, section 1) of a batch of logical matrices [rows, columns].
 // Each matrix of the batch has its own outer scale and its own scale tiling. With groups the
-// operand is one matrix [rows, columns], and each group is quantized as a matrix of its own.
+// operand is one matrix [rows, columns], and each group is quantized as a matrix of its own. FP32
+// scales begin at a multiple of 4 bytes and, on a GPU, codes at a multiple of 16.
 template <class Byte, class Float>
 struct BasicQuantized {
   Byte* codes = nullptr;   // batch x code_bytes
-  Byte* scales = nullptr;  // batch x scale_count elements of scale_bytes(spec.scale), aligned
+  Byte* scales = nullptr;  // batch x scale_count elements of scale_bytes(spec.scale)
   Float* outer = nullptr;  // batch, or one per group; only when spec.outer
   QuantSpec spec{};
   StorageLayout layout{};

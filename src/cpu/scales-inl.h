@@ -76,7 +76,7 @@ struct TwoLevelScales {
         mask(hn::Set(DU(), traits(spec.scale).magnitude_mask())),
         enc(hn::Set(DF(), outer.enc * (1.0f / kE2m1Max))),
         dec(hn::Set(DF(), outer.dec)) {}
-  // encode_scale(): nearest even or up; amax >= 0, saturating.
+  // The specification's encode_scale (section 4): nearest even or up; amax >= 0, saturating.
   HWY_INLINE VU encode(VF wanted) const {
     const DU du;
     const VU code = hn::And(encoder.nearest(wanted), mask);

@@ -21,7 +21,7 @@ int attribute(int device, int none = 0) {
   return found == 0 ? none : found - 1;
 }
 
-// Major and minor version as one two-digit number.
+// Major and minor version as one number: 90 is 9.0, and 120 is 12.0.
 inline int compute_capability(int device) {
   return 10 * attribute<cudaDevAttrComputeCapabilityMajor>(device) +
          attribute<cudaDevAttrComputeCapabilityMinor>(device);
