@@ -296,9 +296,10 @@ def matmul(
     On a GPU both operands are decoded to BF16 without their outer scales, which is exact (except
     that values below 2^-126 are rounded to multiples of 2^-133). They are multiplied with FP32
     sums, to which outer scales and bias are applied. On compute capability 9.0 (H100, H200),
-    products with outer scales or a bias of a dtype other than bfloat16, and small products, run in
-    our own BF16 GEMM; all others, and those of few rows and few columns over a long contraction
-    axis, run in PyTorch's, as everything does on other GPUs. Specs with FP32 block scales
+    products with outer scales, with a bias of a dtype other than bfloat16 or with a bfloat16 result
+    and an extent that is not a multiple of 8, and small products, run in our own BF16 GEMM; all
+    others, and those of few rows and few columns over a long contraction axis, run in PyTorch's, as
+    everything does on other GPUs. Specs with FP32 block scales
     (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: they run in a block-scaled GEMM of their own on
     compute capability 9.0 (H100, H200), and other GPUs refuse them. That GEMM also multiplies two
     operands of `mxfp4`, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes
