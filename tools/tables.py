@@ -52,7 +52,7 @@ def ratios(rows: Sequence[Row], ours: str, peer: str) -> str:
     """Their least, greatest and geometric mean. Shapes that the peer refuses are only counted."""
     found = times(rows, ours, peer)
     refused = len(rows) - len(found)
-    rest = f" ({refused} refused)" if refused else ""
+    rest = f" (which refuses {refused})" if refused else ""
     return f"{between(found, '.2f')}, mean {mean(found):.2f}{rest}"
 
 
