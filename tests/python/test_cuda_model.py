@@ -123,8 +123,8 @@ def test_matmul(a_spec: str, b_spec: str, device: torch.device, random: torch.Ge
                 check_product(got, qa, qb, bias, (m, n, k, a_axis, b_axis, bias_type, out))
 
 
-# cuBLAS rounds parts of the sums to BF16, or sums before their bias, where an extent is no multiple of
-# 8; and for some long K (the last three) it leaves out what follows the last multiple of 64.
+# cuBLAS rounds parts of the sums to BF16, or sums before their bias, where an extent is no multiple
+# of 8; and for some long K (the last three) it leaves out what follows the last multiple of 64.
 EXTENTS = (
     (786, 6, 1567), (1022, 59, 2112), (1211, 578, 4377), (1729, 520, 5492), (2003, 139, 4752),
     (1024, 64, 2112), (100, 32, 51208), (3, 16, 24328), (213, 16, 38992),
@@ -138,7 +138,8 @@ def test_sums_are_kept_in_fp32(
     """Small integers, whose sums FP32 holds exactly, and biases that cancel some of them."""
     a, b = (torch.randint(-8, 9, (r, k), generator=random).to(device).bfloat16() for r in (m, n))
     qa, qb = bs.quantize(a, "mxfp8"), bs.quantize(b, "mxfp8")
-    assert torch.equal(qa.dequantize(), a) and torch.equal(qb.dequantize(), b)
+    assert torch.equal(qa.dequantize(), a)
+    assert torch.equal(qb.dequantize(), b)
     sums = a.double() @ b.double().t()
     some = torch.randint(0, m, (n,), generator=random).to(device)
     bias = -sums[some, torch.arange(n, device=device)].bfloat16()

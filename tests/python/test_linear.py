@@ -443,7 +443,8 @@ def test_flush_to_zero_does_not_change_an_amax(amax: float) -> None:
     torch.set_flush_denormal(False)
     as_tensor = bs.quantize(x, "nvfp4", amax=torch.tensor(amax))
     assert_same_operand(as_number, as_tensor)
-    assert as_number.outer is not None and as_number.outer > 0
+    assert as_number.outer is not None
+    assert as_number.outer > 0
 
 
 def test_nan_is_never_hidden() -> None:
