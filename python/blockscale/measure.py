@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.modules import module as hooks
@@ -16,10 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from blockscale import functional
 from blockscale._errors import fail, fail_type
 from blockscale._names import by_first_name, names_of, shown
-from blockscale.nn import WeightLayer, version_of
+from blockscale.nn import Layer, WeightLayer, version_of
 from blockscale.noise import Noise, pieces
 from blockscale.recipe import GEMMS, Recipe
 from blockscale.rng import Rng
+
+_SHOWN: Final = 6  # names in a line of the table
+_NOT_RUN: Final = "its forward has not run: not used, or its weight is read past it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,8 @@ class Measurement:
 
     Attributes:
         left_out: names of layers that ran but were not measured, or not in every call, with the
-            reason.
+            reason. When the context ends, also of layers that have not run at all, though a module
+            around them has: the model may read their weight past their forward.
     """
 
     def __init__(self) -> None:
@@ -103,12 +107,23 @@ class Measurement:
             cells = zip(lines[0], line, widths, strict=True)
             named = ("layer", "product", "operand")
             text.append("  ".join(c.ljust(w) if h in named else c.rjust(w) for h, c, w in cells))
-        left = [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        left = self._left_out()
         if len(text) == 1 and not left:
             return "nothing was measured: no layer with a quantized operand has run"
         return "\n".join([*text, *left])
 
     __repr__ = __str__
+
+    def _left_out(self) -> list[str]:
+        """A line for each reason, with the first names: a model may have hundreds of layers."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            names.setdefault(reason, []).append(name)
+        lines = []
+        for reason, of in names.items():
+            more = f" and {len(of) - _SHOWN} more" if len(of) > _SHOWN else ""
+            lines.append(f"left out: {', '.join(of[:_SHOWN])}{more}: {reason}")
+        return lines
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -175,9 +190,15 @@ class _Watch:
         self.made = Measurement()
         self.running = _Running()
         self.places = {module: (i, name) for i, (name, module) in enumerate(modules.items())}
+        self.begun: set[torch.nn.Module] = set()
+        self.complete: set[torch.nn.Module] = set()
+        # Layers by their weights, which may be multiplied by past the hooks: `layer.forward(x)`.
+        layers = (module for module in self.places if isinstance(module, WeightLayer))
+        self.layer_of = {id(layer._parameters.get("weight")): layer for layer in layers}
 
     def begin(self, module: torch.nn.Module, _: Any) -> None:
         if module in self.places:
+            self.begun.add(module)
             position, name = self.places[module]
             index = -1 if isinstance(module, WeightLayer) else 0
             self.running.names.append(_Name(position, index, name))
@@ -185,6 +206,20 @@ class _Watch:
     def end(self, module: torch.nn.Module, *_: Any) -> None:
         if module in self.places and self.running.names:
             self.running.names.pop()
+
+    def completed(self, module: torch.nn.Module, *_: Any) -> None:
+        """Its forward has not raised."""
+        if module in self.places:
+            self.complete.add(module)
+
+    def name_those_not_run(self) -> None:
+        """Add quantized layers that have not run, though a module around them has, to its end.
+        Layers elsewhere may be no part of what is measured, and recomputations may end early."""
+        around = {inner for module in self.complete for inner in module.modules()}
+        for module, (_, name) in self.places.items():
+            quantized = isinstance(module, Layer) and not module.recipe.high_precision
+            if quantized and module in around and module not in self.begun:
+                self.made.left_out[shown(name)] = _NOT_RUN
 
     def product(
         self,
@@ -198,6 +233,8 @@ class _Watch:
         names = self.running.names
         if not names or recipe.high_precision:
             return
+        if (layer := self.layer_of.get(id(w))) is not None:
+            self.begun.add(layer)
         name = names[-1]
         if name.index >= 0:
             names[-1] = dataclasses.replace(name, index=name.index + 1)
@@ -314,6 +351,7 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
     handles = [
         hooks.register_module_forward_pre_hook(watch.begin),
         hooks.register_module_forward_hook(watch.end, always_call=True),
+        hooks.register_module_forward_hook(watch.completed),
     ]
     functional.product_seen = watch.product
     try:
@@ -321,6 +359,7 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
             # For the wrappers of compiled modules, which have no name of their own here.
             warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
             yield watch.made
+        watch.name_those_not_run()
     finally:
         functional.product_seen = None
         for handle in handles:
