@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,8 @@ from blockscale.nn import Layer
 from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer
 
 NO_LINEAR: Final = " is not nn.Linear"  # after the kind of a module
+# PyTorch 2.11 has none: nothing is an instance of ().
+_LOSS: Final = getattr(torch.nn, "LinearCrossEntropyLoss", ())
 
 
 def has_own_parameters(module: torch.nn.Module) -> bool:
@@ -24,6 +27,13 @@ def _has_no_weight(module: torch.nn.Module) -> bool:
     what a parametrization computes."""
     held = has_own_parameters(module) or "weight" in module._buffers
     return not held and not torch.nn.utils.parametrize.is_parametrized(module)
+
+
+def read_past(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module | None, str]:
+    """The modules whose parameters another one of these reads past their forward, and which."""
+    losses = (module for module in modules if isinstance(module, _LOSS))
+    said = "is read by nn.LinearCrossEntropyLoss, past its forward"
+    return {loss._modules.get("linear"): said for loss in losses}
 
 
 def unfit(module: torch.nn.Module, as_experts: bool) -> str:

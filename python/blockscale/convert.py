@@ -12,7 +12,7 @@ import torch
 
 from blockscale._errors import any_int, did_you_mean, fail, fail_type, kind_of
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of, shown
-from blockscale._unfit import NO_LINEAR, has_own_parameters, unfit
+from blockscale._unfit import NO_LINEAR, has_own_parameters, read_past, unfit
 from blockscale.classes import class_of
 from blockscale.counting import states_of
 from blockscale.experts import Experts, is_experts
@@ -269,8 +269,9 @@ def _plan(
     }
     _check_named("skip", skip, names)
     chosen = _experts(experts, names)
+    past = read_past(names)
     reasons = {
-        module: unfit(module, module in chosen)
+        module: past.get(module) or unfit(module, module in chosen)
         for module in names
         # A layer's weight may be in a submodule, or held by FSDP.
         if isinstance(module, Layer | torch.nn.Linear) or has_own_parameters(module)

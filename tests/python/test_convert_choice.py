@@ -9,6 +9,7 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
+from blockscale import _unfit
 from models import model
 from torch import nn
 
@@ -162,6 +163,55 @@ def test_a_weight_that_is_no_parameter() -> None:
     assert torch.equal(frozen(torch.ones(1, 4)), bs.linear(torch.ones(1, 4), weight, None, "mxfp8"))
     said = "ParametrizedLinear is parametrized: convert it first, then parametrize it"
     assert dict(report.skipped)["computed"] == said
+
+
+class LinearLoss(nn.Module):
+    """As nn.LinearCrossEntropyLoss, which PyTorch 2.11 lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.linear(x, self.linear.weight, self.linear.bias)
+        return nn.functional.cross_entropy(y, target)
+
+
+def test_what_a_loss_reads_past_its_forward_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.loss = nn.LinearCrossEntropyLoss(64, 8) if has_one else LinearLoss()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.loss(self.linear(x), torch.zeros(len(x), dtype=torch.long))
+            return loss
+
+    has_one = hasattr(nn, "LinearCrossEntropyLoss")
+    if not has_one:
+        monkeypatch.setattr(_unfit, "_LOSS", LinearLoss)
+    model = Model()
+    model.loss.linear = bs.nn.Linear(64, 8, recipe="mxfp8")  # built by hand, or by earlier versions
+    said = "is read by nn.LinearCrossEntropyLoss, past its forward"
+    report = bs.convert(model, "mxfp8")
+    assert [name for name, _ in report.converted] == ["linear"]
+    assert report.skipped == [("loss.linear", said)]
+    assert type(model.loss.linear) is nn.Linear
+    with bs.measure(model) as found:
+        model(torch.randn(3, 64)).backward()
+    assert found.left_out == {}
+    with pytest.raises(ValueError, match=f"^convert: rules = 'loss', which finds loss.*; .*{said}"):
+        bs.convert(model, "mxfp8", rules={"loss": "mxfp8"})
+    with pytest.raises(ValueError, match=f"linear: {said}"):
+        bs.convert(model.loss, "mxfp8")
+
+
+def test_without_such_a_loss_its_linear_is_one_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in PyTorch 2.11."""
+    monkeypatch.setattr(_unfit, "_LOSS", ())
+    report = bs.convert(nn.ModuleDict({"loss": LinearLoss()}), "mxfp8")
+    assert [name for name, _ in report.converted] == ["loss.linear"]
 
 
 def of_torch_jit(kind: str) -> nn.Module:
