@@ -435,5 +435,8 @@ class GatheredWeight(WeightOfFsdp):
         if func is _aten.zeros_like.default:  # FSDP2's gradient for an unused layer
             return args[0].codes.new_zeros(args[0].shape, dtype=args[0].dtype)
         need = "nothing but its layer: FSDP2 has gathered codes, no values"
-        remedy = "call reshard() of the FSDP2 module first: cut, it has values"
+        remedy = (
+            "call reshard() of the FSDP2 module first: cut, it has values; if the model's forward "
+            "reads it past its layer, leave that layer out: skip= of convert"
+        )
         return fail("quantized_all_gather", "weight", f"read by {func}", need, remedy)
