@@ -33,7 +33,18 @@ def fail_type(operation: str, argument: str, got: object, need: str, remedy: str
 def fail_offsets(operation: str, got: object) -> NoReturn:
     """Raise TypeError for offsets that are not a tensor."""
     need = "a tensor of the cumulative ends of groups, [G] int32 or int64"
-    fail_type(operation, "offsets", got, need, "torch.tensor(ends, device=x.device)")
+    remedy = proxy_remedy(got) or "torch.tensor(ends, device=x.device)"
+    fail_type(operation, "offsets", got, need, remedy)
+
+
+def proxy_remedy(got: object) -> str:
+    """The remedy for what torch.fx.symbolic_trace passes instead of a tensor; "" for other
+    values."""
+    if not isinstance(got, torch.fx.Proxy):
+        return ""
+    remedy = "trace before bs.convert, or make the modules that call it leaves: a Tracer whose"
+    in_torchvision = 'tracer_kwargs={"leaf_modules": [bs.nn.Linear]}'
+    return f"{remedy} is_leaf_module accepts bs.nn.Linear; in torchvision, {in_torchvision}"
 
 
 def kind_of(got: object) -> str:

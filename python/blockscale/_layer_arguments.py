@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from blockscale._errors import fail, fail_type, kind_of, message
+from blockscale._errors import fail, fail_type, kind_of, message, proxy_remedy
 from blockscale.recipe import OPERANDS, Recipe, Spec, any_stochastic, spec
 from blockscale.tensor import (
     FLOATS,
@@ -37,7 +37,7 @@ def check_arguments(
             continue
         if not isinstance(tensor, torch.Tensor):
             remedy = "pass the recipe as recipe=" if isinstance(tensor, str | Recipe) else ""
-            fail_type(op, name, tensor, "a tensor", remedy)
+            fail_type(op, name, tensor, "a tensor", remedy or proxy_remedy(tensor))
         if tensor.dtype not in FLOATS and name != "offsets":
             fail(op, f"{name}.dtype", tensor.dtype, FLOATS_TEXT, "convert it with .to()")
         check_dense(op, name, tensor)
@@ -132,6 +132,20 @@ def refuse_trace(operation: str) -> NoReturn:
     """Refuse gradients in a trace, which would fail too, or silently omit x's gradient."""
     remedy = "use backward() for gradients, or torch.export"
     fail(operation, "x", "within torch.jit.trace", "torch.no_grad() in it", remedy)
+
+
+def refuse_script(layer: torch.nn.Module, recipe: Recipe) -> NoReturn:
+    """Refuse torch.jit.script, which reads the source of all that a forward calls, and fails."""
+    remedy = "script a copy of the model that bs.revert has made plain, or use torch.export"
+    need = "layers of PyTorch alone"
+    fail("torch.jit.script", "module", f"{kind_of(layer)} in {recipe}", need, remedy)
+
+
+def refuse_trace_of_weight(operation: str) -> NoReturn:
+    """Refuse operands of a weight in a trace: as a list of constants, they are there in its first
+    call only."""
+    remedy = "leave quantized_weights around it, or use torch.export"
+    fail(operation, "quantized_weight", "given within torch.jit.trace", "none in it", remedy)
 
 
 def refuse_tangents(

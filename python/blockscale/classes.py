@@ -41,7 +41,9 @@ def why_none(ours: type[Layer], module: torch.nn.Module) -> str:
     layers = [of for of in ours.__mro__ if issubclass(of, Layer)]
     names = {name for of in layers for name in (*vars(of), *of.__annotations__)}
     theirs = {*dir(kind), *vars(module), *module._parameters, *module._buffers, *module._modules}
-    if taken := sorted(names & theirs - {"weight", *dir(torch.nn.Linear)}):
+    # Of the last one ours precedes theirs, and only refuses.
+    ignored = {"weight", "__prepare_scriptable__", *dir(torch.nn.Linear)}
+    if taken := sorted(names & theirs - ignored):
         return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
     try:  # now: nothing may fail once convert has begun to change a model
         class_of(ours, kind)

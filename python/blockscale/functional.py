@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from blockscale._errors import as_pytorch_raises, fail, fail_offsets, fail_type, typed
+from blockscale._errors import as_pytorch_raises, fail, fail_offsets, fail_type, proxy_remedy, typed
 from blockscale._layer_arguments import (
     autocast_dtype,
     check_arguments,
@@ -20,6 +20,7 @@ from blockscale._layer_arguments import (
     refuse_cuda,
     refuse_tangents,
     refuse_trace,
+    refuse_trace_of_weight,
     refuse_transforms,
 )
 from blockscale.recipe import Recipe
@@ -91,7 +92,7 @@ def linear(
     """
     chosen = recipe_named(recipe)
     if not isinstance(x, torch.Tensor):
-        fail_type("linear", "x", x, "a tensor")
+        fail_type("linear", "x", x, "a tensor", proxy_remedy(x))
     key = layer_key("linear", rng, chosen.stochastic, x)
     return linear_with_key(x, w, bias, chosen, key, None, accumulate_into, quantized_weight)
 
@@ -135,7 +136,7 @@ def grouped_linear(
     """
     chosen = recipe_named(recipe)
     if not isinstance(x, torch.Tensor):
-        fail_type("grouped_linear", "x", x, "a tensor")
+        fail_type("grouped_linear", "x", x, "a tensor", proxy_remedy(x))
     if not isinstance(offsets, torch.Tensor):
         fail_offsets("grouped_linear", offsets)
     key = layer_key("grouped_linear", rng, chosen.stochastic, x)
@@ -213,12 +214,14 @@ def _product(
         db = bias is not None and bias.requires_grad
     if into is not None:
         check_into(into, x, w, dw, offsets)
+    compiling = torch.compiler.is_compiling()
     made = None
     if quantized is not None:
+        if not compiling and torch._C._get_tracing_state() is not None:
+            refuse_trace_of_weight(operation_of(offsets))
         made = quantized.operands_of(w, recipe, dx, operation_of(offsets))
     if forward_ad._current_level >= 0:
         refuse_tangents(operation_of(offsets), x, w, bias)
-    compiling = torch.compiler.is_compiling()
     watched = _is_watched()
     exporting = watched and is_exporting()
     text = recipe.text if exporting else recipe.forward_text

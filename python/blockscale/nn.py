@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from blockscale._errors import any_int, check_int, fail, fail_offsets, fail_type
+from blockscale._layer_arguments import refuse_script
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, any_stochastic, recipe_names
 from blockscale.recipe import recipe as recipe_named
@@ -157,6 +158,9 @@ class Layer(torch.nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         vars(self)["_seed"] = received(self._seed)
         self._move_rng()  # a pickle does not say where its numbers were
+
+    def __prepare_scriptable__(self) -> Any:
+        refuse_script(self, self.recipe)
 
     def configure(self, recipe: Recipe, state: RngState, name: str) -> None:
         """Set the recipe, the shared offset, and the name that the seeds derive from."""

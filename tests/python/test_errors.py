@@ -206,6 +206,26 @@ def test_a_trace_is_one_without_gradients() -> None:
     value_error(partial(torch.jit.trace, call, X), f"grouped_{within}")
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_trace_takes_no_quantized_weight(recipe: str) -> None:
+    """It would lose the operands, a list of constants, after its first call."""
+    model = torch.nn.Sequential(torch.nn.Linear(70, 64))
+    bs.convert(model, recipe)
+    said = "quantized_weight = given within torch.jit.trace; need none in it; leave quantized_wei"
+    with torch.no_grad(), bs.quantized_weights(model):
+        value_error(partial(torch.jit.trace, model, X), f"linear: {said}")
+        exported = torch.export.export(model, (X,)).module()  # which the remedy names
+        for _ in range(3):
+            assert torch.equal(exported(X), model(X))
+    experts, ends = torch.ones(2, 9, 70), torch.tensor([1, 4])
+    kept = bs.quantize_weight(experts, recipe)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return bs.grouped_linear(x, experts, ends, recipe, quantized_weight=kept)
+
+    value_error(partial(torch.jit.trace, call, X), f"grouped_linear: {said}")
+
+
 def test_no_operator_passes_for_differentiable() -> None:
     """PyTorch would give what depends on an operand no gradient, and warn."""
     x = X.clone().requires_grad_()

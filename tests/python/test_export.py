@@ -1,7 +1,9 @@
-"""Programs of torch.export: their gradients, and that nothing of a model is left in them."""
+"""Programs of torch.export: their gradients, and that nothing of a model is left in them; and what
+torch.jit.script and torch.fx say and do."""
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -122,3 +124,65 @@ def test_accumulating_is_refused() -> None:
 
     with pytest.raises(Exception, match="linear: accumulate_into = given; need none in a program"):
         torch.export.export(Accumulating(), (normal(3, 70),))
+
+
+def test_scripts_are_made_of_a_plain_copy() -> None:
+    model, x = converted("nvfp4"), normal(19, 70)
+    said = r"^torch\.jit\.script: module = a Linear in nvfp4; need .*; script a copy .* bs.revert"
+    with pytest.raises(ValueError, match=said):
+        torch.jit.script(model)
+    with pytest.raises(ValueError, match=r"^torch\.jit\.script: module = a GroupedLinear in mxfp8"):
+        torch.jit.script(bs.nn.GroupedLinear(2, 4, 4, recipe="mxfp8"))
+    plain = copy.deepcopy(model)
+    bs.revert(plain)
+    assert torch.equal(torch.jit.script(plain)(x), plain(x))
+
+
+def test_classes_that_prepare_themselves_for_scripts_are_converted() -> None:
+    class Theirs(nn.Linear):
+        def __prepare_scriptable__(self) -> nn.Module:
+            return self
+
+    model = nn.Sequential(Theirs(70, 40))
+    assert bs.convert(model, "mxfp8").skipped == []
+    with pytest.raises(ValueError, match=r"^torch\.jit\.script: module = a QuantizedTheirs in m"):
+        torch.jit.script(model)
+
+
+class Leaves(torch.fx.Tracer):
+    """What the guide says of graphs."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return isinstance(module, bs.nn.Linear) or super().is_leaf_module(module, name)
+
+
+def test_graphs_have_layers_as_leaves() -> None:
+    model, x = converted("mxfp8"), normal(19, 70)
+    said = (
+        r"linear: x = a Proxy; need a tensor; .* is_leaf_module accepts bs\.nn\.Linear; in torchv"
+    )
+    of_functions: list[Any] = [
+        lambda x: bs.linear(x, x, recipe="mxfp8"),
+        lambda x: bs.grouped_linear(x, x, x, "mxfp8"),
+    ]
+    for traced in (model, *of_functions):
+        with pytest.raises(TypeError, match=said):
+            torch.fx.symbolic_trace(traced)
+    with pytest.raises(TypeError, match=r"^GroupedLinear: offsets = a Proxy; .* is_leaf_module"):
+        torch.fx.symbolic_trace(bs.nn.GroupedLinear(2, 4, 4, recipe="mxfp8"))
+    graph = torch.fx.GraphModule(model, Leaves().trace(model))
+    for got, want in zip(gradients(graph, x), gradients(model, x), strict=True):
+        assert got is not None
+        assert want is not None
+        assert torch.equal(got, want)
+
+
+def test_graphs_count_if_they_are_converted_themselves() -> None:
+    model, x = converted("nvfp4"), normal(19, 70)
+    graph = torch.fx.GraphModule(model, Leaves().trace(model))
+    assert torch.equal(graph(x), model(x))
+    assert bs.rng_state(model)["forward"] == 1  # the model's own
+    graph = torch.fx.symbolic_trace(Residual())
+    assert len(bs.convert(graph, "nvfp4").converted) == 2
+    assert torch.equal(graph(x), model(x))
+    assert bs.rng_state(graph)["forward"] == 1
