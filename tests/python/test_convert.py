@@ -102,6 +102,25 @@ def test_converting_again_changes_what_differs() -> None:
     assert_equal(gradients(m), gradients(fresh))
 
 
+def test_layers_that_came_later_are_converted_by_another_call() -> None:
+    """As those of adapters, fused projections and resized heads. Others stay what they are."""
+    m = model()
+    bs.convert(m, "nvfp4", seed=5)
+    bs.set_step(m, 3, 1)
+    later: list[nn.Module] = [nn.Linear(32, 32), nn.Linear(32, 50)]
+    m.layers[0].add_module("added", later[0])
+    m.add_module("lm_head", later[1])
+    layers = {n: layer for n, layer in m.named_modules() if isinstance(layer, bs.nn.Linear)}
+    seeds = {name: int(layer._seed) for name, layer in layers.items()}
+    assert list(layers) == LINEARS[:-1]
+    bs.convert(m, "nvfp4")
+    assert all(isinstance(layer, bs.nn.Linear) for layer in later)
+    for name, layer in layers.items():
+        assert m.get_submodule(name) is layer
+        assert int(layer._seed) == seeds[name]
+    assert bs.rng_state(m) == {"step": 3, "forward": 1, "seed": 5}
+
+
 def test_a_model_that_draws_no_more_does_not_count() -> None:
     m = model()
     bs.convert(m, "nvfp4")
