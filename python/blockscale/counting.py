@@ -60,9 +60,9 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Args:
         model: a converted model, or one in DistributedDataParallel.
         optimizer: the optimizer whose `step` is called once per update, or any object with it as
-            its attribute `optimizer`, `optim` or `base_optimizer`, with or without a leading `_`.
-            Of optimizers that step within the backward, pass that of the parameter whose gradient
-            comes last.
+            its attribute `optimizer`, `optim`, `base_optimizer` or `base`, with or without a
+            leading `_`. Of optimizers that step within the backward, pass that of the parameter
+            whose gradient comes last.
 
     Raises:
         TypeError, ValueError: not an optimizer, or one whose steps call no hooks; the model is not
@@ -129,7 +129,7 @@ class Steps:
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    for name in ("optimizer", "optim", "base_optimizer"):
+    for name in ("optimizer", "optim", "base_optimizer", "base"):
         inner = getattr(optimizer, name, None) or getattr(optimizer, f"_{name}", None)
         if isinstance(inner, torch.optim.Optimizer):
             return inner

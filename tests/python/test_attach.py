@@ -142,7 +142,8 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def test_wrappers_of_optimizers() -> None:
-    for name in ("base_optimizer", "_base_optimizer", "_optimizer"):
+    # The last as schedule_free's ScheduleFreeWrapper has it.
+    for name in ("base_optimizer", "_base_optimizer", "_optimizer", "base"):
         model = net()
         optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-3), name)
         bs.attach(model, optimizer)
