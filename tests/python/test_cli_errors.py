@@ -69,6 +69,10 @@ OPTIONS = [
     (["--recipes", "mxfp8,mxfp8[keep_w=True]"],
      "--recipes = mxfp8[keep_w=True] twice; need each recipe once; drop one of them"),
     (["--device", "cudaa"], "--device = cudaa; need cpu or cuda; did you mean cuda?"),
+    (["--device", "GPU"], "--device = GPU; need cpu or cuda; did you mean cuda?"),
+    (["--device", "gpu:0"], "--device = gpu:0; need cpu or cuda; did you mean cuda?"),
+    (["--device", "CPU"], "--device = CPU; need cpu or cuda; did you mean cpu?"),
+    (["--device", "mps"], "--device = mps; need cpu or cuda; choose one of these"),
     (["--stepps", "3"], "unrecognized arguments: --stepps 3; did you mean --steps?"),
     (["--stepps=3"], "unrecognized arguments: --stepps=3; did you mean --steps?"),
     (["--fast"],
@@ -215,6 +219,8 @@ SHAPE = (
 )
 BENCH_OPTIONS = [
     (["--device", "cudaa"], "--device = cudaa; need cpu or cuda; did you mean cuda?"),
+    (["--device", "gpu"], "--device = gpu; need cpu or cuda; did you mean cuda?"),
+    (["--device", "nvidia"], "--device = nvidia; need cpu or cuda; did you mean cuda?"),
     (["--shape", "128"], f"--shape = 128; {SHAPE}"),
     (["--shape", "0x128"], f"--shape = 0x128; {SHAPE}"),
     (["--shape", "4x-3"], f"--shape = 4x-3; {SHAPE}"),

@@ -83,7 +83,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def device_name(text: str) -> str:
     """An argparse type: where to run."""
     if text not in ("cpu", "cuda"):
-        remedy = nearest(text, ("cpu", "cuda"))
+        gpu = text.lower().startswith(("gpu", "nvidia"))  # whose letters are nearer to cpu
+        remedy = nearest("cuda" if gpu else text, ("cpu", "cuda"))
         raise argparse.ArgumentTypeError(f"{text}; need cpu or cuda; {remedy}")
     return text
 
