@@ -118,18 +118,46 @@ def test_resume_with_changed_text(
     )
 
 
-def test_resume_of_the_standard_library_under_another_python(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(data, "read_stdlib", lambda: [("a.py", b"x = 1\n" * 99)])
+def of_the_standard_library(run_folder: Path, python: str) -> None:
+    """Makes it look like a run without --data under that version of Python."""
     file = run_folder / "settings.json"
     settings = json.loads(file.read_text())
-    settings |= {"data": [], "environment": settings["environment"] | {"python": "3.0.1"}}
+    settings |= {"data": [], "environment": settings["environment"] | {"python": python}}
     file.write_text(json.dumps(settings))
+
+
+NOW = platform.python_version()
+
+
+@pytest.mark.parametrize(
+    ("python", "fault", "remedy"),
+    [
+        ("3.0.1", "where the run began with Python 3.0.1's", "resume with that Python"),
+        (NOW, "whose sources differ from those the run began with",
+         "resume on the installation it began on"),
+    ],
+)  # fmt: skip
+def test_resume_with_another_standard_library(
+    python: str, fault: str, remedy: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(data, "read_stdlib", lambda: [("a.py", b"x = 1\n" * 99)])
+    of_the_standard_library(run_folder, python)
     assert refusal(capsys, "train", "--out", str(run_folder), "--resume") == (
-        f"blockscale train: --data = the standard library of Python {platform.python_version()}, "
-        "where the run began with Python 3.0.1's; need the same text; resume with that Python, or "
-        "start again in another folder"
+        f"blockscale train: --data = the standard library of Python {NOW}, {fault}; need the same "
+        f"text; {remedy}, or start again in another folder"
+    )
+
+
+def test_resume_of_the_standard_library_with_a_text(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_the_standard_library(run_folder, NOW)
+    words = ["train", "--out", str(run_folder), "--resume", "--data", __file__]
+    assert refusal(capsys, *words) == (
+        f"blockscale train: --data = {__file__}; need the Python standard library's sources (no "
+        "--data), as the run to resume has it; leave --data out, or start another run in another "
+        "folder"
     )
 
 

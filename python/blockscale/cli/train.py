@@ -167,8 +167,13 @@ def changed_text(saved: dict[str, Any]) -> str:
         got, remedy = "text that has changed since the run began", "restore it"
     else:
         before, now = saved["environment"].get("python"), platform.python_version()
-        got = f"the standard library of Python {now}, where the run began with Python {before}'s"
-        remedy = "resume with that Python"
+        got = f"the standard library of Python {now}, "
+        if before == now:  # distributors patch it and leave parts out
+            got += "whose sources differ from those the run began with"
+            remedy = "resume on the installation it began on"
+        else:
+            got += f"where the run began with Python {before}'s"
+            remedy = "resume with that Python"
     return f"--data = {got}; need the same text; {remedy}, or start again in another folder"
 
 
@@ -220,9 +225,11 @@ def choose_settings(args: argparse.Namespace, saved: dict[str, Any]) -> dict[str
         given = getattr(args, key)
         if saved and given is not None and given != saved[key]:
             option = "--" + key.replace("_", "-")
+            # Only the data may be empty.
+            need = shown(saved[key]) or "the Python standard library's sources (no --data)"
             raise CliError(
-                f"{option} = {shown(given)}; need {shown(saved[key])}, as the run to resume has "
-                f"it; leave {option} out, or start another run in another folder"
+                f"{option} = {shown(given)}; need {need}, as the run to resume has it; leave "
+                f"{option} out, or start another run in another folder"
             )
         settings[key] = saved[key] if saved else default[key] if given is None else given
     return settings
