@@ -191,10 +191,13 @@ def walk(root: Path, skipped: set[str], links: bool = False) -> Iterator[Path]:
             if path.is_file():
                 yield path
             elif path.is_symlink() and not links:
-                leads = "a link to a folder" if path.is_dir() else "a link to nothing"
+                leads, remedy = "nothing", "remove the link, or restore its target"
+                if path.is_dir():
+                    leads = "a folder"
+                    remedy = "remove the link and give its target as another --data path"
                 raise CliError(
-                    f"--data = {path} ({leads}); need files and folders themselves; take it away, "
-                    "and name what it leads to beside the folder"
+                    f"--data = {path} (a link to {leads}); need files and folders themselves; "
+                    f"{remedy}"
                 )
 
 
