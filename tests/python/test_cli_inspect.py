@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+import json
 import math
 import os
 from pathlib import Path
@@ -269,6 +270,66 @@ def test_a_checkpoint_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str
         }
         assert len(found) == 5
         assert [*found][:3] == tensors[:3]
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    """A checkpoint in three parts with its index."""
+    folder = tmp_path / "indexed"
+    folder.mkdir()
+    for name in "abc":
+        save_file({name: torch.ones(4, 32)}, folder / f"{name}.safetensors")
+    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in "abc"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def tensors_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The names in the table of a file or folder."""
+    assert main(["inspect", str(path), "--spec", "mxfp8"]) == 0
+    return [name for name, _ in rows(capsys.readouterr().out)]
+
+
+def test_a_checkpoint_lacks_parts(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = indexed / "model.safetensors.index.json"
+    assert tensors_of(indexed, capsys) == tensors_of(index, capsys) == ["a", "b", "c"]
+    (indexed / "b.safetensors").unlink()
+    for given in (indexed, index):
+        assert refusal(capsys, "inspect", str(given)) == (
+            f"blockscale inspect: file = {index} (1 of its 3 files missing, such as "
+            "b.safetensors); need all of them; fetch the rest, or name the files to inspect"
+        )
+    assert tensors_of(indexed / "a.safetensors", capsys) == ["a"]
+
+
+def test_the_index_of_a_variant_that_was_left_out(
+    indexed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "abc":
+        (indexed / f"{name}.safetensors").unlink()
+    assert "(a folder without *.safetensors)" in refusal(capsys, "inspect", str(indexed))
+    save_file({"all": torch.ones(4, 32)}, indexed / "consolidated.safetensors")
+    assert tensors_of(indexed, capsys) == ["all"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_an_index_that_is_none(
+    text: str, indexed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = indexed / "model.safetensors.index.json"
+    index.write_text(text)
+    for given in (indexed, index):
+        assert refusal(capsys, "inspect", str(given)) == (
+            f"blockscale inspect: file = {index} (damaged); need the index of a checkpoint in "
+            "parts; fetch it again, or name the files to inspect"
+        )
+
+
+def test_an_index_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    assert refusal(capsys, "inspect", str(index)) == (
+        f"blockscale inspect: file = {index}; need an existing file; check the path"
+    )
 
 
 @pytest.mark.parametrize(

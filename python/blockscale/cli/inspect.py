@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import math
 import os
 import stat
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_SPECS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "amdfp4")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MOST_LABELS = 600  # tensors in the plot: as many as fit in a picture of 100 inches
+INDEX = ".safetensors.index.json"  # how the name of the index of a checkpoint in parts ends
 CHUNK_ELEMENTS = 1 << 22  # read at a time
 CHUNK_ROWS = 128  # a chunk is whole tiles of every spec
 
@@ -60,8 +62,9 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files", metavar="FILE.safetensors", nargs="+", help="or a folder, for those in it"
-    )
+        "files", metavar="FILE.safetensors", nargs="+",
+        help="or a folder, for those in it, or a checkpoint's .safetensors.index.json",
+    )  # fmt: skip
     parser.add_argument(
         "--spec", action="append", metavar="SPEC",
         help=f"name or canonical text; may be repeated (default: {', '.join(DEFAULT_SPECS)})",
@@ -142,13 +145,17 @@ def check_plot_path(path: Path) -> None:
 
 
 def paths_of(given: Sequence[str]) -> list[str]:
-    """The files, each once, with folders replaced by their files."""
+    """The files, each once, with folders replaced by their files, and indexes by their parts."""
     found: list[str] = []
     for path in given:
         if not os.path.isdir(path):
-            found.append(path)
+            found += whole_parts(Path(path)) if path.endswith(INDEX) else [path]
             continue
         within = sorted(str(file) for file in Path(path).glob("*.safetensors"))
+        for index in sorted(Path(path).glob(f"*{INDEX}")):
+            # Without any of its parts, it belongs to another variant that was left out on purpose.
+            if not set(within).isdisjoint(parts_of(index)):
+                whole_parts(index)
         if not within:
             raise CliError(
                 f"file = {path} (a folder without *.safetensors); need a safetensors file, or a "
@@ -156,6 +163,37 @@ def paths_of(given: Sequence[str]) -> list[str]:
             )
         found += within
     return list(dict.fromkeys(found))
+
+
+def whole_parts(index: Path) -> list[str]:
+    """The files that an index names; CliError if one is missing: the rest would pass for all."""
+    parts = parts_of(index)
+    missing = [part for part in parts if not os.path.exists(part)]
+    if missing:
+        raise CliError(
+            f"file = {index} ({len(missing)} of its {len(parts)} files missing, such as "
+            f"{Path(missing[0]).name}); need all of them; fetch the rest, or name the files to "
+            "inspect"
+        )
+    return parts
+
+
+def parts_of(index: Path) -> list[str]:
+    """The files that an index names, in order."""
+    fault = "damaged"
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return sorted({str(index.parent / name) for name in names})
+    except FileNotFoundError:
+        raise CliError(f"file = {index}; need an existing file; check the path") from None
+    except OSError as error:
+        fault = error.strerror or "unreadable"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise CliError(
+        f"file = {index} ({fault}); need the index of a checkpoint in parts; fetch it again, or "
+        "name the files to inspect"
+    )
 
 
 def open_file(path: str) -> Any:
