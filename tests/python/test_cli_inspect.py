@@ -290,6 +290,15 @@ def tensors_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [name for name, _ in rows(capsys.readouterr().out)]
 
 
+def test_layers_are_in_the_order_of_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"h.{layer}.{part}" for layer in (0, 1, 2, 10, 11, 100) for part in ("10b", "w", "w2")]
+    names += ["h.x", "h3"]
+    save_file({name: torch.ones(1, 32) for name in sorted(names)}, tmp_path / "x.safetensors")
+    assert tensors_of(tmp_path, capsys) == names
+
+
 def test_a_checkpoint_lacks_parts(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = indexed / "model.safetensors.index.json"
     assert tensors_of(indexed, capsys) == tensors_of(index, capsys) == ["a", "b", "c"]

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import warnings
 from collections import Counter
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         # Opens all of them first: a bad file is reported before the long work.
         files = {path: stack.enter_context(open_file(path)) for path in paths_of(args.files)}
-        named = sorted((name, path) for path, file in files.items() for name in [*file.keys()])
+        named = [(name, path) for path, file in files.items() for name in [*file.keys()]]
+        named.sort(key=lambda each: (by_number(each[0]), each))
         times = Counter(name for name, _ in named)
         for name, path in named:
             piece = files[path].get_slice(name)
@@ -111,6 +113,11 @@ def run(args: argparse.Namespace) -> int:
     elif args.out is not None:
         console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
     return 0
+
+
+def by_number(name: str) -> str:
+    """What sorts names as their layers follow each other: 2 before 10."""
+    return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
 
 
 def parse_spec(text: str) -> bs.Spec:
