@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +246,32 @@ def test_other_failures_keep_their_traceback(
     monkeypatch.setattr(trainer, "update", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         main(["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL])
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), OSError("full"), ValueError("other")])
+def test_no_file_stays_open(
+    error: BaseException | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python says so of a file that it has to close itself."""
+    right = trainer.update
+    calls = iter(range(9))
+
+    def second_fails(*args: Any) -> Any:
+        if next(calls) == 1 and error is not None:
+            raise error
+        return right(*args)
+
+    monkeypatch.setattr(trainer, "update", second_fails)
+    words = ["train", "--out", str(tmp_path / "run"), "--data", text, *SMALL]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        with contextlib.suppress(ValueError):
+            main(words)
+        if error is not None:
+            error.__traceback__ = None  # which holds the file
+        gc.collect()
+    assert [str(warning.message) for warning in said] == []
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == (5 if not error else 1)
 
 
 def test_a_folder_whose_files_cannot_be_locked(

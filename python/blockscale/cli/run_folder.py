@@ -124,6 +124,13 @@ class RunFolder:
                 self._metrics.flush()
                 os.fsync(self._metrics.fileno())
 
+    def close(self) -> None:
+        """Closes the metrics, until more are appended."""
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            with naming(self.metrics_path):
+                metrics.close()
+
     def save_checkpoint(self, cell: Cell, state: dict[str, Any]) -> None:
         """Writes a training's state, after its metrics; the previous state stays until then."""
         self.flush()

@@ -4,6 +4,7 @@ weights and the same batches, and compare their validation loss."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import platform
@@ -113,7 +114,8 @@ def train_all(folder: RunFolder, corpus: Corpus, console: Console) -> None:
     cells = folder.cells()
     done = sum("train_loss" in row for row in folder.rows)
     progress = LiveProgress(console, len(cells) * folder.settings["steps"], done)
-    with reproducible_kernels(folder.settings["device"]), progress:
+    kernels = reproducible_kernels(folder.settings["device"])
+    with contextlib.closing(folder), kernels, progress:
         for cell in cells:
             if not folder.finished(cell):
                 Trainer(folder, cell, corpus).run(progress)
