@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +19,9 @@ from blockscale.cli.bench import print_tables
 from blockscale.cli.bench_read import fault_of
 from blockscale.cli.inspect import Result, as_table
 from blockscale.cli.output import Output
+from blockscale.cli.progress import LiveProgress
 from commands import Command, refusal
+from rich.console import Console
 from safetensors.torch import save_file
 
 SMALL = ["--recipes", "bf16", "--seq-len", "16", "--batch-size", "1", "--steps", "2"]
@@ -118,6 +122,40 @@ def test_narrow_tables_lose_nothing(width: int) -> None:
     file = console.file = io.StringIO()
     print_tables({"provenance": {**where, "copy_tb_per_s": 1.0}, "rows": [row]}, console)
     assert cells(file.getvalue()) == [row["case"], "1,234.5", "4,211", "99%ofcopy", "≥92%"]
+
+
+def shown(width: int, name: str, steps: int) -> list[str]:
+    """Both lines of a training's progress halfway, without the seconds left."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    progress = LiveProgress(console, 2 * steps, 0)
+    progress.start(name, 0, steps)
+    progress.done = steps // 2 - 1
+    progress.step(steps // 2, steps, 5.5453, 12345.6)
+    with console.capture() as captured:
+        console.print(progress.bars.get_renderable())
+    return re.sub(r"[0-9-]:[0-9-]{2}:[0-9-]{2}", "H:MM:SS", captured.get()).splitlines()
+
+
+def test_progress_fits_in_a_narrow_terminal() -> None:
+    assert shown(40, "bf16-seed0", 12) == [
+        "all        ━     6/24            H:MM:SS",
+        "bf16-seed0 ━━╸   6/12 loss 5.545 H:MM:SS",
+    ]
+    names = ("bf16-seed0", "fp8_blockwise-seed0", "nvfp4[keep_w=false,wgrad_x=mxfp8]-seed0")
+    for name, width, steps in itertools.product(names, range(40, 80), (12, 400)):
+        whole, current = shown(width, name, steps)
+        assert "━" in current
+        assert f"{steps // 2}/{2 * steps}" in whole
+        assert current.endswith(f" {steps // 2}/{steps} loss 5.545 H:MM:SS")
+        assert len(current) <= width
+    assert shown(60, "fp8_blockwise-seed0", 12)[1].startswith("fp8_blockwise-seed0 ━")
+
+
+def test_progress_in_80_columns() -> None:
+    assert shown(80, "bf16-seed0", 12) == [
+        "all                    ━━╸         6/24                             H:MM:SS left",
+        "bf16-seed0             ━━━━━╸      6/12 loss 5.545  12,346 tokens/s H:MM:SS left",
+    ]
 
 
 def cells(table: str) -> list[str]:

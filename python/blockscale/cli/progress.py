@@ -6,9 +6,44 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 
 PLAIN_EVERY = 10.0  # seconds between two plain lines
+WIDE = 80  # characters in a line, enough for all columns
+
+
+def columns() -> list[ProgressColumn]:
+    """Name, bar, steps, loss, speed and time left."""
+    return [
+        TextColumn("{task.description:<22}", markup=False),  # recipes may contain brackets
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    ]
+
+
+def narrow_columns(width: int, total: int) -> list[ProgressColumn]:
+    """The same without speed and `left`. Names are not padded, and cut off where the rest would not
+    fit; the bar takes what is left."""
+    rest = len(f" ━━━━ {total}/{total} loss 5.545 0:00:00")
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(4, width - rest))
+    return [
+        TextColumn("{task.description}", markup=False, table_column=name),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+    ]
 
 
 class LiveProgress:
@@ -21,13 +56,9 @@ class LiveProgress:
         self.done = done
         self.before = done
         self.begin = self.last = time.monotonic()
+        self.narrow = console.is_terminal and console.width < WIDE
         self.bars = Progress(
-            TextColumn("{task.description:<22}", markup=False),  # recipes may contain brackets
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            *(narrow_columns(console.width, total) if self.narrow else columns()),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -58,7 +89,9 @@ class LiveProgress:
     def step(self, step: int, steps: int, loss: float, tokens_per_second: float) -> None:
         """Another step is done."""
         self.done += 1
-        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        status = f"loss {loss:.3f}"
+        if not self.narrow:
+            status += f"  {tokens_per_second:,.0f} tokens/s"
         self.bars.update(self.whole, completed=self.done)
         if self.current is not None:
             self.bars.update(self.current, completed=step, status=status)
