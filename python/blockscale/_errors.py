@@ -53,6 +53,11 @@ def kind_of(got: object) -> str:
     return f"an {kind}" if kind[0] in "AEIOUaeiou" or kind == "ndarray" else f"a {kind}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 layer` or `2 layers`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def reword(refusal: str, operation: str, argument: str) -> str:
     """Turn the core's message about a spec or layout alone, such as "spec: block = 3x3; need ...",
     into one about an operation's argument: "quantize: spec.block = 3x3; need ..."."""

@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 import torch
 
-from blockscale._errors import any_int, did_you_mean, fail, fail_type, kind_of
+from blockscale._errors import any_int, counted, did_you_mean, fail, fail_type, kind_of
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of, shown
 from blockscale._unfit import NO_LINEAR, has_own_parameters, read_past, unfit
 from blockscale.classes import class_of
@@ -61,7 +61,8 @@ class Report:
         rows = [(shown(name), str(recipe)) for name, recipe in self.converted]
         rows += [(shown(name), f"left alone: {reason}") for name, reason in self.skipped]
         width = max((len(name) for name, _ in rows), default=0)
-        head = f"{len(self.converted)} layers converted, {len(self.skipped)} modules not"
+        layers, modules = len(self.converted), len(self.skipped)
+        head = f"{counted(layers, 'layer')} converted, {counted(modules, 'module')} not"
         lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
         if self.unused:
             lines.append(f"Rules that decided nothing: {', '.join(map(repr, self.unused))}")

@@ -299,6 +299,13 @@ def test_shares_and_goals(row: dict[str, Any], share: str, goal: str, reached: b
     assert (bench.share(row), bench.goal(row), bench.reached(row)) == (share, goal, reached)
 
 
+def test_one_thread_is_not_several() -> None:
+    where: dict[str, Any] = {"cpu": "Cpu", "copy_tb_per_s": 0.01, "commit": ""}
+    where |= {"blockscale": "0", "torch": "2", "date": "2026-01-01"}
+    said = [bench.origin(where | {"threads": count}).split(", ")[1] for count in (1, 2)]
+    assert said == ["1 thread", "2 threads"]
+
+
 def test_every_case_on_a_gpu(cuda: torch.device, tmp_path: Path) -> None:
     words = ["--device", "cuda", "--shape", "2048x1024", "--shape", "3x130x200"]
     assert main(["bench", "--out", str(tmp_path), *words]) == 0

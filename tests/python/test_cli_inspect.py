@@ -474,6 +474,21 @@ def test_doctor_speaks_of_avx_512() -> None:
     assert "AVX-512_SPR (usable here too: AVX-512, AVX2, SSE4)" in console.export_text()
 
 
+@pytest.mark.parametrize(
+    ("cores", "threads", "said"),
+    [(1, 1, "1 core, 1 thread in use"), (8, 1, "8 cores, 1 thread in use"),
+     (8, 4, "8 cores, 4 threads in use")],
+)  # fmt: skip
+def test_doctor_counts_threads(
+    cores: int, threads: int, said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert main(["doctor"]) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_doctor_names_backends_recipes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out

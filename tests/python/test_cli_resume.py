@@ -334,7 +334,7 @@ def test_metrics_that_lack_steps(run_folder: Path, capsys: pytest.CaptureFixture
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
     line = refusal(capsys, "train", "--out", str(run_folder), "--resume")
     assert line == (
-        f"blockscale train: --resume = {metrics} (1 steps of bf16-seed0); need the 2 steps that "
+        f"blockscale train: --resume = {metrics} (1 step of bf16-seed0); need the 2 steps that "
         "its checkpoint covers; start again in another folder"
     )
 
@@ -418,11 +418,11 @@ def changed_rows(kind: str, rows: list[dict[str, Any]]) -> tuple[list[dict[str, 
     """Rows, and what is wrong with them."""
     if kind == "no validation":
         kept = [row for row in rows if "train_loss" in row]
-        return kept, "0 validations of bf16-seed0); need the 1 validations"
+        return kept, "0 validations of bf16-seed0); need the 1 validation "
     if kind == "a step twice":
         return [*rows[:3], rows[2], *rows[4:]], "4 steps of bf16-seed0, not in order); need the 4"
     moved = [row | {"step": 3} if "validation_loss" in row else row for row in rows]
-    return moved, "1 validations of bf16-seed0, not in order); need the 1 validations"
+    return moved, "1 validation of bf16-seed0, not in order); need the 1 validation "
 
 
 @pytest.mark.parametrize("kind", ["no validation", "a step twice", "an early validation"])

@@ -113,7 +113,7 @@ def test_a_weight_that_is_gone() -> None:
 
 def test_a_report_prints_as_its_table() -> None:
     report = bs.convert(nn.Sequential(nn.Linear(4, 4)), "mxfp8")
-    assert repr(report) == str(report) == "1 layers converted, 0 modules not\n  0  mxfp8"
+    assert repr(report) == str(report) == "1 layer converted, 0 modules not\n  0  mxfp8"
 
 
 def test_what_is_left_alone_and_why() -> None:

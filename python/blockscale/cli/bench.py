@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import blockscale as bs
+from blockscale._errors import counted
 from blockscale.cli import bench_cases, bench_run
 from blockscale.cli.bench_cases import Row, Shape, WrongAnswer
 from blockscale.cli.bench_chart import copy_text, draw
@@ -238,7 +239,7 @@ def reached(row: Row) -> bool:
 
 def origin(where: dict[str, Any]) -> str:
     """Machine, versions, date and commit of a run, in one line."""
-    machine = where.get("gpu") or f"{where['cpu']}, {where['threads']} threads"
+    machine = where.get("gpu") or f"{where['cpu']}, {counted(where['threads'], 'thread')}"
     parts = [
         machine,
         copy_text(where),

@@ -13,6 +13,7 @@ import torch
 from rich.table import Table
 
 import blockscale as bs
+from blockscale._errors import counted
 from blockscale.cli.output import Output
 
 
@@ -38,7 +39,8 @@ def facts(about: dict[str, Any]) -> Table:
     table.add_row("python", platform.python_version())
     cuda = torch.version.cuda
     table.add_row("torch", f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'})")
-    table.add_row("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use")
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    table.add_row("cpu", f"{counted(cores, 'core')}, {counted(threads, 'thread')} in use")
     best, *others = map(processor_name, about["instruction_sets"])
     rest = f" (usable here too: {', '.join(others)})" if others else ""
     table.add_row("instruction set", best + rest)

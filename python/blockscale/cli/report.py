@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from blockscale._errors import counted
 from blockscale.cli.data import Corpus, bits_per_byte
 from blockscale.cli.doctor import processor_name
 from blockscale.cli.files import write_atomically
@@ -184,8 +185,7 @@ def noise_table(folder: RunFolder) -> list[str]:
 
 def steps_of(settings: dict[str, Any]) -> str:
     """`1 step` or `300 steps`."""
-    count = settings["steps"]
-    return f"{count} step" if count == 1 else f"{count} steps"
+    return counted(settings["steps"], "step")
 
 
 def seed_range(settings: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from blockscale._errors import counted
 from blockscale.cli.errors import CliError
 from blockscale.cli.files import (
     make_folder,
@@ -293,22 +294,23 @@ def check_rows(folder: RunFolder, reached: dict[Cell, int]) -> None:
     steps, every = folder.settings["steps"], folder.settings["eval_every"]
     found: dict[tuple[Cell, str], list[int]] = {}
     for row in folder.rows:
-        key = "steps" if "train_loss" in row else "validations"
+        key = "step" if "train_loss" in row else "validation"
         found.setdefault((Cell(row["seed"], row["recipe"]), key), []).append(row["step"])
     for cell, step in reached.items():
         ends = step == steps and step % every != 0  # the last step is always validated
-        for key, count in (("steps", step), ("validations", step // every + ends)):
+        for key, count in (("step", step), ("validation", step // every + ends)):
             got = found.get((cell, key), [])
             if len(got) == count:  # first: a damaged count may be too large to list
                 want = list(range(1, step + 1))
-                if key == "validations":
+                if key == "validation":
                     want = [*range(every, step + 1, every), *([step] if ends else [])]
                 if got == want:
                     continue
             order = ", not in order" if len(got) == count else ""
             raise CliError(
-                f"--resume = {folder.path / 'metrics.jsonl'} ({len(got)} {key} of {cell}{order}); "
-                f"need the {count} {key} that its checkpoint covers; start again in another folder"
+                f"--resume = {folder.metrics_path} ({counted(len(got), key)} of {cell}{order}); "
+                f"need the {counted(count, key)} that its checkpoint covers; start again in "
+                "another folder"
             )
 
 
