@@ -1,6 +1,6 @@
 """Whether a change is faster: two builds of the package by turns, case by case.
 
-`python bench/turns.py BEFORE AFTER --only 'quantize/nvfp4'` runs `blockscale bench` in one folder
+`python bench/turns.py BEFORE AFTER --only '^quantize/nvfp4'` runs `blockscale bench` in one folder
 and in the other, so often that both meet the same clocks. Each holds `blockscale` with its library,
 as `python/` does after `make build`; a copy made before a change is BEFORE.
 """

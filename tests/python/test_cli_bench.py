@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,16 @@ def test_only_some_cases(
     for text in ("of no case", "["):
         assert measure("64x96", "--only", text)[0] == 2
         assert f"--only = {text} (" in capsys.readouterr().err
+
+
+def test_the_example_of_only_is_one_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    example = re.search("'(.*quantize/.*)'", capsys.readouterr().out)
+    assert example is not None
+    cases = {row["case"] for row in json.loads(H200.read_text())["rows"]}
+    found = {case for case in cases if re.search(example[1], case)}
+    assert len(found) > 5
+    assert {case.partition("/")[0] for case in found} == {"quantize"}
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--only", type=pattern, metavar="REGEX",
-        help="the cases whose names it is found in, such as 'quantize/nvfp4' (default: all)",
+        help="the cases whose names it is found in, such as '^quantize/nvfp4' (default: all)",
     )  # fmt: skip
     out = "new folder, or one without results.json (default runs/bench-<date>-<time>)"
     add("--out", type=path_text, metavar="FOLDER", help=out)
