@@ -3,6 +3,7 @@ nothing written."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -366,6 +367,18 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_help_says_what_a_command_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"blockscale.cli.{name}")
+    about = module.__doc__ or ""
+    for text in (about, SUBCOMMANDS[name]):
+        assert main([name, "--help"]) == 0
+        assert " ".join(text.split()) in " ".join(capsys.readouterr().out.split())
+        monkeypatch.setattr(module, "__doc__", None)  # as under python -OO
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

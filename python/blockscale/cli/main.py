@@ -84,7 +84,8 @@ def run(words: Sequence[str]) -> int:
             f"{nearest(name, list(SUBCOMMANDS))}"
         )
     module = importlib.import_module(f"blockscale.cli.{name}")
-    parser = Parser(prog=f"blockscale {name}", description=module.__doc__, allow_abbrev=False)
+    about = module.__doc__ or SUBCOMMANDS[name]  # python -OO drops docstrings
+    parser = Parser(prog=f"blockscale {name}", description=about, allow_abbrev=False)
     module.add_arguments(parser)
     try:
         args = parser.parse_args(words[1:])
