@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-from blockscale import _command as _command  # first: it handles Ctrl-C during the other imports
 from blockscale import _exported as _exported  # registers a derivative
 from blockscale import _fakes as _fakes  # registers the fake kernels
 from blockscale import _flops as _flops  # registers FLOP counts

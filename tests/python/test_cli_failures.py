@@ -9,14 +9,12 @@ import gc
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-import blockscale as bs
 import pytest
 import torch
 from blockscale.cli import trainer
@@ -274,39 +272,6 @@ def test_no_file_stays_open(
         gc.collect()
     assert [str(warning.message) for warning in said] == []
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == (5 if not error else 1)
-
-
-SCRIPT = "import sys\nfrom blockscale.cli.main import main\nsys.exit(main())\n"
-
-
-@pytest.mark.parametrize(
-    ("start", "code", "caught"),
-    [
-        (["-m", "blockscale"], "", True),
-        (["-Wignore", "-mblockscale"], "", True),
-        (["blockscale"], SCRIPT, True),
-        (["-m", "mine"], "import blockscale", False),  # another's program ends in its own way
-        (["mine.py"], "import blockscale", False),
-    ],
-)
-def test_ctrl_c_while_pytorch_is_imported(
-    start: list[str], code: str, caught: bool, tmp_path: Path
-) -> None:
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    (tmp_path / "mine").mkdir()
-    for name in ("blockscale", "mine.py", "mine/__init__.py", "mine/__main__.py"):
-        (tmp_path / name).write_text(code)
-    path = os.pathsep.join([str(tmp_path), str(Path(bs.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, *start, "train", "--steps", "1"], cwd=tmp_path, capture_output=True,
-        text=True, env=os.environ | {"PYTHONPATH": path},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    if caught:
-        assert (done.returncode, done.stderr) == (130, "blockscale train: stopped\n")
-    else:
-        assert done.stderr.endswith("\nKeyboardInterrupt\n")
-        assert done.returncode == -signal.SIGINT
 
 
 def test_a_folder_whose_files_cannot_be_locked(
