@@ -233,12 +233,12 @@ Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuan
   const bool outer = a.spec.outer || b.spec.outer;
   const ScalarType out_dtype = target.dtype;
   const auto& into = target.into;
-  // PyTorch's GEMM rounds its sums once where it writes FP32, or BF16 in rows of whole 16 bytes. (It
-  // adds up parts, and a bias, that are rounded to BF16 where extents are no multiples of 8.) Over
-  // groups it writes BF16 only.
+  // PyTorch's GEMM rounds its sums once where it writes FP32, or BF16 in rows of whole 16 bytes.
+  // (It adds up parts, and a bias, that are rounded to BF16 where extents are no multiples of 8.)
+  // Over groups it writes BF16 only.
   const bool writes_f32 = out_dtype == ScalarType::Float && !a.groups;
-  const bool writes_bf16 = out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0 &&
-                           (a.groups || sa.extent % 8 == 0);
+  const bool writes_bf16 =
+      out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0 && (a.groups || sa.extent % 8 == 0);
   // It adds a bias of its operands' dtype before that rounding.
   const bool adds = bias && !a.groups && writes_bf16 &&
                     bias->scalar_type() == ScalarType::BFloat16 && !empty_product;

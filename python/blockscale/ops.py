@@ -299,13 +299,13 @@ def matmul(
     products with outer scales, with a bias of a dtype other than bfloat16 or with a bfloat16 result
     and an extent that is not a multiple of 8, and small products, run in our own BF16 GEMM; all
     others, and those of few rows and few columns over a long contraction axis, run in PyTorch's, as
-    everything does on other GPUs. Specs with FP32 block scales
-    (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: they run in a block-scaled GEMM of their own on
-    compute capability 9.0 (H100, H200), and other GPUs refuse them. That GEMM also multiplies two
-    operands of `mxfp4`, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes
-    become E5M2 codes, exactly where the scales of a row of b, and of 128 codes of a row of a, are
-    within 2^28 of each other; otherwise with an error of at most 2^-31 of the largest value among
-    those. Within 128 codes the tensor cores add with 13 bits below the largest product or sum.
+    everything does on other GPUs. Specs with FP32 block scales (`fp8_1x128`, `fp8_128x128`) do not
+    fit in BF16: they run in a block-scaled GEMM of their own on compute capability 9.0 (H100,
+    H200), and other GPUs refuse them. That GEMM also multiplies two operands of `mxfp4`, 1.8 times
+    as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes become E5M2 codes, exactly where
+    the scales of a row of b, and of 128 codes of a row of a, are within 2^28 of each other;
+    otherwise with an error of at most 2^-31 of the largest value among those. Within 128 codes the
+    tensor cores add with 13 bits below the largest product or sum.
 
     Args:
         a, b: operands with equal extents along their axes. The other extent of each (leading
