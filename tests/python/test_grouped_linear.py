@@ -150,9 +150,8 @@ def test_error_is_that_of_the_format(recipe: str, device: torch.device) -> None:
 def test_fp16_is_rounded_from_fp32(recipe: str, device: torch.device) -> None:
     """The same values in FP32 have the same operands, hence the same sums but for their order."""
     case = make([100, 100, 163, 300], device, torch.float16, shape=(300, 40, 136))
-    wide = Case(*(t.detach().float() for t in case[:3]), case.offsets)
-    for t in wide[:2]:
-        t.requires_grad_()
+    x, w, dy = (t.detach().float() for t in case[:3])
+    wide = Case(x.requires_grad_(), w.requires_grad_(), dy, case.offsets)
     for got, want in zip(run(case, recipe), run(wide, recipe), strict=True):
         assert got.dtype == torch.float16
         torch.testing.assert_close(got.float(), want, rtol=2.0**-11, atol=1e-3)
