@@ -88,7 +88,7 @@ def check(
     added: torch.Tensor | None,
     what: object,
 ) -> None:
-    """got = a·b (+ added), as `tests/python/test_cuda_model.py` bounds it; `wgmma`: on tensor cores
+    """got = a·b (+ added), as `tests/python/matmuls.py` bounds it; `wgmma`: on tensor cores
     that add FP8 products with 13 bits; a quarter of the magnitudes stands for the largest sums."""
     sums, magnitudes = a @ b, a.abs() @ b.abs()
     want = sums if added is None else sums + added.double()
