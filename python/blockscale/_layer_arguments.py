@@ -94,9 +94,11 @@ def backward_draws(specs: dict[str, Spec | None], dx: bool, dw: bool) -> bool:
     return (dx and any_stochastic(specs["dgrad_dy"])) or (dw and any_stochastic(specs["wgrad_dy"]))
 
 
-def check_one_dtype(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_one_dtype(x: object, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Refuse what `F.linear` refuses in other words: unlike operands that are quantized, those in
     high precision share a dtype."""
+    if not isinstance(x, torch.Tensor):
+        return  # F.linear says so, or torch.fx traces it
     for name, tensor in (("w", w), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype is x.dtype:
             continue

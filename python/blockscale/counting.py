@@ -130,9 +130,10 @@ class Steps:
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     for name in ("optimizer", "optim", "base_optimizer", "base"):
-        inner = getattr(optimizer, name, None) or getattr(optimizer, f"_{name}", None)
-        if isinstance(inner, torch.optim.Optimizer):
-            return inner
+        for key in (name, f"_{name}"):
+            inner = getattr(optimizer, key, None)
+            if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+                return inner
     return None
 
 
@@ -163,7 +164,8 @@ def rng_state(model: torch.nn.Module) -> dict[str, int]:
         `convert`}.
 
     Raises:
-        TypeError, ValueError: not a model, or not converted.
+        TypeError, ValueError: not a model, or not converted, or converted in parts that count for
+            themselves.
     """
     state = _state("rng_state", model)
     step, forward = state.position()
@@ -184,7 +186,7 @@ def set_step(model: torch.nn.Module, step: int, forward: int = 0, seed: int | No
 
     Raises:
         TypeError, ValueError: not ints, out of range, the model has another seed, or is not
-            converted.
+            converted, or was converted in parts that count for themselves.
     """
     state = _state("set_step", model)
     numbers = []

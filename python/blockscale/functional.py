@@ -59,7 +59,8 @@ def linear(
     operand (if x does), both quantized, and the key of dy's random bits. Instead of an operand, x
     or w itself is saved where the recipe has that operand in high precision or does not keep it
     (`keep_x`, `keep_w`), and for w the codes where FSDP2 has gathered them. Recipes without
-    quantized operands call `F.linear`, and its requirements on arguments apply. Consecutive layers
+    quantized operands call `F.linear` (unless `accumulate_into` is given), and its requirements on
+    arguments apply. Consecutive layers
     that read the same large x (1 << 23 elements or more) quantize it once and save one operand; in
     eager code, a change of x between them that PyTorch does not count, such as `x.data.mul_(2)`,
     goes unnoticed (blockscale/shared_input.py).

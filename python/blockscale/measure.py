@@ -14,9 +14,9 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from blockscale import functional
-from blockscale._errors import fail, fail_type
+from blockscale._errors import fail
 from blockscale._names import by_first_name, names_of, shown
-from blockscale.nn import Layer, WeightLayer, version_of
+from blockscale.nn import Layer, WeightLayer, check_model, version_of
 from blockscale.noise import Noise, pieces
 from blockscale.recipe import GEMMS, Recipe
 from blockscale.rng import Rng
@@ -193,8 +193,10 @@ class _Watch:
         self.begun: set[torch.nn.Module] = set()
         self.complete: set[torch.nn.Module] = set()
         # Layers by their weights, which may be multiplied by past the hooks: `layer.forward(x)`.
-        layers = (module for module in self.places if isinstance(module, WeightLayer))
-        self.layer_of = {id(layer._parameters.get("weight")): layer for layer in layers}
+        self.layers_of: dict[int, list[torch.nn.Module]] = {}
+        for module in self.places:
+            if isinstance(module, WeightLayer):
+                self.layers_of.setdefault(id(module._parameters.get("weight")), []).append(module)
 
     def begin(self, module: torch.nn.Module, _: Any) -> None:
         if module in self.places:
@@ -233,8 +235,7 @@ class _Watch:
         names = self.running.names
         if not names or recipe.high_precision:
             return
-        if (layer := self.layer_of.get(id(w))) is not None:
-            self.begun.add(layer)
+        self.begun.update(self.layers_of.get(id(w), ()))
         name = names[-1]
         if name.index >= 0:
             names[-1] = dataclasses.replace(name, index=name.index + 1)
@@ -343,8 +344,7 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
     Raises:
         TypeError, ValueError: model is not a module; or the call is within another `measure`.
     """
-    if not isinstance(model, torch.nn.Module):
-        fail_type("measure", "model", model, "a module")
+    check_model("measure", model)
     if functional.product_seen is not None:
         fail("measure", "model", "measured within another measure", "one at a time")
     watch = _Watch(by_first_name("measure", names_of(model)))

@@ -404,15 +404,16 @@ class GroupedLinear(WeightLayer):
         seed: int = 0,
     ) -> None:
         named = {"groups": groups, "in_features": in_features, "out_features": out_features}
-        for name, value in named.items():
+        sizes = [check_int("GroupedLinear", name, value) for name, value in named.items()]
+        for name, size in zip(named, sizes, strict=True):
             least = 1 if name == "groups" else 0
-            if check_int("GroupedLinear", name, value) < least:
-                fail("GroupedLinear", name, value, f"{least} or more")
+            if size < least:
+                fail("GroupedLinear", name, size, f"{least} or more")
         _check_no_recipe("GroupedLinear", device)
         number = any_int("GroupedLinear", "seed", seed)
         chosen = recipe_named(recipe)
         super().__init__()
-        self.groups, self.in_features, self.out_features = groups, in_features, out_features
+        self.groups, self.in_features, self.out_features = sizes
         self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
         _check_dtype("GroupedLinear", self.weight, chosen)
         self.reset_parameters()

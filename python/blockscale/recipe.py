@@ -109,7 +109,7 @@ _SCALE_DTYPES: Final = {
 
 def any_stochastic(*specs: Spec | None) -> bool:
     """Whether any of them draws random bits."""
-    return any(s is not None and s.rounding == "stochastic" for s in specs)
+    return any(s is not None and s.stochastic for s in specs)
 
 
 @constant
@@ -277,7 +277,7 @@ class Recipe:
             at, value = OPERANDS.index(operand), getattr(self, operand)
             if getattr(self, keep) or value is None:
                 continue
-            if value.rounding == "stochastic":
+            if value.stochastic:
                 need = "True: another quantization would have to draw the random bits of the first"
                 fail("recipe", keep, False, need, f"give {operand} rounding='nearest'")
             texts[at] = "none"
@@ -307,8 +307,7 @@ class Recipe:
                 None for high precision.
 
         Raises:
-            TypeError: an operand of another type, or a name that is not a string.
-            ValueError: an unknown operand, or operands that cannot be multiplied.
+            TypeError, ValueError: as for `Recipe`; an unknown operand.
         """
         for key in operands:
             if key not in OPERANDS:

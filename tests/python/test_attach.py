@@ -159,6 +159,11 @@ def test_wrappers_of_optimizers() -> None:
     said = r"^attach: optimizer = Lookahead, whose step calls no hooks; need .*; call bs.advance"
     with pytest.raises(ValueError, match=said):
         bs.attach(model, optimizer)
+    # Attributes of those names may be something else.
+    for other in (torch.ones(2), optimizer):
+        optimizer.base = other  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=said):
+            bs.attach(model, optimizer)
 
 
 @pytest.mark.parametrize("fused", [False, True])

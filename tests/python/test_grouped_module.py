@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import blockscale as bs
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,6 +175,11 @@ def test_made_without_memory() -> None:
     assert layer._seed.device == layer.weight.device
     assert layer(torch.randn(3, 32), torch.tensor([1, 3])).shape == (3, 16)
     assert "groups=2, in_features=32, out_features=16, recipe=nvfp4" in repr(layer)
+
+
+def test_any_whole_numbers_are_taken() -> None:
+    layer = bs.nn.GroupedLinear(*numpy.array([2, 32, 16]))
+    assert [type(size) for size in layer.weight_shape] == [int] * 3
 
 
 def test_bad_arguments() -> None:

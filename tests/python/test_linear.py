@@ -268,6 +268,11 @@ def test_forward_mode_derivatives_are_refused() -> None:
             assert torch.equal(call(x), call(x.clone().requires_grad_()))
 
 
+def test_a_layer_in_high_precision_refuses_what_is_no_tensor_as_pytorch_does() -> None:
+    with pytest.raises(TypeError, match="must be Tensor, not NoneType"):
+        bs.nn.Linear(4, 4, recipe="bf16")(None)
+
+
 def test_the_layer_is_the_function() -> None:
     case = make()
     layer = bs.nn.Linear(70, 37, recipe="nvfp4", seed=9)

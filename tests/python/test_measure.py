@@ -494,7 +494,7 @@ def nothing_stays() -> Iterator[None]:
 
 
 def test_what_is_no_module(nothing_stays: None) -> None:
-    words = r"^measure: model = a str; need a module$"
+    words = r"^measure: model = a str; need an nn.Module$"
     with pytest.raises(TypeError, match=words), bs.measure("model"):  # type: ignore[arg-type]
         pass
 

@@ -116,6 +116,23 @@ def test_layers_that_are_called_past_the_hooks_have_run() -> None:
     assert {product.layer for product in found.products} == {"0#0", "0.out"}
 
 
+def test_layers_that_share_a_weight_have_run_if_one_has() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.first.forward(x)
+            return y
+
+    with bs.measure(made := converted(Tied())) as found:
+        made(normal(8, 64))
+    assert found.left_out == {}
+    assert len(found.products) == 1
+
+
 def test_experts_that_are_not_used_are_named() -> None:
     class Theirs(nn.Module):
         def __init__(self) -> None:
