@@ -288,8 +288,10 @@ class RngState:
         return self.root is not None and self.root() is not None
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
-        """An optimizer step has ended: next step, forward 0. If `skipped` is nonzero the count stays,
-        and what draws without a forward of the model begins again with the step's first bits.
+        """An optimizer step has ended: next step, forward 0.
+
+        If `skipped` is nonzero the count stays, and what draws without a forward of the model
+        begins again with the step's first bits.
 
         Within a backward, where optimizers may step parameter by parameter, layers are still
         recomputed with the offset that their forward had.
