@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 
-from blockscale.classes import why_not_linear
+from blockscale.classes import why_not_linear, why_taken
 from blockscale.experts import is_experts, matrices_of, why_not
 from blockscale.fsdp import is_sharded
-from blockscale.nn import Layer
+from blockscale.nn import Layer, Linear
 from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer
 
 NO_LINEAR: Final = " is not nn.Linear"  # after the kind of a module
@@ -48,6 +48,8 @@ def unfit(module: torch.nn.Module, as_experts: bool) -> str:
         held = "FSDP has made its parameters part of a flat one"
         return f"{held}: convert before that, or wrap with use_orig_params=True"
     elif type(module) is torch.nn.Linear:
+        if reason := why_taken(Linear, module):
+            return reason
         matrices = [module.weight]
     elif isinstance(module, torch.nn.LazyLinear):
         return f"{kind} has no shape yet: convert after it has seen a batch"

@@ -3,6 +3,7 @@ stay."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -35,16 +36,33 @@ def _empty(ours: type[Layer], plain: type[torch.nn.Module]) -> Layer:
     return kind.__new__(kind)
 
 
+@functools.cache
+def _names(ours: type[Layer]) -> frozenset[str]:
+    """The attributes that a class of ours uses."""
+    layers = [of for of in ours.__mro__ if issubclass(of, Layer)]
+    names = {name for of in layers for name in (*vars(of), *of.__annotations__)}
+    # Of the last one ours precedes theirs, and only refuses.
+    return frozenset(names - {"weight", "__prepare_scriptable__"})
+
+
+def why_taken(ours: type[Layer], module: torch.nn.Module) -> str:
+    """Which attributes of a module have names that a class of ours uses; "" if none."""
+    kind, names = type(module), _names(ours)
+    own = (vars(module), module._parameters, module._buffers, module._modules)
+    # Most layers are of this class, and listing a class's attributes takes long.
+    if kind is torch.nn.Linear and all(map(names.isdisjoint, own)):
+        return ""
+    theirs = {*dir(kind)}.union(*own)
+    if taken := sorted(names & theirs - {*dir(torch.nn.Linear)}):
+        return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
+    return ""
+
+
 def why_none(ours: type[Layer], module: torch.nn.Module) -> str:
     """Why a class of ours cannot precede a module's class; "" if it can."""
     kind = type(module)
-    layers = [of for of in ours.__mro__ if issubclass(of, Layer)]
-    names = {name for of in layers for name in (*vars(of), *of.__annotations__)}
-    theirs = {*dir(kind), *vars(module), *module._parameters, *module._buffers, *module._modules}
-    # Of the last one ours precedes theirs, and only refuses.
-    ignored = {"weight", "__prepare_scriptable__", *dir(torch.nn.Linear)}
-    if taken := sorted(names & theirs - ignored):
-        return f"{kind.__name__} has attributes of ours: {', '.join(taken)}"
+    if reason := why_taken(ours, module):
+        return reason
     try:  # now: nothing may fail once convert has begun to change a model
         class_of(ours, kind)
     except Exception as error:  # anything that its metaclass or __init_subclass__ raises

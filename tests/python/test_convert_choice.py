@@ -270,6 +270,23 @@ def test_a_forward_that_another_library_replaced_is_left_alone() -> None:
     assert m["plain"](torch.randn(2, 4)).shape == (2, 4)
 
 
+def test_a_layer_with_attributes_of_ours_is_left_alone() -> None:
+    named: Any = nn.Linear(4, 4)
+    named.recipe, named.plain, named.keep = "mine", "x", True
+    held: Any = nn.Linear(4, 4)
+    held.register_buffer("_seed", torch.zeros(2))
+    free: Any = nn.Linear(4, 4)
+    free.tag = "theirs"
+    m = nn.ModuleDict({"named": named, "held": held, "free": free})
+    report = bs.convert(m, "mxfp8")
+    assert dict(report.skipped) == {
+        "named": "Linear has attributes of ours: keep, plain, recipe",
+        "held": "Linear has attributes of ours: _seed",
+    }
+    assert bs.revert(m) == ["free"]
+    assert (named.recipe, named.plain, named.keep, free.tag) == ("mine", "x", True, "theirs")
+
+
 def test_a_converted_layer_of_another_class() -> None:
     """A parametrization gives a layer a class of its own; the layer stays a converted one."""
 
