@@ -455,7 +455,8 @@ def _restore(module: torch.nn.Module) -> bool:
     if not isinstance(module, Layer) or module.plain is None:
         return False
     drop_root(module)
-    for name in ("recipe", "_rng_state", "_seed", "_kept", "_name"):
+    named = ("_name",) if isinstance(module, Experts) else ()  # of a linear layer it is theirs
+    for name in ("recipe", "_rng_state", "_seed", "_kept", *named):
         module.__dict__.pop(name, None)
     if isinstance(module, WeightLayer) and module.__dict__.pop("_retype", None):
         weight = module.weight  # replaced by quantized_all_gather()

@@ -287,6 +287,14 @@ def test_a_layer_with_attributes_of_ours_is_left_alone() -> None:
     assert (named.recipe, named.plain, named.keep, free.tag) == ("mine", "x", True, "theirs")
 
 
+def test_a_name_that_only_experts_have_stays_theirs() -> None:
+    m: Any = nn.Sequential(nn.Linear(4, 4), Theirs(4, 4))
+    m[0]._name, m[1]._name = "a", "b"
+    bs.convert(m, "mxfp8")
+    bs.revert(m)
+    assert (m[0]._name, m[1]._name) == ("a", "b")
+
+
 def test_a_converted_layer_of_another_class() -> None:
     """A parametrization gives a layer a class of its own; the layer stays a converted one."""
 
