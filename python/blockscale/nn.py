@@ -254,7 +254,8 @@ class WeightLayer(Layer):
         if computed or not self.quantizes_ahead():
             return []
         made = quantize_weight(without_type(self._here(weight)), self.recipe, None, backward)
-        self._kept = Kept.of(f"{name}.weight".lstrip("."), weight, made)
+        # Past __setattr__, as in configure.
+        vars(self)["_kept"] = Kept.of(f"{name}.weight".lstrip("."), weight, made)
         return [weight]
 
     def _here(self, weight: torch.Tensor) -> torch.Tensor:

@@ -341,6 +341,24 @@ def test_copies_of_all_attributes_are_models_like_others() -> None:
         assert torch.equal(other(x), want)
 
 
+def test_a_layer_that_takes_no_attributes_is_quantized_once() -> None:
+    class Frozen(torch.nn.Linear):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "frozen" in vars(self):
+                raise AttributeError(f"{name}: frozen")
+            super().__setattr__(name, value)
+
+    layer, x = Frozen(64, 32), torch.randn(8, 64)
+    vars(layer)["frozen"] = True
+    model = torch.nn.Sequential(layer)
+    bs.convert(model, "mxfp8")
+    want = model(x)
+    with bs.quantized_weights(model):
+        assert "_kept" in vars(layer)
+        assert torch.equal(model(x), want)
+    assert bs.revert(model) == ["0"]
+
+
 def test_a_weight_that_has_lost_rows_is_quantized() -> None:
     """As structured pruning leaves it, in a layer with the extents of before."""
     model, x = converted("mxfp8"), normal_bf16(11, 70).float()
