@@ -460,10 +460,11 @@ def _restore(module: torch.nn.Module) -> bool:
         module.__dict__.pop(name, None)
     if isinstance(module, WeightLayer) and module.__dict__.pop("_retype", None):
         weight = module.weight  # replaced by quantized_all_gather()
-        module.weight = torch.nn.Parameter(values_of(weight), weight.requires_grad)
+        made = torch.nn.Parameter(values_of(weight), weight.requires_grad)
+        torch.nn.Module.__setattr__(module, "weight", made)  # past its own, too
         own = {"local", "_is_param"}  # attributes of its type
         kept = {name: value for name, value in vars(weight).items() if name not in own}
-        vars(module.weight).update(kept)  # such as options for an optimizer
+        vars(made).update(kept)  # such as options for an optimizer
     object.__setattr__(module, "__class__", module.plain)
     return True
 

@@ -97,7 +97,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
         chosen[named] = layer
     for layer in chosen.values():
         _retype(layer)
-        layer._retype = _retype
+        vars(layer)["_retype"] = _retype  # past __setattr__, as in Layer.configure
     return list(chosen)
 
 
@@ -114,7 +114,8 @@ def _retype(layer: WeightLayer) -> None:
     elif not isinstance(weight, ShardedWeight):
         made = torch.nn.Parameter(ShardedWeight(weight.detach()), weight.requires_grad)
         made.__dict__.update(weight.__dict__)  # such as options for an optimizer
-        layer.weight = made
+        # Past the layer's own, which may refuse.
+        torch.nn.Module.__setattr__(layer, "weight", made)
 
 
 @functools.cache

@@ -441,6 +441,28 @@ def test_a_weight_is_written_to_as_ever() -> None:
     assert vars(layer.weight) == {"no_decay": True}
 
 
+def test_a_layer_that_takes_no_attributes_gets_its_weight() -> None:
+    class Frozen(nn.Linear):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "frozen" in vars(self):
+                raise AttributeError(f"{name}: frozen")
+            super().__setattr__(name, value)
+
+    layer = Frozen(64, 64)
+    vars(layer)["frozen"] = True
+    model = nn.Sequential(layer)
+    bs.convert(model, "nvfp4")
+    x, values = torch.randn(2, 64), layer.weight.detach()
+    want = copy.deepcopy(model)(x)
+    assert bs.quantized_all_gather(model) == ["0.weight"]
+    assert type(layer.weight).__name__ == "ShardedWeight"
+    assert torch.equal(model(x), want)
+    assert type(model.state_dict()["0.weight"]) is torch.Tensor
+    assert bs.revert(model) == ["0"]
+    assert type(layer.weight) is nn.Parameter
+    assert torch.equal(layer.weight, values)
+
+
 def test_it_enters_compiled_code() -> None:
     seen = []
     for codes in (False, True):
