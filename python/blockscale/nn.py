@@ -156,7 +156,8 @@ class Layer(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        vars(self)["_seed"] = received(self._seed)
+        if "_seed" in state:
+            vars(self)["_seed"] = received(self._seed)
         self._move_rng()  # a pickle does not say where its numbers were
 
     def __prepare_scriptable__(self) -> Any:
@@ -184,6 +185,8 @@ class Layer(torch.nn.Module):
 
     def _move_rng(self, device: torch.device | None = None) -> None:
         """To the device of the first parameter or buffer if none is given."""
+        if "_seed" not in vars(self):  # an instance of a class of ours that convert has not seen
+            return
         if getattr(self, "_is_replica", False):
             need = "a module whose random bits are counted in one place"
             got = "a replica that nn.DataParallel made"
@@ -208,8 +211,7 @@ class Layer(torch.nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        if "_seed" in vars(self):  # with assign=True the parameters may be elsewhere now
-            self._move_rng()
+        self._move_rng()  # with assign=True the parameters may be elsewhere now
 
     def _key(self, weight: torch.Tensor | None) -> Key:
         """The key of this forward's random bits, for a recipe that draws some."""

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import io
+import pickle
 import re
 import warnings
 import weakref
@@ -487,6 +488,18 @@ def test_a_module_that_takes_no_attributes_is_converted() -> None:
     bs.convert(holder, "nvfp4", experts=["experts"])
     made(rows(), ENDS).float().sum().backward()
     assert bs.revert(holder) == ["experts"]
+
+
+def test_an_instance_that_convert_has_not_seen_is_copied_and_moved() -> None:
+    made = model("nvfp4").experts
+    fresh = type(made)()
+    fresh.load_state_dict(made.state_dict())
+    for twin in (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))):
+        assert type(twin) is type(made)
+        assert_same(list(twin.parameters()), list(made.parameters()))
+        assert twin.to(torch.float32).up.dtype is torch.float32
+    with pytest.raises(ValueError, match="an instance that convert has not seen; need a converted"):
+        fresh(rows(), ENDS)
 
 
 def test_saved_tensors_on_the_cpu_are_no_checkpoint() -> None:
