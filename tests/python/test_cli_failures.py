@@ -274,6 +274,34 @@ def test_no_file_stays_open(
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == (5 if not error else 1)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_disk_that_is_full_after_the_settings(
+    there: bool,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = Path.mkdir
+
+    def mkdir(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == "checkpoints":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        right(path, *args, **options)
+
+    out = tmp_path / "new" / "run"
+    if there:
+        out.mkdir(parents=True)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    for _ in range(2):  # the first leaves nothing behind
+        assert refusal(capsys, "train", "--out", str(out), "--data", text, *SMALL) == (
+            f"blockscale train: --out = {out} ({os.strerror(errno.ENOSPC)}); need a folder that "
+            "can be written; choose another"
+        )
+        assert out.parent.exists() == there
+        assert not there or list(out.iterdir()) == []
+
+
 def test_a_folder_whose_files_cannot_be_locked(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ the same result.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -207,15 +208,15 @@ def create_run(path: Path, settings: dict[str, Any]) -> RunFolder:
         made = make_folder(path)
         write_json(path / "settings.json", settings)
         folder = RunFolder(path, settings)
-    except OSError as error:
-        remove_empty(made)
+    except (OSError, CliError) as error:  # unwritable, or it cannot be locked
+        with contextlib.suppress(OSError):  # the next try must not find a run
+            (path / "settings.json").unlink()
+        remove_empty([path / "checkpoints", *made])
+        if isinstance(error, CliError):
+            raise
         raise CliError(
             f"--out = {path} ({error.strerror}); need a folder that can be written; choose another"
         ) from None
-    except CliError:  # it cannot be locked: the next try must not find a run
-        (path / "settings.json").unlink(missing_ok=True)
-        remove_empty([path / "checkpoints", *made])
-        raise
     folder.made = made
     return folder
 
