@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from blockscale.cli import report
 from blockscale.cli.report import command, deviation_of, draw, results, smoothed
-from blockscale.cli.run_folder import Cell, create_run
+from blockscale.cli.run_folder import Cell, RunFolder, create_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,6 +43,43 @@ def test_a_diverged_seed_leaves_no_deviation() -> None:
 
 
 UNIGRAM = 3.2
+
+
+def test_more_validations_take_no_more_passes_over_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass per validation makes the picture of a long run take minutes."""
+    right = report.curve
+    passes: list[str] = []
+
+    def counted(folder: RunFolder, cell: Cell, key: str) -> dict[int, float]:
+        passes.append(key)
+        return right(folder, cell, key)
+
+    monkeypatch.setattr(report, "curve", counted)
+    counts = []
+    for steps in (2, 8):
+        folder = create_run(tmp_path / str(steps), settings(steps=steps))
+        for cell in folder.cells():
+            for step in range(1, steps + 1):
+                folder.append(cell, step, train_loss=3.0, seconds=1.0)
+                folder.append(cell, step, validation_loss=2.0)
+        passes.clear()
+        draw(folder, UNIGRAM)
+        counts.append(len(passes))
+    assert counts[0] == counts[1]
+
+
+def test_the_gap_is_drawn_at_every_validation(tmp_path: Path, figures: list[Figure]) -> None:
+    folder = create_run(tmp_path / "run", settings(seeds=1))
+    for cell in folder.cells():
+        for step, gap in enumerate((0.5, 0.25), 1):
+            folder.append(cell, step, train_loss=3.0, seconds=1.0)
+            loss = 2.0 + (gap if cell.recipe == "nvfp4" else 0.0)
+            folder.append(cell, step, validation_loss=loss)
+    draw(folder, UNIGRAM)
+    (line, _) = figures[0].axes[1].lines  # the other is at zero
+    assert np.asarray(line.get_xydata()).tolist() == [[1, 0.5], [2, 0.25]]
 
 
 @pytest.mark.parametrize(

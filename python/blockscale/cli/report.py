@@ -68,11 +68,15 @@ def seed_curves(folder: RunFolder, recipe: str, key: str) -> list[dict[int, floa
     return [curve(folder, cell, key) for cell in folder.cells() if cell.recipe == recipe]
 
 
-def gaps(folder: RunFolder, recipe: str, step: int) -> list[float]:
-    """Validation loss minus BF16's for the same seed, one number per seed; empty without BF16."""
+def gaps(folder: RunFolder, recipe: str) -> dict[int, list[float]]:
+    """step -> validation loss minus BF16's for the same seed, one number per seed; empty without
+    BF16."""
     ours = seed_curves(folder, recipe, "validation_loss")
     theirs = seed_curves(folder, BASELINE, "validation_loss")
-    return [a[step] - b[step] for a, b in zip(ours, theirs, strict=False)]
+    if not theirs:
+        return {}
+    pairs = list(zip(ours, theirs, strict=True))
+    return {step: [a[step] - b[step] for a, b in pairs] for step in ours[0]}
 
 
 def deviation_of(values: Sequence[float]) -> float:
@@ -88,7 +92,7 @@ def results(folder: RunFolder) -> list[Result]:
     found = []
     for recipe in settings["recipes"]:
         losses = [c[settings["steps"]] for c in seed_curves(folder, recipe, "validation_loss")]
-        gap = gaps(folder, recipe, settings["steps"])
+        gap = gaps(folder, recipe).get(settings["steps"])
         seconds = [
             row["seconds"] for row in folder.rows if row["recipe"] == recipe and "train_loss" in row
         ]
@@ -97,7 +101,7 @@ def results(folder: RunFolder) -> list[Result]:
                 recipe=recipe,
                 loss=statistics.fmean(losses),
                 gap=statistics.fmean(gap) if gap else None,
-                spread=deviation_of(gap) if len(gap) > 1 else None,
+                spread=deviation_of(gap) if gap and len(gap) > 1 else None,
                 tokens_per_second=tokens / statistics.median(seconds),
             )
         )
@@ -283,8 +287,8 @@ def draw_losses(
 
 def draw_gap(axes: Axes, folder: RunFolder, recipe: str, style: dict[str, Any], index: int) -> None:
     """The gap at every evaluation, with its deviation over the seeds."""
-    steps = list(seed_curves(folder, recipe, "validation_loss")[0])
-    values = [gaps(folder, recipe, step) for step in steps]
+    found = gaps(folder, recipe)
+    steps, values = list(found), list(found.values())
     means = [statistics.fmean(v) for v in values]
     if len(values[0]) > 1:
         # Side by side, so that the bars of different recipes do not hide one another.
