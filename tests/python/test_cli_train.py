@@ -25,7 +25,7 @@ from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, Experts, LanguageModel
 from blockscale.cli.provenance import ORIGIN
 from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
-from blockscale.cli.trainer import Trainer, learning_rate
+from blockscale.cli.trainer import Trainer, learning_rate, reproducible_kernels
 from commands import Command, refusal
 from rich.console import Console
 
@@ -384,6 +384,30 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     write_atomically(target, lambda file: file.write(b"new"))
     assert target.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["kept"]
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("chosen", [(False, False), (True, False), (True, True)])
+def test_the_choice_of_kernels_is_restored(chosen: tuple[bool, bool], filled: bool) -> None:
+    settings: Any = torch.utils.deterministic
+
+    def now() -> tuple[tuple[bool, bool], bool]:
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        enabled = torch.are_deterministic_algorithms_enabled()
+        return (enabled, only_warns), settings.fill_uninitialized_memory
+
+    def choose(chosen: tuple[bool, bool], filled: bool) -> None:
+        torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
+        settings.fill_uninitialized_memory = filled
+
+    before = now()
+    choose(chosen, filled)
+    try:
+        with reproducible_kernels("cpu"):
+            assert now() == ((True, False), False)
+        assert now() == (chosen, filled)
+    finally:
+        choose(*before)
 
 
 def test_metrics_reach_as_far_as_the_checkpoint(tmp_path: Path) -> None:

@@ -27,14 +27,16 @@ def reproducible_kernels(device: str) -> Iterator[None]:
     if device == "cuda":  # cuBLAS reads this when it makes its first handle
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+        settings.fill_uninitialized_memory = filled
 
 
 class Trainer:
