@@ -56,7 +56,7 @@ class Trainer:
         self.model.initialize(cell.seed)
         self.model.to(self.device)
         kept = self.model.kept_in_bf16()
-        self.report = bs.convert(self.model, cell.recipe, skip=kept, seed=cell.seed)
+        bs.convert(self.model, cell.recipe, skip=kept, seed=cell.seed)
         self.optimizer = make_optimizer(self.model, self.lr)
         bs.attach(self.model, self.optimizer)
         self.step = 0
