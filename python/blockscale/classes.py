@@ -47,7 +47,7 @@ def _names(ours: type[Layer]) -> frozenset[str]:
 
 def why_taken(ours: type[Layer], module: torch.nn.Module) -> str:
     """Which attributes of a module have names that a class of ours uses; "" if none."""
-    kind, names = type(module), _names(ours)
+    kind, names = type(module), _names(ours)  # type: ignore[arg-type]  # classes are hashable
     own = (vars(module), module._parameters, module._buffers, module._modules)
     # Most layers are of this class, and listing a class's attributes takes long.
     if kind is torch.nn.Linear and all(map(names.isdisjoint, own)):
