@@ -46,7 +46,7 @@ void describe(BasicQuantized<Byte, Float>& q, const QuantSpec& spec, const Stora
 // Shapes and dtypes of the stored tensors (specification, section 13). Non-linear layouts are flat,
 // but for mn_major, which is a transposed and padded matrix.
 struct Sizes {
-  std::vector<int64_t> codes, scales, outer;
+  Ints codes, scales, outer;
   ScalarType code_type, scale_type;
 };
 Sizes sizes_of(const Context& at, const ConstQuantized& q, std::optional<int64_t> batch,
@@ -57,7 +57,7 @@ Sizes sizes_of(const Context& at, const ConstQuantized& q, std::optional<int64_t
   Sizes sizes{{}, {}, {}, torch_dtype(q.spec.element), torch_dtype(q.spec.scale)};
   if (batch) sizes.codes = sizes.scales = sizes.outer = {*batch};
   if (q.groups) sizes.outer = {q.groups.count};
-  auto append = [](std::vector<int64_t>& to, std::initializer_list<int64_t> extents) {
+  auto append = [](Ints& to, std::initializer_list<int64_t> extents) {
     to.insert(to.end(), extents);
   };
   if (layout.codes == Layout::linear)
@@ -80,7 +80,7 @@ Sizes sizes_of(const Context& at, const ConstQuantized& q, std::optional<int64_t
 
 // Contiguous, and exactly of this dtype and shape.
 Tensor checked(const Context& at, const std::string& name, const Tensor& t, ScalarType dtype,
-               const std::vector<int64_t>& sizes, const QuantSpec& spec) {
+               const Ints& sizes, const QuantSpec& spec) {
   const char* op = at.op();
   at.check(name.c_str(), t);
   if (t.scalar_type() != dtype)
@@ -197,8 +197,7 @@ Input input(const Context& at, const Tensor& x, int axis, int64_t batch_dims) {
     view.rows = t.size(1);
     view.row_stride = t.stride(1);
   } else {
-    view.rows = 1;
-    for (int64_t d = 0; d + 1 < rank; ++d) view.rows *= t.size(d);
+    view.rows = rows_of(t);
     view.row_stride = *common_row_stride(t);
   }
   return result;
@@ -254,8 +253,7 @@ Operand operand(const Context& at, const std::string& prefix, const Tensor& code
   ConstQuantized& q = result.view;
   describe(q, spec, layout, axis, extent);
   const Sizes sizes = sizes_of(at, q, extent.batch, bytes);
-  const auto check = [&](const char* name, const Tensor& t, ScalarType dtype,
-                         const std::vector<int64_t>& size) {
+  const auto check = [&](const char* name, const Tensor& t, ScalarType dtype, const Ints& size) {
     return checked(at, prefix + name, t, dtype, size, spec);
   };
   result.codes = check("codes", codes, sizes.code_type, sizes.codes);
@@ -275,7 +273,13 @@ Operand operand(const Context& at, const std::string& prefix, const Tensor& code
   return result;
 }
 
-Extent extent_of(const char* op, const std::vector<int64_t>& shape) {
+int64_t rows_of(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return rows;
+}
+
+Extent extent_of(const char* op, const Ints& shape) {
   const std::string text = list_text(shape.data(), shape.size());
   require(shape.size() == 2 || shape.size() == 3, op, "shape", text, "[R, C] or [E, R, C]",
           "flatten the leading dimensions into rows");
@@ -304,8 +308,7 @@ void set_key(const Context& at, QuantizeOptions& options, const int64_t* seed,
 
 Options options(const Context& at, const QuantSpec& spec, const char* amax_name,
                 const std::optional<Tensor>& amax, const std::optional<Tensor>& seed,
-                const std::optional<Tensor>& offset, const std::vector<int64_t>& origin,
-                int64_t matrices) {
+                const std::optional<Tensor>& offset, const Ints& origin, int64_t matrices) {
   const char* op = at.op();
   const std::string name = amax_name;
   Options result;

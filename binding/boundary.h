@@ -38,6 +38,8 @@ struct Input {
 // batch_dims 0: all leading dimensions are rows; 1: [E, R, C] is a batch of E matrices. Any
 // strides; only leading dimensions that no single row stride describes are copied.
 Input input(const Context& at, const Tensor& x, int axis, int64_t batch_dims);
+// Rows of x [..., K] as one matrix.
+int64_t rows_of(const Tensor& x);
 
 // The groups that `offsets` cuts the rows of x into, or none. The tensor keeps their memory.
 Groups groups_of(const Context& at, const std::optional<Tensor>& offsets,
@@ -51,7 +53,7 @@ struct Extent {
   Groups groups{};
 };
 // From a list: [R, C], or [E, R, C] for a batch.
-Extent extent_of(const char* op, const std::vector<int64_t>& shape);
+Extent extent_of(const char* op, const Ints& shape);
 
 // A quantized operand in fresh tensors.
 struct Output {
@@ -99,8 +101,7 @@ struct Options {
 };
 Options options(const Context& at, const QuantSpec& spec, const char* amax_name,
                 const std::optional<Tensor>& amax, const std::optional<Tensor>& seed,
-                const std::optional<Tensor>& offset, const std::vector<int64_t>& origin,
-                int64_t matrices);
+                const std::optional<Tensor>& offset, const Ints& origin, int64_t matrices);
 
 }  // namespace blockscale::binding
 

@@ -14,6 +14,7 @@
 
 #include "blockscale/ops.h"
 #include "matmul.h"
+#include "operands.h"
 
 namespace blockscale {
 namespace {
@@ -59,7 +60,8 @@ std::string spec_json(const QuantSpec& s) {
       << ", \"rounding\": " << quote(to_string(s.rounding)) << ", \"outer\": " << boolean(s.outer)
       << ", \"hadamard\": " << s.hadamard.dim
       << ", \"hadamard_mask\": " << quote(mask_text(s.hadamard))
-      << ", \"extent_multiple\": " << (s.hadamard.dim ? s.hadamard.dim : 1) << "}";
+      << ", \"extent_multiple\": " << (s.hadamard.dim ? s.hadamard.dim : 1)
+      << ", \"gemm_layout\": " << quote(to_string(binding::gemm_layout(s))) << "}";
   return out.str();
 }
 

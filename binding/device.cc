@@ -47,7 +47,7 @@ bool runs_kernels(const Device& device) {
   return known.get(device.index(), [&] { return refusal(device).empty(); }) != 0;
 }
 
-int64_t bytes_of(const std::vector<int64_t>& sizes, ScalarType dtype) {
+int64_t bytes_of(const Ints& sizes, ScalarType dtype) {
   const bool eight = dtype == ScalarType::Long,
              narrow = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
   const bool four = dtype == ScalarType::Float || dtype == ScalarType::Int;
@@ -57,8 +57,8 @@ int64_t bytes_of(const std::vector<int64_t>& sizes, ScalarType dtype) {
 }
 
 // PyTorch's own: a dimension without elements counts as one.
-std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size());
+Ints contiguous_strides(const Ints& sizes) {
+  Ints strides(sizes.size());
   int64_t next = 1;
   for (size_t d = sizes.size(); d-- > 0; next *= std::max<int64_t>(sizes[d], 1)) strides[d] = next;
   return strides;
@@ -95,12 +95,12 @@ void Context::check(const char* argument, const Tensor& tensor) const {
        "move it with .to(\"" + device_text(device_) + "\")");
 }
 
-Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
+Tensor empty(const Ints& sizes, ScalarType dtype, const Device& device) {
   return empty_strided(sizes, contiguous_strides(sizes), dtype, device);
 }
 
-Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                     ScalarType dtype, const Device& device) {
+Tensor empty_strided(const Ints& sizes, const Ints& strides, ScalarType dtype,
+                     const Device& device) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   AtenTensorHandle made = nullptr;
@@ -111,13 +111,12 @@ Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_
   return Tensor(made);
 }
 
-Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes) {
+Tensor with_shape(const Tensor& fresh, const Ints& sizes) {
   if (fresh.dim() == static_cast<int64_t>(sizes.size())) return fresh;
   return part(fresh, sizes, contiguous_strides(sizes), 0);
 }
 
-Tensor part(const Tensor& fresh, const std::vector<int64_t>& sizes,
-            const std::vector<int64_t>& strides, int64_t from) {
+Tensor part(const Tensor& fresh, const Ints& sizes, const Ints& strides, int64_t from) {
   AtenTensorHandle made = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       fresh.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), from, &made));
@@ -128,8 +127,8 @@ Tensor contiguous_of(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-Tensor borrowed(void* data, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                ScalarType dtype, const Device& device) {
+Tensor borrowed(void* data, const Ints& sizes, const Ints& strides, ScalarType dtype,
+                const Device& device) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   AtenTensorHandle made = nullptr;

@@ -98,17 +98,16 @@ class Context {
 
 // A fresh tensor, contiguous or with the strides given. Straight through the C shim: a call of
 // aten::empty through the dispatcher costs the host several times as much.
-Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device);
-Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                     ScalarType dtype, const Device& device);
+Tensor empty(const Ints& sizes, ScalarType dtype, const Device& device);
+Tensor empty_strided(const Ints& sizes, const Ints& strides, ScalarType dtype,
+                     const Device& device);
 // The memory of a fresh contiguous tensor under another shape, or a part of it from an element on;
 // to autograd it is no view.
-Tensor with_shape(const Tensor& fresh, const std::vector<int64_t>& sizes);
-Tensor part(const Tensor& fresh, const std::vector<int64_t>& sizes,
-            const std::vector<int64_t>& strides, int64_t from);
+Tensor with_shape(const Tensor& fresh, const Ints& sizes);
+Tensor part(const Tensor& fresh, const Ints& sizes, const Ints& strides, int64_t from);
 // Memory of a GPU as a tensor that does not own it.
-Tensor borrowed(void* data, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                ScalarType dtype, const Device& device);
+Tensor borrowed(void* data, const Ints& sizes, const Ints& strides, ScalarType dtype,
+                const Device& device);
 // The tensor itself where it is contiguous already: asking PyTorch costs its dispatcher.
 Tensor contiguous_of(const Tensor& tensor);
 

@@ -36,7 +36,7 @@ std::vector<Tensor> linear_op(Tensor x, Tensor w, std::optional<Tensor> bias, Te
 std::vector<Tensor> linear_piece_op(Tensor x, Tensor w, std::optional<Tensor> bias, Text recipe,
                                     bool dx, bool dw, std::optional<Tensor> seed,
                                     std::optional<Tensor> offset, std::optional<ScalarType> dtype,
-                                    std::vector<int64_t> origins, std::optional<Tensor> x_amax,
+                                    Ints origins, std::optional<Tensor> x_amax,
                                     std::optional<Tensor> w_amax);
 
 // The operands of w [N, K] or [E, N, K], of [fprop, dgrad] those that the recipe quantizes, each a
@@ -54,13 +54,13 @@ std::vector<Tensor> quantize_input_op(Tensor x, Text recipe, bool dw,
 // made it (x_apart), or x itself, which is quantized here where the recipe says so; with dx
 // likewise w's dgrad operand (w_apart), or the three tensors along its rows, or w itself; and where
 // bits are drawn the seed. With skip_dx or skip_dw that gradient is left out all the same. With
-// w_turned dw lies as [K, N] does, or [E, K, N], where w does.
+// w_transposed dw lies as [K, N] does, or [E, K, N], where w does.
 std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe, int64_t k,
                                        bool dx, bool dw, bool db, std::optional<Tensor> offsets,
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
-                                       bool skip_dw, bool w_turned, bool x_apart, bool w_apart);
+                                       bool skip_dw, bool w_transposed, bool x_apart, bool w_apart);
 
 // The same of a piece of dy, as for linear_piece_op.
 std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> saved, Text recipe,
@@ -68,8 +68,7 @@ std::vector<Tensor> linear_piece_backward_op(Tensor dy, std::vector<Tensor> save
                                              std::optional<ScalarType> x_dtype,
                                              std::optional<ScalarType> w_dtype,
                                              std::optional<ScalarType> bias_dtype, bool skip_dx,
-                                             bool skip_dw, std::vector<int64_t> origin,
-                                             std::optional<Tensor> amax);
+                                             bool skip_dw, Ints origin, std::optional<Tensor> amax);
 
 // linear_backward_op with dw, which is added to `into`, contiguous float32 of w's shape. [dx, db],
 // empty where not asked for: PyTorch's compiler takes no lists from operators that change an

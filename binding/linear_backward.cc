@@ -122,7 +122,7 @@ struct Asked {
   // Without one, that of dy.
   std::optional<ScalarType> x_dtype{}, w_dtype{}, bias_dtype{};
   std::optional<Tensor> into{};  // w's gradient is added to it
-  bool w_turned = false;         // w's gradient lies as [K, N], as w does
+  bool w_transposed = false;     // w's gradient lies as [K, N], as w does
   Shard shard{};
 };
 
@@ -177,7 +177,7 @@ class Backward {
     const bool dx_widens =
         is_quantized_widened(at_, recipe_.dgrad_dy, recipe_.dgrad_w, groups_.count);
     const bool dw_widens =
-        (!asked_.w_turned || asked_.into) &&
+        (!asked_.w_transposed || asked_.into) &&
         is_quantized_widened(at_, recipe_.wgrad_dy, recipe_.wgrad_x, groups_.count, rows());
     return {at_,
             dy_,
@@ -228,7 +228,7 @@ class Backward {
     // Turned, it is the product the other way round; but one in square blocks the FP8 GEMM takes on
     // the right alone.
     const bool x_goes_left = !x.view || !x.view->spec.square;
-    if (!asked_.w_turned || asked_.into || !x_goes_left)
+    if (!asked_.w_transposed || asked_.into || !x_goes_left)
       return product(at_, dy, x, std::nullopt, dtype(), to, groups_, rows());
     std::swap(to.sizes.back(), to.sizes[to.sizes.size() - 2]);
     return torch::stable::transpose(product(at_, x, dy, std::nullopt, dtype(), to, groups_, rows()),
@@ -253,7 +253,8 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                                        std::optional<ScalarType> x_dtype,
                                        std::optional<ScalarType> w_dtype,
                                        std::optional<ScalarType> bias_dtype, bool skip_dx,
-                                       bool skip_dw, bool w_turned, bool x_apart, bool w_apart) {
+                                       bool skip_dw, bool w_transposed, bool x_apart,
+                                       bool w_apart) {
   const Asked asked{.needs = {dx, dw, x_apart, w_apart},
                     .dx = dx && !skip_dx,
                     .dw = dw && !skip_dw,
@@ -262,7 +263,7 @@ std::vector<Tensor> linear_backward_op(Tensor dy, std::vector<Tensor> saved, Tex
                     .x_dtype = x_dtype,
                     .w_dtype = w_dtype,
                     .bias_dtype = bias_dtype,
-                    .w_turned = w_turned};
+                    .w_transposed = w_transposed};
   return Backward(dy, saved, recipe, k, asked).gradients();
 }
 

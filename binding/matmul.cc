@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "checks.h"
+
 // In PyTorch's builds for GPUs only: weak, so that one binary loads under every build.
 extern "C" __attribute__((weak, visibility("default"))) AOTITorchError aoti_torch_cuda_addmm_out(
     AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1, AtenTensorHandle mat2,
@@ -74,8 +76,8 @@ Decoded room_for(const Context& at, const ConstQuantized& left, const ConstQuant
 Decoded decoded(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                 const Stream& stream) {
   const ConstQuantized left = without_outer(a), right = without_outer(b);
-  gpu::check_decodable(at.op(), "a", left);
-  gpu::check_decodable(at.op(), "b", right);
+  check_decodable(at.op(), "a", left);
+  check_decodable(at.op(), "b", right);
   Decoded values = room_for(at, left, right);
   gpu::dequantize_two(left, values.left, right, values.right, stream);
   return values;
@@ -226,8 +228,8 @@ Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuan
   const TorchStream& stream = at.stream();
   if (multiplies_codes(a, b)) return core_matmul(at, a, b, bias, target, stream);
   check_layouts(at, a, b);
-  gpu::check_operand(at.op(), "a", a);
-  gpu::check_operand(at.op(), "b", b);
+  check_device_operand(at.op(), "a", a);
+  check_device_operand(at.op(), "b", b);
   const StoredShape sa = a.shape(), sb = b.shape();
   const bool empty_product = sa.lines * sb.lines * sa.extent == 0;
   const bool outer = a.spec.outer || b.spec.outer;

@@ -24,7 +24,7 @@ struct Target {
   ScalarType dtype;  // float32, bfloat16 or float16
   // The lines of a, perhaps in several dimensions, and the lines of b; or [groups, lines of a,
   // lines of b].
-  std::vector<int64_t> sizes;
+  Ints sizes;
   // A contiguous float32 tensor of as many elements, to which it is added, and which is the result.
   std::optional<Tensor> into{};
   Previous previous = Previous::any;

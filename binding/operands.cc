@@ -5,14 +5,6 @@
 namespace blockscale::binding {
 namespace {
 
-// How the operands of a layer are stored: as GEMMs read them. FP32 scales lie transposed, which is
-// how Hopper's FP8 GEMM brings them in; everything else is linear.
-StorageLayout storage_of(const QuantSpec& spec) {
-  StorageLayout layout;
-  if (spec.scale == Format::fp32) layout.scales = Layout::mn_major;
-  return layout;
-}
-
 QuantizeOptions drawn(const Context& at, const Key& key) {
   require(key.seed && key.offset, at.op(), "rng", "none",
           "a seed and an offset: the recipe rounds stochastically");
@@ -45,8 +37,14 @@ Tensor read_bytes(const Context& at, const char* name, const Tensor& saved, int6
 
 }  // namespace
 
+StorageLayout gemm_layout(const QuantSpec& spec) {
+  StorageLayout layout;
+  if (spec.scale == Format::fp32) layout.scales = Layout::mn_major;
+  return layout;
+}
+
 OperandPlan::OperandPlan(const QuantSpec& spec, int axis, const Extent& e) {
-  q.spec = spec, q.layout = storage_of(spec), q.axis = axis;
+  q.spec = spec, q.layout = gemm_layout(spec), q.axis = axis;
   q.rows = e.rows, q.columns = e.columns, q.batch = e.batch.value_or(1), q.groups = e.groups;
   check_sizes("linear", "operand", q.rows, q.columns, q.batch, q.groups.count);
   const StoredShape s = q.shape();
@@ -133,11 +131,6 @@ GemmOperand weight_of(const Context& at, const char* name, const Tensor& saved, 
   return {memory, axis, std::nullopt, gpu::widened_in(narrow, base)};
 }
 
-int64_t rows_of(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  return rows;
-}
 Tensor matrix(const Tensor& x) {
   if (x.dim() == 2) return x;
   const Ints sizes{rows_of(x), x.size(x.dim() - 1)};

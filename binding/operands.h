@@ -10,6 +10,10 @@ namespace blockscale::binding {
 
 using Spec = std::optional<QuantSpec>;  // none: high precision
 
+// How the operands of a layer are stored: as GEMMs read them. FP32 scales lie transposed, which is
+// how Hopper's FP8 GEMM brings them in; everything else is linear.
+StorageLayout gemm_layout(const QuantSpec& spec);
+
 // One operand of a GEMM, quantized or a high-precision matrix, which runs along the contraction
 // axis or, with axis -2, down it.
 struct GemmOperand {
@@ -69,7 +73,6 @@ GemmOperand weight_of(const Context& at, const char* name, const Tensor& saved, 
                       const Spec& weight, int axis, const Extent& e, int64_t groups);
 
 // x [..., K] as one matrix.
-int64_t rows_of(const Tensor& x);
 Tensor matrix(const Tensor& x);
 
 // Whether an operand is made, and whether it is read by this call alone or handed out: then it

@@ -7,10 +7,10 @@ namespace {
 
 // The values of an operand in a dtype: [lines, k], with `batched` [E, lines, k].
 Tensor values(const Context& at, const GemmOperand& side, bool batched, ScalarType dtype) {
-  const auto turned = [&](const Tensor& t, int axis) {
+  const auto transposed = [&](const Tensor& t, int axis) {
     return axis == -1 ? t : torch::stable::transpose(t, -2, -1);
   };
-  if (!side.view) return turned(torch::stable::to(*side.memory, dtype), side.axis);
+  if (!side.view) return transposed(torch::stable::to(*side.memory, dtype), side.axis);
   ConstQuantized q = *side.view;
   if (q.axis == -2 && !q.groups) {  // the same in memory as along axis -1, which is read faster
     q.axis = -1;
@@ -21,15 +21,15 @@ Tensor values(const Context& at, const GemmOperand& side, bool batched, ScalarTy
   Tensor out = empty(sizes, dtype, at.device());
   const Matrix view = matrices(at, out, q.rows, q.columns, q.batch);
   run(at, out.numel(), [&](const auto& on) { dequantize(q, view, on); });
-  return turned(out, q.axis);
+  return transposed(out, q.axis);
 }
 
 // BF16 as PyTorch's grouped GEMM takes it: rows at multiples of 16 bytes, or columns. With `along`,
 // columns: groups along the contraction axis then start there too.
 Tensor aligned(const Context& at, const Tensor& t, bool along) {
   const int64_t rank = t.dim();
-  const bool turned = along || t.stride(rank - 1) != 1;
-  const Tensor x = turned ? torch::stable::transpose(t, -2, -1) : t;
+  const bool transposed = along || t.stride(rank - 1) != 1;
+  const Tensor x = transposed ? torch::stable::transpose(t, -2, -1) : t;
   const int64_t rows = x.size(rank - 2), columns = x.size(rank - 1);
   const int64_t pitch = std::max<int64_t>(round_up(columns, 8), 8);
   const bool batch_fits = rank == 2 || x.stride(0) == rows * columns;
@@ -43,7 +43,7 @@ Tensor aligned(const Context& at, const Tensor& t, bool along) {
   }
   Tensor copy = empty_strided(sizes, strides, ScalarType::BFloat16, at.device());
   torch::stable::copy_(copy, x);
-  return turned ? torch::stable::transpose(copy, -2, -1) : copy;
+  return transposed ? torch::stable::transpose(copy, -2, -1) : copy;
 }
 
 // A·Bᵀ by group in BF16 on a GPU: PyTorch's grouped GEMM, and what it leaves undefined.

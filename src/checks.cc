@@ -23,13 +23,14 @@ bool same_extents(const A& a, const B& b) {
 }
 
 using gpu::kGpuLimit;
+using gpu::kTile;
 
 // Messages are built only when a check fails: these run on every call.
 
 // A matrix without elements counts as a tile too: it may have an outer scale. The limit is half of
 // what 31 bits hold, as kernels add the size of their grid.
 void check_tiles(const char* op, const char* name, int64_t rows, int64_t columns, int64_t batch) {
-  const int64_t tiles = std::max<int64_t>(ceil_div(rows, 128) * ceil_div(columns, 128), 1);
+  const int64_t tiles = std::max<int64_t>(ceil_div(rows, kTile) * ceil_div(columns, kTile), 1);
   if (batch > 0 && batch >= kGpuLimit / 2 / tiles)
     fail(op, name, extents(rows, columns, batch), "fewer than 2^30 tiles of 128 x 128 on a GPU",
          "quantize parts of the batch");
@@ -91,11 +92,12 @@ void check_groups(const char* op, const Groups& groups, int64_t rows, int64_t ba
   if (memory == Memory::host) check_offsets(op, groups, rows);
 }
 
-// On a GPU, a tile in groups has up to 512 threads, whose total is counted in 31 bits, and each
-// group may end in a tile of its own.
+// On a GPU, all threads of the tiles of groups are counted in 31 bits, and each group may end in a
+// tile of its own.
 void check_group_tiles(const char* op, const Groups& groups, int64_t rows, int64_t columns) {
-  const int64_t tiles_down = rows / 128 + groups.count + 1;
-  if (groups && tiles_down >= kGpuLimit / 512 / std::max<int64_t>(ceil_div(columns, 128), 1))
+  const int64_t tiles_down = rows / kTile + groups.count + 1;
+  const int64_t tiles_across = std::max<int64_t>(ceil_div(columns, kTile), 1);
+  if (groups && tiles_down >= kGpuLimit / gpu::kThreads / tiles_across)
     fail(op, "offsets", std::to_string(groups.count) + " groups of " + extents(rows, columns),
          "fewer than 2^22 tiles of 128 x 128, and one more for each group, on a GPU",
          "take fewer groups or columns at a time");
@@ -283,7 +285,7 @@ void check_dequantize(const ConstQuantized& q, const Matrix& x, Memory memory) {
   check_quantized("dequantize", "q", q, memory);
   check_written("dequantize", "x", x, memory);
   if (!same_extents(x, q)) fail("dequantize", "x", extents(x), "the extents of q, " + extents(q));
-  if (memory == Memory::device) gpu::check_decodable("dequantize", "q", q);
+  if (memory == Memory::device) check_decodable("dequantize", "q", q);
 }
 
 void check_relayout(const ConstQuantized& from, const Quantized& to, Memory memory) {
@@ -398,13 +400,13 @@ void check_values(const Quantization& q) {
           "bfloat16 with x's extents, rows at multiples of 16 bytes");
 }
 
-void gpu::check_operand(const char* op, const char* name, const ConstQuantized& q) {
+void check_device_operand(const char* op, const char* name, const ConstQuantized& q) {
   check_quantized(op, name, q, Memory::device);
 }
 
-// A thread handles a piece of 8 columns by 4 rows, or as many elements.
-void gpu::check_decodable(const char* op, const char* name, const ConstQuantized& q) {
-  if (ceil_div(q.rows, int64_t{4}) * ceil_div(q.columns, int64_t{8}) >= kGpuLimit)
+// The threads are counted.
+void check_decodable(const char* op, const char* name, const ConstQuantized& q) {
+  if (ceil_div(q.rows, gpu::kPieceRows) * ceil_div(q.columns, gpu::kPiece) >= kGpuLimit)
     fail(op, name, extents(q.rows, q.columns), "fewer than 2^36 elements of a matrix on a GPU",
          "take parts of it");
 }

@@ -28,5 +28,9 @@ void check_transpose(const ConstQuantized& from, const Quantized& to, Memory mem
 void check_gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
                 const GemmOptions& options, Memory memory);
 void check_values(const Quantization& q);
+// Refuse an operand in device memory whose extents kernels, or those that decode, could not count,
+// as the operators above do: for callers that go to kernels without them.
+void check_device_operand(const char* op, const char* name, const ConstQuantized& q);
+void check_decodable(const char* op, const char* name, const ConstQuantized& q);
 
 }  // namespace blockscale

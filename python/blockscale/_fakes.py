@@ -394,7 +394,7 @@ def _fake_linear_backward(
     bias_dtype: torch.dtype | None = None,
     skip_dx: bool = False,
     skip_dw: bool = False,
-    w_turned: bool = False,
+    w_transposed: bool = False,
     x_apart: bool = False,
     w_apart: bool = False,
 ) -> list[torch.Tensor]:
@@ -405,7 +405,7 @@ def _fake_linear_backward(
     if dw and not skip_dw:
         batch = () if offsets is None else offsets.shape
         x_spec = specs_of(recipe)["wgrad_x"]
-        if w_turned and (x_spec is None or x_spec.block[0] == 1):
+        if w_transposed and (x_spec is None or x_spec.block[0] == 1):
             made = dy.new_empty((*batch, k, n), dtype=w_dtype or dy.dtype).transpose(-2, -1)
         else:
             made = dy.new_empty((*batch, n, k), dtype=w_dtype or dy.dtype)

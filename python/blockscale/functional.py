@@ -216,9 +216,10 @@ def _product(
     if into is not None:
         check_into(into, x, w, dw, offsets)
     compiling = torch.compiler.is_compiling()
+    traced = not compiling and torch._C._get_tracing_state() is not None  # by torch.jit.trace
     made = None
     if quantized is not None:
-        if not compiling and torch._C._get_tracing_state() is not None:
+        if traced:
             refuse_trace_of_weight(operation_of(offsets))
         made = quantized.operands_of(w, recipe, dx, operation_of(offsets))
     if forward_ad._current_level >= 0:
@@ -229,17 +230,19 @@ def _product(
     made_x = None
     if dw and recipe.quantizes_x and not exporting and (compiling or not watched):
         made_x = quantized_input(x, text, offsets)
+    # The operator's arguments after the tensors: recipe, dx, dw, seed, offset, offsets, dtype,
+    # quantized_w, quantized_x.
     rest = (text, dx, dw, seed, offset, offsets, autocast_dtype(x), made, made_x)
     forward = _forward if watched else _forward_now
     y: torch.Tensor
     if exporting:
-        y = _linear_exported(x, w, bias, rest, into)
+        y = _linear_exported(x, w, bias, rest, offsets, into)
     elif not (dx or dw or db):
         y = forward(x, w, bias, *rest)[0]
     else:
         if watched and not compiling:
             refuse_transforms(operation_of(offsets))
-        if not compiling and torch._C._get_tracing_state() is not None:
+        if traced:
             refuse_trace(operation_of(offsets))
         apply: Callable[..., Any] = LinearFunction.apply if compiling else _apply
         y = apply(x, w, bias, (forward, recipe, rest, db, into))
@@ -382,16 +385,16 @@ class LinearFunction(torch.autograd.Function):
         )
         # For experts that lie in memory as [E, K, N]: makes the gradient in that order, which saves
         # a copy.
-        turned = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
+        transposed = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
         wanted = (w.shape[-1], dx, dw, db)
-        ctx.call = (recipe.text, *wanted, dtypes, into, turned, x_later, x_at, x_apart, w_apart)
+        ctx.call = (recipe.text, *wanted, dtypes, into, transposed, x_later, x_at, x_apart, w_apart)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
-        text, k, dx, dw, db, dtypes, into, turned, x_later, x_at, *apart = ctx.call
+        text, k, dx, dw, db, dtypes, into, transposed, x_later, x_at, *apart = ctx.call
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
         # If saved-tensor hooks have replaced x by one of another shape, the operator refuses it.
@@ -400,7 +403,7 @@ class LinearFunction(torch.autograd.Function):
             if made_x is not None:
                 saved = [*saved[:x_at], made_x, *saved[x_at + 1 :]]
         if into is None or skip_w:
-            call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w, turned, *apart)
+            call = (text, k, dx, dw, want_b, offsets, *dtypes, skip_x, skip_w, transposed, *apart)
             made = iter(_ops.linear_backward.default(dy, saved, *call))
             gradients = [next(made) if want else None for want in wanted]
         else:
@@ -432,12 +435,13 @@ def _linear_exported(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     rest: tuple[Any, ...],
+    offsets: torch.Tensor | None,
     into: torch.Tensor | None,
 ) -> torch.Tensor:
     """y by an operator with a registered derivative: torch.export keeps no autograd.Function."""
     if into is not None:
         need = "none in a program that is exported"
-        fail(operation_of(rest[5]), "accumulate_into", "given", need, "leave it out")
+        fail(operation_of(offsets), "accumulate_into", "given", need, "leave it out")
     y: torch.Tensor = _ops.linear_exported.default(x, w, bias, *rest)[0]
     return y
 

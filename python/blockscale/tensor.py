@@ -150,8 +150,9 @@ def matrix_extents(shape: Sequence[int], batch_dims: int) -> tuple[int, int]:
 
 
 def gemm_layout(s: Spec) -> str:
-    """How `linear` stores its operands: as GEMMs read them (binding/operands.cc does the same)."""
-    return "mn_major" if s.scale == "fp32" else "linear"
+    """How `linear` stores its operands: as GEMMs read them."""
+    layout: str = _core.spec_facts(s.text)["gemm_layout"]
+    return layout
 
 
 def stored_shapes(

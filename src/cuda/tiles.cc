@@ -59,7 +59,7 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
 double store_cost(const TileShape& t, const GemmSize& s) {
   const double elements = t.rows() * t.columns();
   if (!s.f32) return elements * 2 / 64;
-  const int64_t chunks = t.chunks(s.square);
+  const int64_t chunks = t.with_scales(s.square).chunks();
   const int64_t rounds = chunks > 0 ? ceil_div(t.waves * t.n / 32, chunks) : 1;
   return elements * 4 / kF32Bytes + static_cast<double>(rounds - 1) * kRound;
 }

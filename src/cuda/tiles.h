@@ -15,14 +15,25 @@ struct TileShape {
   int waves;          // wgmmas per warpgroup, 64 rows each
   int n;              // columns per wgmma
   int stages;         // in the ring
-  int line_stages;    // the same where every column has a scale
   int cluster;        // CTAs that work together
   bool split;         // they split K of one tile; else they share an operand
-  bool e5m2;          // also compiled for any E5M2 operands
+  // Of FP8 operands:
+  int line_stages = 0;  // stages where every column has a scale
+  bool e5m2 = false;    // also compiled for any E5M2 operands
 
   // With two E5M2 operands and 128x128 scales, which is what MXFP4 becomes, every tile is compiled.
   constexpr bool compiled(bool square, bool a_e5m2, bool b_e5m2) const {
     return e5m2 || !(a_e5m2 || b_e5m2) || (square && a_e5m2 && b_e5m2);
+  }
+  // The shape for FP8 operands, B with 128x128 scales (`square`) or a scale per column. With these,
+  // two waves of a warpgroup become four with half the columns each: two of them fit in registers
+  // beside the sums, and all four share their scales.
+  constexpr TileShape with_scales(bool square) const {
+    TileShape t = *this;
+    if (square) return t;
+    t.stages = line_stages;
+    if (waves == 2) t.side_by_side = true, t.waves = 4, t.n = n / 2;
+    return t;
   }
   constexpr int rows() const { return 64 * waves * (side_by_side ? 1 : groups); }
   constexpr int columns() const { return n * (side_by_side ? groups : 1); }
@@ -36,35 +47,37 @@ struct TileShape {
   // Chunks of output, 64 rows x 128 bytes, that a warpgroup stages in shared memory at once: as
   // many as fit beside the table of 1024 groups and the stages, each of which has barriers and, for
   // each of its lines, codes and an FP32 scale.
-  constexpr int chunks(bool square) const {
+  constexpr int chunks() const {
     constexpr int kLineBytes = 128 + 4, kBarrierSpace = 256, kGroupBytes = 10 * 1024;
     if (split || n % 64 != 0) return 0;
     const int stage = (rows() + columns()) * kLineBytes + kBarrierSpace;
-    const int left = kMostSharedBytes - kGroupBytes - (square ? stages : line_stages) * stage;
+    const int left = kMostSharedBytes - kGroupBytes - stages * stage;
     const int fit = left / (groups * 64 * 128), all = waves * n / 64;
     return fit < all ? fit : all;
   }
 };
 
 inline constexpr TileShape kTiles[] = {
-    {2, false, 2, 128, 3, 4, 2, false, true},   // 256 x 128
-    {3, false, 1, 128, 4, 4, 2, false, false},  // 192 x 128
-    {2, false, 1, 128, 5, 5, 1, false, true},   // 128 x 128
-    {2, true, 1, 64, 8, 8, 1, false, true},     // 64 x 128
-    {2, true, 1, 32, 12, 12, 1, false, false},  // 64 x 64
-    {2, true, 1, 16, 16, 16, 1, false, false},  // 64 x 32
-    {2, true, 1, 64, 8, 8, 4, true, false},     // 64 x 128, K in 4
-    {2, true, 1, 32, 12, 12, 2, true, false},   // 64 x 64, K in 2
+    // groups, beside, waves, n, stages, cluster, split, line_stages, e5m2
+    {2, false, 2, 128, 3, 2, false, 4, true},  // 256 x 128
+    {3, false, 1, 128, 4, 2, false, 4},        // 192 x 128
+    {2, false, 1, 128, 5, 1, false, 5, true},  // 128 x 128
+    {2, true, 1, 64, 8, 1, false, 8, true},    // 64 x 128
+    {2, true, 1, 32, 12, 1, false, 12},        // 64 x 64
+    {2, true, 1, 16, 16, 1, false, 16},        // 64 x 32
+    {2, true, 1, 64, 8, 4, true, 8},           // 64 x 128, K in 4
+    {2, true, 1, 32, 12, 2, true, 12},         // 64 x 64, K in 2
 };
 inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 // For BF16 operands, which have no scales. Pairs of large tiles that share an operand were slower.
 inline constexpr TileShape kBf16Tiles[] = {
-    {2, false, 2, 128, 4, 4, 1, false, false},  // 256 x 128
-    {2, false, 1, 128, 6, 6, 1, false, false},  // 128 x 128
-    {2, true, 1, 64, 8, 8, 2, false, false},    // 64 x 128, in pairs
-    {2, true, 1, 64, 8, 8, 1, false, false},    // 64 x 128
-    {2, true, 1, 32, 12, 12, 1, false, false},  // 64 x 64
-    {2, true, 1, 16, 16, 16, 1, false, false},  // 64 x 32
+    // groups, beside, waves, n, stages, cluster, split
+    {2, false, 2, 128, 4, 1, false},  // 256 x 128
+    {2, false, 1, 128, 6, 1, false},  // 128 x 128
+    {2, true, 1, 64, 8, 2, false},    // 64 x 128, in pairs
+    {2, true, 1, 64, 8, 1, false},    // 64 x 128
+    {2, true, 1, 32, 12, 1, false},   // 64 x 64
+    {2, true, 1, 16, 16, 1, false},   // 64 x 32
 };
 inline constexpr int kBf16TileCount = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
 

@@ -1,6 +1,6 @@
 // max |x| after a spec's transform, one FP32 value per matrix.
-#include "gpu/launch.h"
 #include "gpu/quantize/direct_tiles.h"
+#include "gpu/quantize/host.h"
 #include "gpu/quantize/loaders.h"
 
 namespace blockscale::gpu {
@@ -15,18 +15,18 @@ struct AmaxShared {
 
 // max |x| of a run, and of two columns, after the transform or as they are.
 template <bool kTransform, class Run>
-BLOCKSCALE_DEVICE uint32_t amax_of_run(const Run& run, const Side& side) {
+BLOCKSCALE_DEVICE uint32_t amax_of_run(const Run& run, const TransformSigns& signs) {
   if constexpr (kTransform)
-    return transformed_amax(side.transform, [&](float* v) { run.unpack(v); });
+    return transformed_amax(signs, [&](float* v) { run.unpack(v); });
   else
     return run.amax_bits();
 }
 template <bool kTransform, class Columns>
-BLOCKSCALE_DEVICE uint32_t amax_of_columns(const Columns& columns, const Side& side) {
+BLOCKSCALE_DEVICE uint32_t amax_of_columns(const Columns& columns, const TransformSigns& signs) {
   uint32_t two[2];
   if constexpr (kTransform) {
-    two[0] = transformed_amax(side.transform, [&](float* v) { columns.template unpack<0>(v); });
-    two[1] = transformed_amax(side.transform, [&](float* v) { columns.template unpack<1>(v); });
+    two[0] = transformed_amax(signs, [&](float* v) { columns.template unpack<0>(v); });
+    two[1] = transformed_amax(signs, [&](float* v) { columns.template unpack<1>(v); });
   } else {
     columns.amax_bits(two);
   }
@@ -47,7 +47,7 @@ template <int kAxis, bool kTransform, bool kBoth, class Loader, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
     amax_kernel(const __grid_constant__ QuantizeParams p, float* out, float* before) {
   after_previous();
-  const Side& side = p.row;
+  const TransformSigns& signs = p.row.transform;
   BLOCKSCALE_DYNAMIC_SHARED(memory);
   auto& shared = *reinterpret_cast<AmaxShared<Loader>*>(memory);
   auto& tile = shared.tile;
@@ -64,39 +64,39 @@ __global__ void __launch_bounds__(kThreads, Loader::kBlocks)
   for (int i = 0; i < kAhead; ++i, ahead.advance(p))
     if (left > i) loader.begin(p.x, ahead.source(), tile[i], i);
   uint32_t largest = 0, plain = 0;
-  Turn<kAhead + 1> turn;
+  Ring<kAhead + 1> ring;
 #pragma unroll 1
-  for (; left > 0; --left, turn.advance()) {
+  for (; left > 0; --left, ring.advance()) {
     const auto now = walk;
     const int matrix = now.at().batch;
     walk.advance(p);
-    loader.finish(tile[turn.stage], turn.stage);
+    loader.finish(tile[ring.stage], ring.stage);
     if (loader.asks()) {
-      const int stage = turn.stage == 0 ? kAhead : turn.stage - 1;
+      const int stage = ring.stage == 0 ? kAhead : ring.stage - 1;
       if (left > kAhead) loader.begin(p.x, ahead.source(), tile[stage], stage);
       ahead.advance(p);
     }
-    if constexpr (kGrouped) cut(tile[turn.stage], now.rows_left());
+    if constexpr (kGrouped) cut(tile[ring.stage], now.rows_left());
     // A tile's stage is released as soon as the tile is in registers.
     if constexpr (kAxis == -1) {
       typename Loader::Tile::Run runs[kRowRuns];
 #pragma unroll
       for (int i = 0; i < kRowRuns; ++i)
-        runs[i] = tile[turn.stage].row(thread / kRunsPerLine + i * kRowStep,
+        runs[i] = tile[ring.stage].row(thread / kRunsPerLine + i * kRowStep,
                                        thread % kRunsPerLine * kRun);
-      loader.release(turn.stage);
+      loader.release(ring.stage);
 #pragma unroll
       for (const auto& run : runs) {
-        largest = max(largest, amax_of_run<kTransform>(run, side));
+        largest = max(largest, amax_of_run<kTransform>(run, signs));
         if constexpr (kBoth) plain = max(plain, run.amax_bits());
       }
     } else {
       const int warp = thread / 32;
-      const auto columns = tile[turn.stage].columns(
+      const auto columns = tile[ring.stage].columns(
           warp % kRunsPerLine * kRun, warp / kRunsPerLine * (kTile / 2) + thread % 32 * 2);
-      loader.release(turn.stage);
-      largest = max(largest, amax_of_columns<kTransform>(columns, side));
-      if constexpr (kBoth) plain = max(plain, amax_of_columns<false>(columns, side));
+      loader.release(ring.stage);
+      largest = max(largest, amax_of_columns<kTransform>(columns, signs));
+      if constexpr (kBoth) plain = max(plain, amax_of_columns<false>(columns, signs));
     }
     if (left == 1 || walk.at().batch != matrix) {
       add_to(out + matrix, largest);
@@ -119,15 +119,16 @@ struct Found {
   uint32_t largest = 0, before = 0;
 };
 template <class In, bool kTransform, bool kBoth>
-BLOCKSCALE_DEVICE Found amax_of_tile(const Source& x, const Side& side, const TileAt& at) {
+BLOCKSCALE_DEVICE Found amax_of_tile(const Source& x, const TransformSigns& signs,
+                                     const TileAt& at) {
   const ColumnPart<Pass{Encoder::fp4_nearest, Format::e4m3}> part;
   typename In::Tile::Columns in[2];
   part.load(In{}, x, at, in);
   Found found;
 #pragma unroll
   for (const auto& columns : in) {
-    found.largest = max(found.largest, amax_of_columns<kTransform>(columns, side));
-    if constexpr (kBoth) found.before = max(found.before, amax_of_columns<false>(columns, side));
+    found.largest = max(found.largest, amax_of_columns<kTransform>(columns, signs));
+    if constexpr (kBoth) found.before = max(found.before, amax_of_columns<false>(columns, signs));
   }
   return found;
 }
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
   after_previous();
   const TileAt at = direct_tile(kSidewaysShift);
   if (at.column >= p.x.columns) return;
-  const Found found = amax_of_tile<FloatsIn, kTransform, kBoth>(p.x, p.row, at);
+  const Found found = amax_of_tile<FloatsIn, kTransform, kBoth>(p.x, p.row.transform, at);
   add_to(out + at.batch, found.largest);
   if constexpr (kBoth) add_to(before + at.batch, found.before);
 }
@@ -159,7 +160,8 @@ void launch_floats(QuantizeParams& p, float* out, float* before, NativeStream st
 // Small inputs, one tile per thread block; the second input has no transform.
 struct AmaxTiles {
   Source x;
-  Side side;
+  TransformSigns signs;
+  int transforms;
   float *out, *before;
   int parts;               // whether each tile has its own words
   Divisor matrix, across;  // tiles per matrix, and side by side
@@ -187,19 +189,18 @@ BLOCKSCALE_DEVICE uint32_t block_max(uint32_t found, uint32_t* of_warps) {
 template <class In, bool kTransform, bool kBoth>
 BLOCKSCALE_DEVICE void take_tile(const AmaxTiles& p, uint32_t n) {
   __shared__ uint32_t of_warps[2][kDirectThreads / 32];
-  const uint32_t number = n;
   const TileAt at = p.at(n);
-  const Found found = amax_of_tile<In, kTransform, kBoth>(p.x, p.side, at);
+  const Found found = amax_of_tile<In, kTransform, kBoth>(p.x, p.signs, at);
   if (!p.parts) {
     add_to(p.out + at.batch, found.largest);
     if constexpr (kBoth) add_to(p.before + at.batch, found.before);
     return;
   }
   const uint32_t largest = block_max(found.largest, of_warps[0]);
-  if (threadIdx.x == 0) p.out[number] = bit_cast<float>(largest);
+  if (threadIdx.x == 0) p.out[n] = bit_cast<float>(largest);
   if constexpr (kBoth) {
     const uint32_t before = block_max(found.before, of_warps[1]);
-    if (threadIdx.x == 0) p.before[number] = bit_cast<float>(before);
+    if (threadIdx.x == 0) p.before[n] = bit_cast<float>(before);
   }
 }
 template <class In, bool kTransform, bool kBoth>
@@ -217,7 +218,7 @@ void launch_pair(const AmaxPair& p, NativeStream stream) {
   const auto run = [&](auto kernel) {
     start(kernel, p.first.tiles + p.second.tiles, kDirectThreads, 0, stream, p);
   };
-  if (p.first.side.out.spec.hadamard.dim == 0)
+  if (!p.first.transforms)
     run(amax_pair_kernel<In, false, false>);
   else if (p.first.before)
     run(amax_pair_kernel<In, true, true>);
@@ -229,8 +230,8 @@ AmaxTiles tiles_of(const Amax& amax) {
   const int64_t across = ceil_div(amax.x.columns, kTile);
   AmaxTiles t{};
   t.x = source_of(amax.x);
-  t.side.out.spec = amax.spec;
-  t.side.set_transform(amax.spec.hadamard);
+  t.signs = signs_of(amax.spec.hadamard);
+  t.transforms = amax.spec.hadamard.dim != 0;
   t.out = amax.out, t.before = amax.before, t.parts = amax.parts;
   t.matrix = Divisor(across * ceil_div(amax.x.rows, kTile)), t.across = Divisor(across);
   t.tiles = static_cast<uint32_t>(tiles_in(amax.x));
@@ -296,7 +297,7 @@ void add_one(const Amax& amax, const Stream& stream) {
                      stream);
   QuantizeParams p{};
   p.row.out.spec = spec;
-  p.row.set_transform(spec.hadamard);
+  p.row.transform = signs_of(spec.hadamard);
   ConstMatrix y = x;
   if (hadamard_pass) {
     const StoredShape s = operand.shape();

@@ -14,17 +14,17 @@ std::string unavailable();
 // well. To be called when something has failed.
 std::string failure();
 
-inline constexpr int64_t kGpuLimit = int64_t{1} << 31;  // kernels count extents in 31 bits
+// Kernels count extents, and threads, in 31 bits. Those that quantize take x in tiles of so many
+// rows and columns, with at most so many threads each; of those that decode, a thread takes so many
+// rows of a piece, the values that it stores at once: 16 bytes of BF16.
+inline constexpr int64_t kGpuLimit = int64_t{1} << 31;
+inline constexpr int kTile = 128, kThreads = 512;
+inline constexpr int kPieceRows = 4, kPiece = 8;
 
 // For a model's random bits: *offset = *copy = *upcoming, which then advances by one if the forward
 // counts.
 void begin_forward(int64_t* offset, int64_t* upcoming, int64_t* copy, bool counts,
                    const Stream& stream);
-
-// Refuses an operand in device memory whose extents kernels could not count, as the core's
-// operators do: for callers that come here without them.
-void check_operand(const char* op, const char* name, const ConstQuantized& q);
-void check_decodable(const char* op, const char* name, const ConstQuantized& q);
 
 // One input or two: amaxes that are not given are found for both at once.
 void quantize(std::span<const Quantization> inputs, const Stream& stream,

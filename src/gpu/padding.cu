@@ -1,6 +1,6 @@
 // The padding of storage layouts, for operands without groups.
 #include "gpu/groups/fill.h"
-#include "gpu/launch.h"
+#include "gpu/quantize/host.h"
 
 namespace blockscale::gpu {
 namespace {

@@ -28,10 +28,13 @@ TEST(Tiles, FitTheMachine) {
     // room for barriers and 1024 groups.
     const int stage = (t.rows() + t.columns()) * 128 + (t.rows() + t.columns()) * 4 + 256;
     for (const bool square : {false, true}) {
-      const int chunks = t.chunks(square);
-      EXPECT_EQ(chunks > 0, !t.split && t.n >= 64) << t.rows() << " x " << t.columns();
-      EXPECT_LE((square ? t.stages : t.line_stages) * stage + t.groups * chunks * 8192 + 10240,
-                227 * 1024)
+      const TileShape made = t.with_scales(square);
+      EXPECT_EQ(made.rows(), t.rows());
+      EXPECT_EQ(made.columns(), t.columns());
+      EXPECT_EQ(made.unit_rows(), t.unit_rows());
+      EXPECT_EQ(made.unit_columns(), t.unit_columns());
+      EXPECT_EQ(made.chunks() > 0, !t.split && t.n >= 64) << t.rows() << " x " << t.columns();
+      EXPECT_LE(made.stages * stage + t.groups * made.chunks() * 8192 + 10240, 227 * 1024)
           << t.rows() << " x " << t.columns();
     }
     // Sums and the tensor cores' accumulators, of 224 registers (152 with three warpgroups).

@@ -13,7 +13,7 @@ using Launch = cudaError_t (*)(const Bf16Gemm&, int device, int multiprocessors,
 template <int... kIndex>
 constexpr auto table(std::integer_sequence<int, kIndex...>) {
   return std::array<Launch, sizeof...(kIndex)>{
-      launch<typename Bf16TileOf<kIndex>::type, true, false, false, Bf16Gemm>...};
+      launch<Tile<Bf16Shape<kIndex>, false>, true, false, false, Bf16Gemm>...};
 }
 
 cuda::GemmSize bf16_size(const Bf16Gemm& g, int multiprocessors) {

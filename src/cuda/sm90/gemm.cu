@@ -16,7 +16,7 @@ using Table = std::array<Launch, cuda::kTileCount>;
 template <int kIndex, bool kSquare, bool kAE5m2, bool kBE5m2>
 constexpr Launch entry() {
   if constexpr (cuda::kTiles[kIndex].compiled(kSquare, kAE5m2, kBE5m2))
-    return launch<typename TileOf<kIndex, kSquare>::type, kSquare, kAE5m2, kBE5m2, Fp8Gemm>;
+    return launch<Tile<Fp8Shape<kIndex, kSquare>, true>, kSquare, kAE5m2, kBE5m2, Fp8Gemm>;
   return nullptr;
 }
 template <bool kSquare, bool kAE5m2, bool kBE5m2, int... kIndex>

@@ -52,25 +52,14 @@ inline void choose_order(Gemm& g, const cuda::TileShape& tile, const cuda::GemmS
     g.schedule = cuda::is_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
 }
 
-// Where every column has a scale, two waves of a warpgroup become four with half the columns each:
-// two of them fit in registers beside the sums, and all four share their scales.
+// The shapes of the tables as types: kernels take no values of a class (docs/decisions.md).
 template <int kIndex, bool kSquare>
-struct TileOf {
-  static constexpr cuda::TileShape s = cuda::kTiles[kIndex];
-  static constexpr bool kInTurn = !kSquare && s.waves == 2;
-  using type =
-      Tile<s.groups, kInTurn || s.side_by_side, kInTurn ? 4 : s.waves, kInTurn ? s.n / 2 : s.n,
-           kSquare ? s.stages : s.line_stages, s.cluster, s.split, s.chunks(kSquare)>;
-  static_assert(type::kRows == s.rows() && type::kColumns == s.columns());
-  static_assert(type::kUnitRows == s.unit_rows() && type::kUnitColumns == s.unit_columns());
+struct Fp8Shape {
+  static constexpr cuda::TileShape kShape = cuda::kTiles[kIndex].with_scales(kSquare);
 };
 template <int kIndex>
-struct Bf16TileOf {
-  static constexpr cuda::TileShape s = cuda::kBf16Tiles[kIndex];
-  using type = Tile<s.groups, s.side_by_side, s.waves, s.n, s.stages, s.cluster, s.split,
-                    s.chunks(true), false>;
-  static_assert(type::kRows == s.rows() && type::kColumns == s.columns());
-  static_assert(type::kUnitRows == s.unit_rows() && type::kUnitColumns == s.unit_columns());
+struct Bf16Shape {
+  static constexpr cuda::TileShape kShape = cuda::kBf16Tiles[kIndex];
 };
 
 // Describes operands as bytes: lines of `extent`, `row` apart. False where the copy engine cannot

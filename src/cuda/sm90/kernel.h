@@ -9,10 +9,16 @@
 //
 // In BF16 a stage has 64 values, and the tensor cores add up all stages. There `kSquare` is true: a
 // stage has one barrier for the copy engine alone.
+//
+// Words: a unit is the tile of a CTA, or what a cluster computes (problem.h); a wave, 64 rows of a
+// tile, the M of one wgmma (not a round of tiles over the chip); a band, units along M that are
+// walked together so that L2 serves them (rasterization); the mailbox, where a CTA's threads learn
+// of its units (scheduler.h); finishing a tile, the epilogue (output.h).
 #pragma once
 
 #include "cuda/sm90/scheduler.h"
 #include "cuda/sm90/wgmma.h"
+#include "cuda/tiles.h"
 
 namespace blockscale::sm90 {
 
@@ -46,26 +52,24 @@ struct GemmParams {
   Output out;
 };
 
-// A tile of output: `kGroups_` math warpgroups, side by side along N (kSideBySide) or one below the
+// A tile of output: kGroups math warpgroups, side by side along N (kSideBySide) or one below the
 // other, each with kWaves wgmmas of 64 x kN. The waves' rows alternate between the warpgroups, so
 // that all of them have less to do where a group of rows ends early. Clusters of two share the
 // operand they have in common; with kSplit each CTA of a cluster sums a part of K instead.
-template <int kGroups_, bool kSideBySide_, int kWaves_, int kN_, int kStages_, int kCluster_,
-          bool kSplit_, int kChunks_, bool kScaled_ = true>
+// `Shape` holds the TileShape, as kShape.
+template <class Shape, bool kScaled_>
 struct Tile {
-  static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_;
-  static constexpr int kCluster = kCluster_;
-  static constexpr bool kSplit = kSplit_;
+  static constexpr cuda::TileShape kShape = Shape::kShape;
+  static constexpr int kGroups = kShape.groups, kWaves = kShape.waves, kN = kShape.n;
+  static constexpr int kStages = kShape.stages, kCluster = kShape.cluster;
+  static constexpr bool kSplit = kShape.split, kSideBySide = kShape.side_by_side;
   static constexpr bool kScaled = kScaled_;  // FP8 in blocks; else BF16, 64 values per block
-  static constexpr int kSharing = kSplit ? 1 : kCluster;  // CTAs that share an operand
-  static constexpr bool kSideBySide = kSideBySide_;
+  static constexpr int kSharing = kShape.sharing();                   // CTAs that share an operand
   static constexpr bool kInTurn = kSideBySide && kWaves > 1;          // see multiply_in_turn()
   static constexpr int kWaveRows = 64 * (kSideBySide ? 1 : kGroups);  // from wave to wave
-  static constexpr int kRows = kWaves * kWaveRows;
-  static constexpr int kColumns = kN * (kSideBySide ? kGroups : 1);
-  static constexpr bool kPairsColumns = kRows >= kColumns;  // sharing A; else pairs rows, sharing B
-  static constexpr int kUnitRows = kRows * (kPairsColumns ? 1 : kSharing);  // of a cluster
-  static constexpr int kUnitColumns = kColumns * (kPairsColumns ? kSharing : 1);
+  static constexpr int kRows = kShape.rows(), kColumns = kShape.columns();
+  static constexpr bool kPairsColumns = kShape.pairs_columns();
+  static constexpr int kUnitRows = kShape.unit_rows(), kUnitColumns = kShape.unit_columns();
   static constexpr int kThreads = 128 * (kGroups + 1);
   // Two waves of sums need every register that the threads that load can spare.
   static constexpr int kMathRegisters = kGroups == 3 ? 152 : kWaves > 1 ? 232 : 224;
@@ -78,7 +82,7 @@ struct Tile {
   static constexpr int kAScaleBytes = (kRows * 4 + 16 + 127) / 128 * 128;
   static constexpr int kBScaleBytes = (kColumns * 4 + 127) / 128 * 128;
   // A warpgroup stages its output in chunks of 64 rows x 128 bytes.
-  static constexpr int kChunkBytes = 8192, kChunks = kChunks_;
+  static constexpr int kChunkBytes = 8192, kChunks = kShape.chunks();
   static constexpr bool kStaged = kChunks > 0;
   static constexpr int kChunksAt = kStages * (kABytes + kBBytes);
   static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;

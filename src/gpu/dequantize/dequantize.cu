@@ -9,8 +9,6 @@
 namespace blockscale::gpu {
 namespace {
 
-constexpr int kRowLines = 4;  // per thread along rows, one piece each
-
 // Loads the codes and scales of pieces one below the other, of which `left` exist; issues all loads
 // first.
 template <class Codes>
@@ -19,7 +17,7 @@ BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, i
   // Kept in a register: the compiler would multiply for every line.
   const uint8_t* from = code_at<true>(p, at, first, byte);
 #pragma unroll
-  for (int i = 0; i < kRowLines; ++i, from += at.code_columns, keep(from))
+  for (int i = 0; i < kPieceRows; ++i, from += at.code_columns, keep(from))
     if (i < left) codes[i] = load_once(reinterpret_cast<const Codes*>(from));
   const int row = first >> at.scale_shift;
   const int64_t scale = static_cast<int64_t>(row) * at.scale_columns + (c >> p.block_shift);
@@ -27,7 +25,7 @@ BLOCKSCALE_DEVICE void load_linear(const DequantizeParams& p, const Place& at, i
   const int step = at.scale_shift ? 0 : at.scale_columns;
   const auto load_scales = [&](auto* scales) {
 #pragma unroll
-    for (int i = 0; i < kRowLines; ++i, scales += step, keep(scales))
+    for (int i = 0; i < kPieceRows; ++i, scales += step, keep(scales))
       if (i < left) stored[i] = load_once(scales);
   };
   if (p.fp32_scales)
@@ -39,7 +37,7 @@ template <class Codes>
 BLOCKSCALE_DEVICE void load_any(const DequantizeParams& p, const Place& at, int first, int c,
                                 int byte, int left, Codes* codes, uint32_t* stored) {
 #pragma unroll
-  for (int i = 0; i < kRowLines; ++i) {
+  for (int i = 0; i < kPieceRows; ++i) {
     const int r = first + min(i, left - 1);
     codes[i] = load_once(reinterpret_cast<const Codes*>(code_at<false>(p, at, r, byte)));
     stored[i] = stored_scale<false>(p, at, r, c >> p.block_shift);
@@ -60,11 +58,11 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const int c = static_cast<int>(n) * kPiece;
   Place at{};
   const bool found = thread < p.all && find(p, part, at);
-  const int first = at.row + static_cast<int>(lines) * kRowLines;
+  const int first = at.row + static_cast<int>(lines) * kPieceRows;
   const int left = found ? at.rows - first : 0;
   if (kRows != Rows::anywhere && left <= 0) return;
-  Codes codes[kRowLines] = {};
-  uint32_t stored[kRowLines] = {};
+  Codes codes[kPieceRows] = {};
+  uint32_t stored[kPieceRows] = {};
   if (left > 0) {
     const int byte = kCodec == Codec::fp4 ? c / 2 : c;
     if (p.linear)
@@ -73,16 +71,16 @@ __global__ void __launch_bounds__(kDecodeThreads)
       load_any(p, at, first, c, byte, left, codes, stored);
   }
   const float outer = outer_of(at);
-  float factor[kRowLines];
+  float factor[kPieceRows];
 #pragma unroll
-  for (int line = 0; line < kRowLines; ++line) factor[line] = factor_of(p, outer, stored[line]);
+  for (int line = 0; line < kPieceRows; ++line) factor[line] = factor_of(p, outer, stored[line]);
   int64_t row = at.x + first * p.x.row_stride;
   const int count = kHalo<kRows> == 0 || lane > 0 ? p.columns - c : 0;
   const bool direct = kRows == Rows::aligned && count >= kPiece;
   auto* const to = static_cast<uint16_t*>(p.x.data) + row + c;
   uint32_t largest = 0;
 #pragma unroll
-  for (int line = 0; line < kRowLines; ++line, row += p.x.row_stride) {
+  for (int line = 0; line < kPieceRows; ++line, row += p.x.row_stride) {
     if (kRows != Rows::anywhere && line >= left) break;
     const PieceAt piece_at = {line < left ? count : 0, c > 0};
     if constexpr (kRows == Rows::any) {
@@ -99,7 +97,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
         store_vector(to + line * p.x.row_stride, piece);
     }
   }
-  if (direct && has_nan(largest)) define_nans(to, p.x.row_stride, min(left, kRowLines));
+  if (direct && has_nan(largest)) define_nans(to, p.x.row_stride, min(left, kPieceRows));
 }
 
 // Rows of no group become 0; where offsets are wrong, everything becomes NaN.
@@ -123,8 +121,8 @@ void launch(DequantizeParams& p, NativeStream stream) {
   const int64_t parts = groups ? p.plan.most_tile_rows : p.x.batch;
   if (p.q.axis == -1) {
     const int64_t runs = ceil_div(p.columns, kPiece);
-    const int64_t each = groups ? kTile / kRowLines : ceil_div(p.rows, kRowLines);
-    const int64_t all = runs * (each * parts + ceil_div(p.second.rows, kRowLines));
+    const int64_t each = groups ? kTile / kPieceRows : ceil_div(p.rows, kPieceRows);
+    const int64_t all = runs * (each * parts + ceil_div(p.second.rows, kPieceRows));
     p.runs = Divisor(runs), p.parts = Divisor(each);
     p.all = static_cast<uint32_t>(all);
     constexpr int kPieces = kDecodeThreads / 32 * (32 - kHalo<kRows>);  // per thread block

@@ -2,11 +2,10 @@
 #pragma once
 
 #include "blockscale/tensor.h"
+#include "gpu/gpu.h"
 #include "gpu/port.h"
 
 namespace blockscale::gpu {
-
-inline constexpr int kPiece = 8;  // values of a row that a thread stores at once: 16 bytes of BF16
 
 // How a kernel stores rows: BF16 starting at multiples of 16 bytes, BF16 starting anywhere, or any
 // dtype and strides.

@@ -1,6 +1,6 @@
 #include "gpu/groups/fill.h"
 #include "gpu/groups/groups.h"
-#include "gpu/launch.h"
+#include "gpu/quantize/host.h"
 
 namespace blockscale::gpu {
 namespace {

@@ -34,6 +34,11 @@ struct Plan {
   int most_tile_rows;
 };
 
+// A plan for the groups of x [rows, columns] and the operands `a` and `b` (or null) that hold them.
+// `positions`: the kernel reads x after a transform along axis -2.
+Plan make_plan(const Groups& groups, int64_t rows, int64_t columns, const ConstQuantized* a,
+               const ConstQuantized* b, bool positions, const Stream& stream);
+
 // The most rows of tiles that `count` groups of `rows` rows can have.
 inline int most_tile_rows(int64_t rows, int64_t count) {
   return static_cast<int>(rounded_parts(rows, count, kTile) / kTile);

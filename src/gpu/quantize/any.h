@@ -38,14 +38,14 @@ struct AnyMemory {
 };
 
 BLOCKSCALE_DEVICE void quantize_rows(const FloatTile& tile, const Side& s, const MatrixAt& m,
-                                     const TileAt& at, BlockTables& tables, int turn) {
+                                     const TileAt& at, BlockTables& tables, int third) {
   const QuantSpec& spec = s.out.spec;
   const int pos = static_cast<int>(threadIdx.x) % kRunsPerLine * kRun;
   const int first = static_cast<int>(threadIdx.x) / kRunsPerLine;
   RowValues<kAny, FloatTile> values[kRowRuns];
 #pragma unroll
   for (int i = 0; i < kRowRuns; ++i) values[i].take(tile.row(first + i * kRowStep, pos), s);
-  uint32_t* table = tables.amax[turn];
+  uint32_t* table = tables.amax[third];
   if (spec.square) {
 #pragma unroll
     for (int i = 0; i < kRowRuns; ++i) {
@@ -57,7 +57,7 @@ BLOCKSCALE_DEVICE void quantize_rows(const FloatTile& tile, const Side& s, const
       }
     }
     __syncthreads();
-    tables.clear(turn == 0 ? 2 : turn - 1);
+    tables.clear(third == 0 ? 2 : third - 1);
   }
   const int c = at.column + pos;
   const RandomRuns random = random_runs<kAny>(s, m, 0, c);
@@ -76,7 +76,7 @@ BLOCKSCALE_DEVICE void quantize_rows(const FloatTile& tile, const Side& s, const
 
 BLOCKSCALE_DEVICE void quantize_columns(const FloatTile& tile, const Side& s, const MatrixAt& m,
                                         const TileAt& at, BlockTables& tables, Stage<kAny>& stage,
-                                        int turn) {
+                                        int third) {
   const QuantSpec& spec = s.out.spec;
   // A warp has 32 pairs of columns, half of the tile, by one run of rows.
   const int warp = static_cast<int>(threadIdx.x) / 32, g = warp % kRunsPerLine;
@@ -85,7 +85,7 @@ BLOCKSCALE_DEVICE void quantize_columns(const FloatTile& tile, const Side& s, co
   const bool shares_blocks = spec.square || spec.block != kRun;
   ColumnValues<kAny, FloatTile> values;
   values.take(tile.columns(g * kRun, first), s);
-  uint32_t* table = tables.amax[turn];
+  uint32_t* table = tables.amax[third];
   if (shares_blocks) {
     if (spec.square && spec.block == kTile) {
       const uint32_t a = warp_max(max(values.amax[0], values.amax[1]));
@@ -95,7 +95,7 @@ BLOCKSCALE_DEVICE void quantize_columns(const FloatTile& tile, const Side& s, co
       atomicMax(&table[tables.index(spec, first + 1, g * kRun)], values.amax[1]);
     }
     __syncthreads();
-    tables.clear(turn == 0 ? 2 : turn - 1);
+    tables.clear(third == 0 ? 2 : third - 1);
   }
   const RandomRuns random = random_runs<kAny>(s, m, 1, at.row + g * kRun);
   auto column = [&](auto which) {
@@ -168,23 +168,23 @@ __global__ void __launch_bounds__(kThreads, AnyLoader::kBlocks)
   Current<kGrouped && kRows> row(p.row);
   Current<kGrouped && kColumns> column(p.column);
   int before = -1;
-  Turn<2> turn;
+  Ring<2> ring;
 #pragma unroll 1
-  for (; left > 0; --left, turn.advance(), walk.advance(p)) {
-    auto& tile = memory.tile[turn.stage];
+  for (; left > 0; --left, ring.advance(), walk.advance(p)) {
+    auto& tile = memory.tile[ring.stage];
     const TileAt at = walk.at();
-    loader.finish(tile, turn.stage);
-    if (left > 1) loader.begin(p.x, ahead.source(), tile, turn.stage);
+    loader.finish(tile, ring.stage);
+    if (left > 1) loader.begin(p.x, ahead.source(), tile, ring.stage);
     ahead.advance(p);
     if constexpr (kGrouped) cut(tile, walk.rows_left());
     if constexpr (kRows) {
       row.move(p.plan, 0, at, before);
-      quantize_rows(tile, row.side, row.matrix, at, memory.rows, turn.three);
+      quantize_rows(tile, row.side, row.matrix, at, memory.rows, ring.three);
     }
     if constexpr (kColumns) {
       column.move(p.plan, 1, at, before);
       quantize_columns(tile, column.side, column.matrix, at, memory.columns,
-                       memory.stage[turn.stage], turn.three);
+                       memory.stage[ring.stage], ring.three);
     }
     before = at.batch;
   }

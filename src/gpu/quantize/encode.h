@@ -219,6 +219,14 @@ BLOCKSCALE_DEVICE Codes encode_any(const ElementFacts& e, bool stochastic, const
 struct TransformSigns {
   float whole[kRun], quarter[kRun];
 };
+inline TransformSigns signs_of(const Hadamard& h) {
+  TransformSigns signs;
+  for (int i = 0; i < kRun; ++i) {
+    signs.whole[i] = h.negates(i) ? -1.0f : 1.0f;
+    signs.quarter[i] = 0.25f * signs.whole[i];
+  }
+  return signs;
+}
 
 // H_16 diag(signs) x. The signs and + 0.0 cost eight operations: if no first element of a pair is
 // -0, no result is, because a sum is -0 only if its first operand is.

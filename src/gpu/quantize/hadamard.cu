@@ -1,5 +1,5 @@
 // Hadamard transforms wider than a run, as a separate pass: see transformed() in launch.h.
-#include "gpu/launch.h"
+#include "gpu/quantize/host.h"
 #include "gpu/quantize/loaders.h"
 
 namespace blockscale::gpu {

@@ -18,7 +18,7 @@ namespace blockscale::gpu {
 // be fewer than kRounds rounds of threads, the last of which may be almost empty. With groups,
 // among which a thread must find its own, each has as many lines as whole rounds allow.
 template <Pass kPass, bool kGrouped>
-int lines_of_a_thread(int64_t runs, int64_t lines) {
+int lines_of_a_row_thread(int64_t runs, int64_t lines) {
   if (!kPass.fp4()) return lines_of_a_thread(runs * lines, kDirectLines);
   constexpr int kMost = 24, kOften = 8, kRounds = 6;
   constexpr bool kHeavy = kPass.hadamard || kPass.encoder == Encoder::fp4_stochastic;
@@ -32,8 +32,8 @@ int lines_of_a_thread(int64_t runs, int64_t lines) {
 template <class Row, class In, bool kGrouped = false>
 void launch_rows(QuantizeParams& p, NativeStream stream) {
   const auto runs = static_cast<uint32_t>(p.row.padded / kRun);
-  const int each = lines_of_a_thread<Row::kPass, kGrouped>(int64_t{runs} * p.row.out.batch,
-                                                           int64_t{p.row.lines});
+  const int each = lines_of_a_row_thread<Row::kPass, kGrouped>(int64_t{runs} * p.row.out.batch,
+                                                               int64_t{p.row.lines});
   const int64_t all = runs * ceil_div(p.row.lines, each);
   const RowsParams d{p.x, p.row, p.groups.groups, Divisor(runs), static_cast<uint32_t>(all), each};
   const dim3 grid(static_cast<unsigned>(ceil_div(all, kDirectThreads)),

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "gpu/launch.h"
+#include "gpu/quantize/walk.h"
 
 namespace blockscale::gpu {
 

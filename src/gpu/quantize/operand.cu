@@ -83,7 +83,7 @@ Side side_of(const Output& operand) {
   s.plain = s.linear_codes && s.linear_scales;
   s.scale_step = s.linear_scales ? s.scale_columns * scale_bytes(out.spec.scale) : 0;
   s.scale_steps = row_steps(out.layout.scales, s.scale_columns);
-  s.set_transform(operand.spec().hadamard);
+  s.transform = signs_of(operand.spec().hadamard);
   if (out.groups)
     s.groups = rule_of(out, s.shape, operand.widens());
   else if (out.layout.scales == Layout::mn_major)

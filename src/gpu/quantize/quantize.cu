@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "gpu/quantize/any.h"
+#include "gpu/quantize/host.h"
 #include "gpu/quantize/kernels.h"
 #include "gpu/quantize/operand.h"
 #include "gpu/quantize/pairs.h"
@@ -123,10 +124,11 @@ void find_amaxes(std::span<Work> works, bool reads_parts, const Stream& stream) 
   add_amaxes({asked, count}, stream);
 }
 
-// Whether scales of both directions first go to the workspace, as words, and are turned afterwards:
-// where one more kernel costs less than it saves. One kernel writes both, so neither side may have
-// a transform that is a separate pass.
-bool turns_scales(const ConstMatrix& x, const Quantized& row_out, const Quantized& column_out) {
+// Whether scales of both directions first go to the workspace, as words, and are transposed
+// afterwards: where one more kernel costs less than it saves. One kernel writes both, so neither
+// side may have a transform that is a separate pass.
+bool transposes_scales(const ConstMatrix& x, const Quantized& row_out,
+                       const Quantized& column_out) {
   constexpr int64_t kTilesEach = 10;  // per multiprocessor
   const auto may = [](const Quantized& q) {
     const bool words = q.spec.scale == Format::fp32 ||
@@ -237,13 +239,13 @@ void quantize_one(const Work& w, const Stream& stream) {
   if ((w.row.widens() || w.column.widens()) && !is_compiled(w))
     return quantize_and_widen(w, stream);
   Output row = w.row, column = w.column;
-  if (!row.to || !column.to || !turns_scales(w.x, *row.to, *column.to))
+  if (!row.to || !column.to || !transposes_scales(w.x, *row.to, *column.to))
     return quantize_into(w.x, row, column, false, stream);
   const Quantized to[] = {*row.to, *column.to};
   const Quantized aside[] = {with_scales_aside(to[0], stream), with_scales_aside(to[1], stream)};
   row.to = &aside[0], column.to = &aside[1];
   quantize_into(w.x, row, column, true, stream);
-  turn_scales(aside, to, stream);
+  transpose_scales(aside, to, stream);
 }
 
 // Whether a small input, of few tiles, goes to a kernel with one tile per thread block: such
@@ -315,7 +317,7 @@ Work by_rows(const Quantization& q, Quantized (&made)[2]) {
   if (q.x.row_stride != 1 || q.x.column_stride == 1) return as_given;
   for (const Output* out : {&as_given.row, &as_given.column})
     if (out->to && (out->to->groups || out->spec().stochastic())) return as_given;
-  const auto turned = [&](const Quantized* out, Quantized& to) -> const Quantized* {
+  const auto transposed = [&](const Quantized* out, Quantized& to) -> const Quantized* {
     if (!out) return nullptr;
     to = *out;
     to.axis = out->axis == -1 ? -2 : -1;
@@ -330,8 +332,8 @@ Work by_rows(const Quantization& q, Quantized (&made)[2]) {
   std::swap(x.rows, x.columns);
   std::swap(x.row_stride, x.column_stride);
   return {x,
-          {turned(q.column, made[0]), from(q.column_options)},
-          {turned(q.row, made[1]), from(q.row_options)},
+          {transposed(q.column, made[0]), from(q.column_options)},
+          {transposed(q.row, made[1]), from(q.row_options)},
           {}};
 }
 
@@ -358,12 +360,12 @@ void quantize(std::span<const Quantization> inputs, const Stream& stream, const 
   const ForgetsFailure at_end;
   Quantization given[2];
   Work all[2];
-  Quantized turned[2][2];
+  Quantized transposed[2][2];
   size_t count = 0;
   for (const Quantization& q : inputs) {
     if (q.x.batch == 0 || (!q.row && !q.column)) continue;
     given[count] = q;
-    all[count] = by_rows(q, turned[count]);
+    all[count] = by_rows(q, transposed[count]);
     ++count;
   }
   const PairEntry* const pair = pair_of({all, count});

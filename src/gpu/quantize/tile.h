@@ -6,13 +6,12 @@
 #include <type_traits>
 
 #include "blockscale/tensor.h"
+#include "gpu/gpu.h"
 #include "gpu/port.h"
 
 namespace blockscale::gpu {
 
 inline constexpr int kRun = 16;
-inline constexpr int kTile = 128;  // rows and columns of a tile
-inline constexpr int kThreads = 512;
 inline constexpr int kRunsPerLine = kTile / kRun;
 // With kThreads threads, each has kRowRuns runs along the rows, kRowStep rows apart.
 inline constexpr int kRowStep = kThreads / kRunsPerLine;

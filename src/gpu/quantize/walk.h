@@ -115,7 +115,7 @@ using WalkOver = std::conditional_t<kGrouped, GroupWalk<kDown, kConsecutive>, Wa
 
 // Which of several buffers a tile uses.
 template <int kStages>
-struct Turn {
+struct Ring {
   int stage = 0, three = 0;
   BLOCKSCALE_DEVICE void advance() {
     stage = stage == kStages - 1 ? 0 : stage + 1;

@@ -187,7 +187,8 @@ void expect_transform(const float* x, const Hadamard& h, float inv) {
   constexpr Pass kPass{kEncoder, Format::e4m3, false, true};
   constexpr FormatTraits t = traits(Format::e2m1);
   Side side{};
-  side.set_transform(h);
+  side.out.spec.hadamard = h;
+  side.transform = signs_of(h);
   float want[kRun], largest = 0;
   PairRun run{};
   for (int i = 0; i < kRun; ++i) {
