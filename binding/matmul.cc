@@ -38,7 +38,7 @@ void multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bia
 // axis. scale * code is exact in BF16: a product of a code and a block scale has at most 4 + 4
 // significant bits and BF16 holds 8 (NVFP4: 1.5 * 1.875 = 2.8125 = 0b10.1101, six bits), with
 // FP32's exponents. The one exception: below 2^-126 BF16 keeps multiples of 2^-133 only, so that an
-// E8M0 block whose largest value is below about 2^-117 (2^-102 with E5M2) loses what is smaller
+// E8M0 block whose largest value is below about 2^-116 (2^-102 with E5M2) loses what is smaller
 // than 2^-134.
 ConstQuantized without_outer(const ConstQuantized& q) {
   const StoredShape s = q.shape();

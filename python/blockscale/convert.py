@@ -107,9 +107,9 @@ def convert(
             converted before, or a blockscale.nn.Linear, becomes plain. If a module has several
             names, each one counts, here and in rules.
         experts: modules of experts to convert too, named as in `skip`. Only products in a module's
-            own forward are replaced, not what other code computes from its parameters. A forward
-            with gradients must multiply by grouped_mm at least once, which is checked when it runs;
-            products that it computes in other ways stay in high precision.
+            own forward are replaced, not what other code computes from its parameters. Products
+            that it computes in other ways than by grouped_mm stay in high precision; a forward with
+            gradients that never calls it warns.
         seed: of the random bits, any int. None keeps the seed of a model that is converted, or was
             before `revert`, or of converted parts that share one; otherwise it is 0.
 

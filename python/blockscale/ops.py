@@ -293,19 +293,18 @@ def matmul(
     """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along. Not differentiable,
     not even in the bias; `linear` is.
 
-    On a GPU both operands are decoded to BF16 without their outer scales, which is exact (except
-    that values below 2^-126 are rounded to multiples of 2^-133). They are multiplied with FP32
-    sums, to which outer scales and bias are applied. On compute capability 9.0 (H100, H200),
-    products with outer scales, with a bias of a dtype other than bfloat16 or with a bfloat16 result
-    and an extent that is not a multiple of 8, and small products, run in our own BF16 GEMM; all
-    others, and those of few rows and few columns over a long contraction axis, run in PyTorch's, as
-    everything does on other GPUs. Specs with FP32 block scales (`fp8_1x128`, `fp8_128x128`) do not
-    fit in BF16: they run in a block-scaled GEMM of their own on compute capability 9.0 (H100,
-    H200), and other GPUs refuse them. That GEMM also multiplies two operands of `mxfp4`, 1.8 times
-    as fast as BF16 at 8192 x 8192 x 8192 on an H200: their codes become E5M2 codes, exactly where
-    the scales of a row of b, and of 128 codes of a row of a, are within 2^28 of each other;
-    otherwise with an error of at most 2^-31 of the largest value among those. Within 128 codes the
-    tensor cores add with 13 bits below the largest product or sum.
+    On a GPU most specs are decoded to BF16 without their outer scales, which is exact (except that
+    values below 2^-126 are rounded to multiples of 2^-133), and multiplied with FP32 sums, to which
+    outer scales and bias are applied. That is done by our own BF16 GEMM or PyTorch's on compute
+    capability 9.0 (H100, H200), by PyTorch's on other GPUs (docs/numerics.md says which and why).
+
+    Specs with FP32 block scales (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: they run in a
+    block-scaled FP8 GEMM on compute capability 9.0, and other GPUs refuse them. That GEMM also
+    multiplies two operands of `mxfp4`, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200:
+    their codes become E5M2 codes, exactly where the scales of a row of b, and of 128 codes of a row
+    of a, are within 2^28 of each other; otherwise with an error of at most 2^-31 of the largest
+    value among those. Within 128 codes the tensor cores add with 13 bits below the largest product
+    or sum.
 
     Args:
         a, b: operands with equal extents along their axes. The other extent of each (leading
