@@ -411,7 +411,7 @@ class LinearFunction(torch.autograd.Function):
             call = (text, k, dx, want_b, offsets, into, x_dtype, bias_dtype, skip_x, *apart)
             grad_x, grad_b = _ops.linear_backward_into.default(dy, saved, *call)
             # The compiler sees for itself that the operator mutates `into`.
-            if not (torch.compiler.is_compiling() or into.is_inference()):
+            if not torch.compiler.is_compiling():
                 torch.autograd.graph.increment_version(into)
             gradients = [grad_x if want_x else None, None, grad_b if want_b else None]
         return (*gradients, None)

@@ -417,6 +417,18 @@ def test_accumulates_into_a_buffer(
         assert torch.equal(main_grad, before)
 
 
+def test_accumulates_into_a_buffer_made_in_inference_mode() -> None:
+    """It keeps no count of its changes."""
+    call, w, dy = both(make([0, 70, 70, 140]), grouped=False)
+    plain = torch.zeros(w.shape)
+    with torch.inference_mode():
+        kept_apart = torch.zeros(w.shape)
+    for into in (plain, kept_apart):
+        call(w, "nvfp4", RNG, into).backward(dy)  # type: ignore[no-untyped-call]
+    assert plain.any()
+    assert torch.equal(kept_apart, plain)
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_accumulates_when_compiled(grouped: bool, device: torch.device) -> None:
     torch._dynamo.reset()
