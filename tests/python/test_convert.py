@@ -255,6 +255,17 @@ def test_seeds_and_steps_of_numpy() -> None:
     assert bs.Rng(np.int64(2**63 - 1)).role("x").seed == bs.Rng(2**63 - 1).role("x").seed  # type: ignore[arg-type]
 
 
+def test_a_refused_seed_leaves_the_count_of_a_reverted_model() -> None:
+    m = nn.Sequential(nn.Linear(32, 32))
+    bs.convert(m, "nvfp4", seed=4)
+    bs.set_step(m, 3)
+    bs.revert(m)
+    with pytest.raises(TypeError, match="seed = a str; need an int"):
+        bs.convert(m, "nvfp4", seed="5")  # type: ignore[arg-type]
+    bs.convert(m, "nvfp4")
+    assert bs.rng_state(m) == {"step": 3, "forward": 0, "seed": 4}
+
+
 def test_a_part_of_a_converted_model_is_refused() -> None:
     m = model()
     bs.convert(m, "nvfp4")

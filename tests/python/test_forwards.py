@@ -432,6 +432,17 @@ def test_a_checkpointed_root_counts_once() -> None:
     assert equal(gradients(rerun), gradients(plain))
 
 
+def test_a_root_in_a_reentrant_region_is_not_counted() -> None:
+    """Its forward has no gradients; every one of a step draws, and draws again, the same bits."""
+    plain, rerun = net(), net()
+    for i in range(2):
+        bs.set_step(plain, 0)
+        plain(batch(i)).square().mean().backward()
+        checkpoint(rerun, batch(i), use_reentrant=True).square().mean().backward()
+        assert bs.rng_state(rerun)["forward"] == 0
+    assert equal(gradients(rerun), gradients(plain))
+
+
 def regions(kind: str) -> tuple[nn.Sequential, Callable[[torch.Tensor], torch.Tensor]]:
     """A model, and what a region of checkpointing has around it."""
     recipe = bs.recipe("nvfp4[fprop_x=nvfp4[rounding=stochastic]]")

@@ -72,6 +72,20 @@ def test_an_interrupted_forward_leaves_nothing_to_the_next() -> None:
     assert torch.equal(state(model).offset, state(other).offset)
 
 
+def test_an_interrupted_forward_within_another_module() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model = converted()
+    around = nn.Sequential(model)
+    model.then = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        around(X)
+    model.then = lambda: None
+    around(leaf())
+    assert not state(model).running.stack
+
+
 def test_a_forward_while_another_thread_is_in_one_is_not_within_it() -> None:
     model = converted()
     seen: list[torch.Tensor] = []

@@ -178,6 +178,8 @@ def test_a_root_that_calls_itself_goes_on_with_its_own_bits() -> None:
     alone = model(x)
     assert torch.equal(alone[0], alone[1])
     assert bs.rng_state(model)["forward"] == 5
+    deep = model(x, 2)
+    assert equal(deep, deep[::-1])
 
 
 def test_what_is_passed_through_collects_no_hooks() -> None:

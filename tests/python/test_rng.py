@@ -34,6 +34,7 @@ def test_role_seeds() -> None:
             signed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
             assert int(bs.Rng(signed).role(role).seed) % 2**64 == want
     assert bs.Rng(1, 5).role("x").offset == 5
+    assert bs.Rng(1) == bs.Rng(1, 0)
 
 
 def test_layer_seeds_are_the_documented_hash() -> None:
@@ -57,6 +58,8 @@ def test_bits_depend_on_seed_and_offset_only(spec: str) -> None:
     assert not same(base, bs.quantize(x, spec, rng=bs.Rng(1 + 2**32, 2)))
     assert not same(base, bs.quantize(x, spec, rng=bs.Rng(1, 2 + 2**32)))
     # Seeds count modulo 2^64, and bit 63 of the offset is ignored.
+    halves = [bs.quantize(x, spec, rng=bs.Rng(seed)) for seed in (2**63, -(2**63))]
+    assert same(*halves)
     assert same(base, bs.quantize(x, spec, rng=bs.Rng(1 + 2**64, 2 + 2**63)))
 
 
