@@ -166,6 +166,26 @@ def test_wrappers_of_optimizers() -> None:
             bs.attach(model, optimizer)
 
 
+def test_optimizers_whose_steps_call_no_hooks() -> None:
+    """Each lacks one half of what it takes: the hooks, or a `step` that calls them."""
+
+    class NeverBegun(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": list(parameters)}]
+
+    class StepsOnItsOwn(torch.optim.SGD):
+        pass
+
+    model = net()
+    torch.optim.SGD(model.parameters(), lr=1e-3)  # whose `step`, now hooked, the first inherits
+    begun = StepsOnItsOwn(model.parameters(), lr=1e-3)
+    StepsOnItsOwn.step = lambda self, closure=None: None  # type: ignore[assignment,method-assign]
+    for optimizer in (NeverBegun(model.parameters()), begun):
+        said = f"^attach: optimizer = {type(optimizer).__name__}, whose step calls no hooks; need"
+        with pytest.raises(ValueError, match=said):
+            bs.attach(model, optimizer)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_gradient_scaler_skips_does_not_count(fused: bool) -> None:
     """A fused optimizer is called even for a skipped step; it reads `found_inf` on the device."""

@@ -300,6 +300,8 @@ def test_amax() -> None:
         outer = bs.quantize(X, "nvfp4", amax=least_and_most).outer
         assert outer is not None
         assert outer > 0
+    for infinite in (math.inf, torch.tensor(math.inf)):  # data, as in a tensor that holds it
+        assert bs.quantize(X, "nvfp4", amax=infinite).dequantize().isnan().all()
     value_error(
         lambda: bs.quantize(X, "nvfp4", amax=torch.ones(2)), "amax.shape = [2]", "1 element"
     )

@@ -502,6 +502,27 @@ def test_an_instance_that_convert_has_not_seen_is_copied_and_moved() -> None:
         fresh(rows(), ENDS)
 
 
+def test_a_computed_matrix_within_quantized_weights() -> None:
+    """It is multiplied as it is at each forward."""
+
+    class Scaled(ManyExperts):
+        scale = 1.0
+
+        def weights(self) -> list[torch.Tensor]:
+            return [w * self.scale for w in super().weights()]
+
+    made = Scaled()
+    whole = nn.ModuleDict({"experts": made})
+    bs.convert(whole, "mxfp8", experts=["experts"])
+    with torch.no_grad():
+        before, made.scale = made(rows(), ENDS), 3.0
+        want, made.scale = made(rows(), ENDS), 1.0
+        with bs.quantized_weights(whole):
+            assert torch.equal(made(rows(), ENDS), before)
+            made.scale = 3.0
+            assert torch.equal(made(rows(), ENDS), want)
+
+
 def test_saved_tensors_on_the_cpu_are_no_checkpoint() -> None:
     class Offloads(ManyExperts):
         def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -212,6 +212,8 @@ def test_a_recipe_is_text(text: str) -> None:
 def test_a_text_may_be_spelled_as_python_or_as_a_spec() -> None:
     mine = bs.recipe("nvfp4[wgrad_dy=None,wgrad_x=None,keep_w=false]")
     assert mine == bs.recipe("nvfp4[wgrad_dy=none,wgrad_x=none,keep_w=False]")
+    back = bs.recipe("nvfp4[keep_w=false][keep_w=true]")
+    assert (back, str(back)) == (bs.recipe("nvfp4"), "nvfp4[keep_w=False][keep_w=True]")
     assert bs.spec("nvfp4[outer=False]") == bs.spec("nvfp4", outer=False)
     assert bs.spec("mxfp8", element=torch.float8_e5m2) == bs.spec("mxfp8[element=e5m2]")
 
