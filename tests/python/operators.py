@@ -65,7 +65,7 @@ def quantizer_samples(of: Inputs) -> list[Sample]:
                            of.ends)),
         ("quantize_piece", (x, torch.bfloat16, "fp8_128x128", None, 0)),
         ("quantize_piece", (batch, torch.float32, "nvfp4[block=16x16]", None, 1)),
-        ("amax", (x, stochastic, -2, 0)),
+        ("amax", (x.to(BF16), stochastic, -2, 0)),
         ("amax", (x, "nvfp4", -1, 0, None, torch.bfloat16)),
         ("amax", (x, stochastic, -2, 0, of.ends)),
         ("amax", (batch, "nvfp4", -1, 1)),

@@ -44,6 +44,8 @@ def test_layer_seeds_are_the_documented_hash() -> None:
     layer = bs.nn.Linear(4, 4, seed=42)
     layer.configure(layer.recipe, layer._rng_state, "model.layers.0.q_proj")
     assert int(layer._seed) % 2**64 == base
+    for made in (bs.nn.Linear(4, 4), bs.nn.GroupedLinear(2, 4, 4)):
+        assert bs.rng_state(made)["seed"] == 0
 
 
 @pytest.mark.parametrize("spec", STOCHASTIC)
