@@ -397,11 +397,13 @@ def test_what_holds_matrices_is_told_of_experts() -> None:
 
     parts = dict(layer=nn.Linear(4, 4), gpt=Conv1D(4, 8), audio=Conv1D(4, 8, 3))
     parts |= dict(pair=Holder((3, 4, 4), (3, 4, 4)), tokens=Holder((1, 1, 4), (1, 9, 4)))
+    parts |= dict(by_another_name=type("Conv1D", (Holder,), {})((4, 8)))
     reasons = dict(bs.convert(nn.ModuleDict(parts), "mxfp8").skipped)
     transposed = "Conv1D is not nn.Linear: replace it by one with its weight transposed"
     assert (reasons["gpt"], reasons["audio"]) == (transposed, "Conv1D is not nn.Linear")
     assert reasons["pair"] == "Holder is not nn.Linear; experts= converts what it multiplies"
     assert reasons["tokens"] == "Holder is not nn.Linear"
+    assert reasons["by_another_name"] == "Conv1D is not nn.Linear"
 
 
 def test_a_layer_that_becomes_plain_is_reported_so() -> None:
