@@ -296,7 +296,7 @@ def _fake_kept(
     for tensor, s, groups, batch_dims in operands:
         shapes = stored_shapes(s, axis, tensor.shape, gemm_layout(s), batch_dims, groups)
         size = -(-size // 128) * 128 + math.prod(shapes.codes)
-        behind += math.prod(shapes.outer) * torch.float32.itemsize if s.outer else 0
+        behind += math.prod(shapes.outer) * torch.float32.itemsize
         behind += math.prod(shapes.scales) * s.scale_bytes
     return x.new_empty(size + behind, dtype=torch.uint8)
 
