@@ -10,6 +10,7 @@ import weakref
 import blockscale as bs
 import pytest
 import torch
+from blockscale._errors import typed
 
 NO_MEMORY = """
 import resource, torch, blockscale as bs
@@ -35,6 +36,16 @@ def test_a_lack_of_memory_is_told_as_by_pytorch() -> None:
     for line in said:
         assert "Allocator: can't allocate memory" in line
         assert "API call failed" not in line
+
+
+def test_a_lack_of_memory_on_a_gpu_gets_the_type_of_pytorchs() -> None:
+    """All else stays as it is."""
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    lack = typed(RuntimeError(said))
+    assert type(lack) is torch.OutOfMemoryError
+    assert str(lack) == said
+    for other in (RuntimeError("another"), NotImplementedError(said), torch.OutOfMemoryError(said)):
+        assert typed(other) is other
 
 
 def test_a_lack_of_memory_on_a_gpu(cuda: torch.device) -> None:
