@@ -78,8 +78,9 @@ def test_a_second_optimizer_takes_the_place_of_the_first() -> None:
     bs.attach(model, first)
     first.step()
     said = r"^attach: optimizer = AdamW, after another one \(SGD\); need one optimizer for a model"
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=said) as told:
         bs.attach(model, second)
+    assert told[0].filename == __file__  # the line that attaches
     for step in (2, 3):
         first.step()
         second.step()

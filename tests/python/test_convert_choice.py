@@ -255,6 +255,13 @@ def test_two_modules_of_one_name_are_refused(other: nn.Module) -> None:
         bs.measure(by_hand).__enter__()
 
 
+def test_a_part_that_holds_the_model_is_no_end_of_names() -> None:
+    m = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    m[1].owner = m  # as PyTorch takes what was meant as a plain attribute
+    assert [name for name, _ in bs.convert(m, "mxfp8").converted] == ["0"]
+    assert bs.revert(m) == ["0"]
+
+
 def test_a_forward_that_another_library_replaced_is_left_alone() -> None:
     """It still calls nn.Linear's own, as accelerate's hooks do: converted in name only."""
     m = nn.ModuleDict(dict(plain=nn.Linear(4, 4), hooked=nn.Linear(4, 4)))
