@@ -173,7 +173,8 @@ def gathered_samples(of: Inputs) -> list[Sample]:
 def grouped_linear_samples(of: Inputs) -> list[Sample]:
     """The same over groups."""
     samples: list[Sample] = []
-    for recipe in (bs.recipe("nvfp4"), bs.recipe("fp8_blockwise"), bs.recipe("bf16")):
+    for name in ("nvfp4", "fp8_blockwise", "fp8_blockwise[wgrad_x=fp8_128x128]", "bf16"):
+        recipe = bs.recipe(name)
         dtype = BF16 if recipe.high_precision else F32  # PyTorch's grouped GEMM on a GPU takes BF16
         x, w, dy = (of.normal(*shape).to(dtype) for shape in ((5, 70), (3, 9, 70), (5, 9)))
         key = of.key if recipe.stochastic else (None, None)
