@@ -151,6 +151,7 @@ def test_gradients_lie_as_the_matrices_do(recipe: str, device: torch.device) -> 
     )
     for got, other in zip(turned, usual, strict=True):
         assert got.is_contiguous()
+        assert other.is_contiguous()
         if device.type == "cpu":
             assert torch.equal(got.transpose(1, 2), other)
         else:  # scales in the other order: last bits of FP32, at most a step of BF16
