@@ -104,6 +104,17 @@ class Passes(torch.optim.AdamW):
         return super().step(closure)
 
 
+def test_an_optimizer_with_hooks_of_others_is_attached() -> None:
+    model = net()
+    seen: list[str] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(lambda *_: seen.append("stepped"))
+    bs.attach(model, optimizer)
+    optimizer.step()
+    assert bs.rng_state(model)["step"] == 1
+    assert seen == ["stepped"]
+
+
 def test_a_step_of_a_subclass_counts_once() -> None:
     """PyTorch gives hooks to `step` of each class that has had an instance."""
     for _ in range(2):
@@ -180,7 +191,7 @@ def test_optimizers_whose_steps_call_no_hooks() -> None:
     model = net()
     torch.optim.SGD(model.parameters(), lr=1e-3)  # whose `step`, now hooked, the first inherits
     begun = StepsOnItsOwn(model.parameters(), lr=1e-3)
-    StepsOnItsOwn.step = lambda self, closure=None: None  # type: ignore[assignment,method-assign]
+    StepsOnItsOwn.step = lambda self, closure=None: None  # type: ignore[method-assign]
     for optimizer in (NeverBegun(model.parameters()), begun):
         said = f"^attach: optimizer = {type(optimizer).__name__}, whose step calls no hooks; need"
         with pytest.raises(ValueError, match=said):
