@@ -386,9 +386,9 @@ class RngState:
                 return None
             with _disable_current_modes():
                 return self.offset.clone()
+        # The operator leaves the offset's version as it is: a compiled block that recomputes has
+        # saved the offset, and finds it restored (`after_forward`) whatever forwards came between.
         begun: torch.Tensor = _begin_forward(self.offset, self.upcoming, counts)
-        # PyTorch does not count changes made by other libraries' operators.
-        torch.autograd.graph.increment_version((self.offset, self.upcoming))
         return begun
 
     def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -371,7 +371,7 @@ class Checkpointed(nn.Module):
 
 def compiled_and_checkpointed() -> None:
     """Recomputed as it was, in eager mode after another forward has begun, too. (With one between,
-    checkpoints within compiled code are PyTorch's to refuse: docs/rng.md.)"""
+    checkpoints within a compiled root are PyTorch's to refuse: docs/rng.md.)"""
     mesh = init_device_mesh("cpu", (2,))
     gradients = []
     for compiled in (False, True):
