@@ -1,6 +1,6 @@
 // Codes and scales from one storage layout to another.
-#include "gpu/quantize/columns.h"
 #include "gpu/quantize/host.h"
+#include "gpu/quantize/columns.h"
 
 namespace blockscale::gpu {
 namespace {
@@ -112,7 +112,11 @@ BLOCKSCALE_DEVICE void copy_codes(const RelayoutParams& p, int64_t part) {
 
 // Where chunk (line, byte) of codes lies, and the distance from 64 bytes of a line to the next 64.
 BLOCKSCALE_DEVICE int64_t chunk_at(Layout codes, const StoredShape& s, int line, int byte) {
-  return layout_offset_as<int64_t>(codes, 0, s.code_columns, line, byte);
+  const auto columns = static_cast<int>(s.code_columns);
+  if (codes == Layout::linear) return static_cast<int64_t>(line) * columns + byte;
+  constexpr int kMultiple = traits(Layout::mfma_16x16).column_multiple;
+  const int across = padded_as(columns, kMultiple);
+  return static_cast<int64_t>(line / 16) * (16 * across) + byte * 16 + line % 16 * 16;
 }
 BLOCKSCALE_DEVICE int next_64(Layout codes) {
   constexpr int kMfma = layout_column_as<int>(Layout::mfma_16x16, 0, 64);
@@ -179,8 +183,7 @@ struct Words {
 
   BLOCKSCALE_DEVICE Words(const uint8_t* scales, Layout l, const StoredShape& s, int scale_bytes,
                           int tile_row, int tile_word)
-      : layout(l),
-        gap(l == Layout::aiter_scale ? layout_column_as<int>(Layout::aiter_scale, 0, 1) : 1) {
+      : layout(l), gap(l == Layout::aiter_scale ? 64 : 1) {
     const int i = static_cast<int>(threadIdx.x);
     const int64_t pitch = s.scale_columns * scale_bytes;
     if (l == Layout::linear) {
@@ -190,11 +193,11 @@ struct Words {
     } else if (l == Layout::aiter_scale) {
       first = {i % 2 * 16 + i / 4 % 16, i / 64 * 2 + i / 2 % 2, 0};
       second = {0, kRelayoutThreads / 32, kRelayoutThreads * 4};
-      third = {32, 0, layout_row_as<int64_t>(Layout::aiter_scale, pitch, 32)};
+      third = {32, 0, 32 * round_up(pitch, traits(Layout::aiter_scale).column_multiple)};
     } else {
       const int64_t column = l == Layout::mn_major
-                                 ? 4 * layout_column_as<int64_t>(Layout::mn_major, s.scale_rows, 1)
-                                 : layout_column_as<int64_t>(Layout::nv_128x4, 0, 4);
+                                 ? 4 * round_up(s.scale_rows, traits(Layout::mn_major).row_multiple)
+                                 : 512;
       if (l == Layout::mn_major)
         first = {i % kTile, i / kTile, 0};
       else

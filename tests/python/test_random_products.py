@@ -128,7 +128,12 @@ def check_groups(r: randomness.Random, device: torch.device, spare: int) -> None
     offsets = torch.tensor(ends, dtype=r.choice((torch.int32, torch.int64)), device=device)
     qa = quantized(a, device, offsets=offsets)
     qb = quantized(b, device, **({"batch_dims": 1} if of_rows else {"offsets": offsets}))
-    got = bs.grouped_matmul(qa, qb, offsets, bias, r.choice(DTYPES))
+    try:
+        got = bs.grouped_matmul(qa, qb, offsets, bias, r.choice(DTYPES))
+    except ValueError as refusal:
+        if device.type == "cuda" and "on a GPU" in str(refusal):
+            return  # only the CPU multiplies these, such as groups of rows in square blocks
+        raise
     assert torch.equal(raw(bs.grouped_matmul(qa, qb, offsets, bias, got.dtype)), raw(got)), what
     for i, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
         those, added = slice(begin, end), None if bias is None else bias[i]
