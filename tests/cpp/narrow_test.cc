@@ -1,5 +1,5 @@
-// Elements that the CPU backend finds from BF16 bits, or decodes to them, by ways of their own:
-// every magnitude around their thresholds, for scales of all sizes, against the scalar oracle.
+// Elements that the CPU backend reads, finds from BF16 bits, or decodes to them, by ways of their
+// own: every magnitude around their thresholds, for scales of all sizes, against the scalar oracle.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -147,6 +147,20 @@ TEST(Narrow, BothDirectionsAreTheReferenceWhateverOneTileHolds) {
           EXPECT_TRUE(same_operand(got_row, want_row)) << "rows";
           EXPECT_TRUE(same_operand(got, want)) << "columns";
         }
+  });
+}
+
+// Every FP16 number, 16 times in a row of its own, by the scale that its magnitude alone decides.
+TEST(Narrow, EveryHalfIsReadAsItsValue) {
+  constexpr int64_t rows = 1 << 16, columns = 16;
+  const Input x(DType::f16, 1, rows, columns, Strides::row_major,
+                [](int64_t, int64_t r, int64_t) { return from_fp16(static_cast<uint16_t>(r)); });
+  Output want(kFp8_1x128, {}, -1, rows, columns);
+  reference::quantize(x.view(), want.view, {});
+  with_every_instruction_set([&] {
+    Output got(kFp8_1x128, {}, -1, rows, columns);
+    quantize(x.view(), got.view);
+    EXPECT_TRUE(same_operand(got, want));
   });
 }
 

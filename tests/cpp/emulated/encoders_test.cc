@@ -8,6 +8,7 @@
 
 #include "../testing.h"
 #include "blockscale/rounding.h"
+#include "gpu/dequantize/decode.h"
 #include "gpu/quantize/columns.h"
 #include "gpu/quantize/rows.h"
 
@@ -357,6 +358,24 @@ TEST(Emulated, SignsOfARunAreGatheredInOrder) {
     for (int i = 0; i < 2; ++i) {
       for (int which = 0; which < 4; ++which) ASSERT_EQ(got[which].of_8[i].with(0), want[which][i]);
       ASSERT_EQ(split.signs().of_8[i].with(~0u), want[0][i] | 0x77777777);
+    }
+  }
+}
+
+// Special values too: quantizers write none among elements, but published checkpoints may.
+TEST(Emulated, EveryCodeDecodesToItsValue) {
+  for (int i = 0; i < kFormatCount; ++i) {
+    const auto format = static_cast<Format>(i);
+    if (format == Format::fp32) continue;
+    const FormatTraits t = traits(format);
+    const auto decoder = gpu::Decoder::of(format);
+    for (uint32_t code = 0; code < 1u << t.bits(); ++code) {
+      const float want = decode(format, code);
+      if (t.is_element) {
+        ASSERT_EQ(bits_of(decoder(code)), bits_of(want)) << t.name << " " << code;
+      } else {
+        ASSERT_EQ(bits_of(decoder.scale(code)), bits_of(want)) << t.name << " " << code;
+      }
     }
   }
 }
