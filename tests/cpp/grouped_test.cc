@@ -18,9 +18,10 @@ constexpr int kCases = kSweepStep > 1 ? 60 : 300;
 #endif
 
 // Ends of random groups of up to `rows` rows: ragged, some empty, some of one row; often short of
-// the last row.
+// the last row. Now and then more of them than a thread block has threads.
 std::vector<int64_t> random_ends(Random& random, int64_t rows) {
-  const auto count = static_cast<size_t>(1 + random.below(random.one_in(4) ? 100 : 6));
+  const uint64_t most = random.one_in(16) ? 700 : random.one_in(4) ? 100 : 6;
+  const auto count = static_cast<size_t>(1 + random.below(most));
   std::vector<int64_t> ends(count);
   for (int64_t& end : ends)
     end = static_cast<int64_t>(random.below(static_cast<uint64_t>(rows) + 1));
@@ -374,7 +375,9 @@ TEST_P(GroupedTest, OffsetsThatMakeNoSenseGiveNan) {
       c.ends[wrong] = c.ends[wrong - 1] - 1;
     else
       c.ends[wrong] = c.random.one_in(2) ? -1 : c.rows + 1;
-    c.offsets = Offsets(c.ends, c.random.one_in(2));
+    const bool int64 = c.random.one_in(2);
+    if (int64 && c.random.one_in(3)) c.ends[wrong] -= int64_t{1} << 32;  // its lower half alone
+    c.offsets = Offsets(c.ends, int64);
     SCOPED_TRACE(c.text + ", wrong " + std::to_string(wrong));
     Output q = c.output();
     runner->quantize(c.x, q, c.options(), seed());

@@ -73,6 +73,13 @@ struct Operand {
       for (size_t g = 0; g < ends.size(); ++g)
         padded += round_up(ends[g] - (g ? ends[g - 1] : 0), gpu::kWidened.block);
     }
+    const int64_t behind = grouped ? s.lines : padded_rows(Layout::mn_major, s.lines);
+    for (int64_t line = s.lines; line < behind; ++line) {
+      for (int64_t block = 0; block < s.blocks; ++block) {
+        ASSERT_EQ(got->scale(0, line, block), 0u) << "padding " << line << ", " << block;
+        ASSERT_EQ(want->scale(0, line, block), 0u) << "padding " << line << ", " << block;
+      }
+    }
     for (int64_t line = 0; line < lines; ++line) {
       for (int64_t k = 0; k < padded; ++k) {
         ASSERT_EQ(got->code(0, line, k), want->code(0, line, k)) << "code " << line << ", " << k;

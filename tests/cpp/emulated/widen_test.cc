@@ -52,6 +52,10 @@ int64_t check(const Operand& from, const ConstQuantized& to, const float* line_s
   const int64_t padded = round_up(s.padded, 128), shared = line_scales ? padded : 128;
   const int64_t pitch = padded_rows(Layout::mn_major, t.scale_rows);
   const auto* scales = reinterpret_cast<const float*>(to.scales);
+  for (int64_t at = 0; at < to.batch * t.scale_count; ++at) {
+    if (at % pitch < t.scale_rows) continue;
+    EXPECT_EQ(scales[at], 0) << "padding " << at;
+  }
   int64_t inexact = 0;
   for (int64_t line = 0; line < from.q.batch * s.lines; ++line) {
     for (int64_t first = 0; first < padded; first += shared) {
