@@ -184,6 +184,7 @@ TEST_F(Refused, OperandsWhoseSizesOverflow) {
   expect_refused(int64_t{1} << 40, int64_t{1} << 40, 1, 0);
   expect_refused(16, 32, int64_t{1} << 60, 0);
   expect_refused(16, 32, 1, int64_t{1} << 60);
+  expect_refused(int64_t{1} << 62, 1, 0, 0);  // an empty batch of them
   check_sizes("quantize", "x", int64_t{1} << 40, int64_t{1} << 16, 1, 1 << 16);
   expect_untouched();
 }
@@ -279,7 +280,12 @@ TEST(GemmNeeds, DeviceByKind) {
   for (const char* device : {"cuda", "cuda:1"}) {
     EXPECT_NE(gemm_needs(kMxfp8, device), "") << device;
     EXPECT_EQ(gemm_needs(kFp8_1x128, device), "") << device;
+    EXPECT_EQ(gemm_needs(kMxfp4, device), "") << device;
   }
+  const auto needs = [](const char* spec) { return gemm_needs(parse_spec(spec), "cuda"); };
+  EXPECT_EQ(needs("fp8_128x128[element=e5m2]"), "");
+  EXPECT_NE(needs("fp8_1x128[element=e4m3fnuz]").find("e4m3fn or e5m2"), std::string::npos);
+  EXPECT_NE(needs("fp8_1x128[hadamard=16]").find("no Hadamard"), std::string::npos);
   EXPECT_EQ(gemm_needs(kFp8_1x128, "tpu"), "a device of kind cpu or cuda");
 }
 
@@ -360,8 +366,10 @@ TEST_F(Refused, NumbersThatAreNoEnumerators) {
   ConstMatrix odd = x.view();
   odd.dtype = static_cast<DType>(99);
   EXPECT_ERROR(quantize(odd, out.view), "quantize: x = dtype 99");
-  out.view.layout.scales = static_cast<Layout>(99);
-  EXPECT_ERROR(quantize(x.view(), out.view), "layout: enumerator = 99");
+  for (const int number : {kLayoutCount, 99}) {
+    out.view.layout.scales = static_cast<Layout>(number);
+    EXPECT_ERROR(quantize(x.view(), out.view), "layout: enumerator = " + std::to_string(number));
+  }
   EXPECT_ERROR(amax(x.view(), kNvfp4, -1, nullptr), "amax: out = null");
   expect_untouched();
 }

@@ -129,6 +129,7 @@ TEST(SpecRefusal, BrokenTextIsNotGuessedAt) {
   EXPECT_ERROR(parse_spec("nvfp4[,]"), "''");
   EXPECT_ERROR(parse_spec("nvfp4[block]"), "block");
   EXPECT_ERROR(parse_spec("nvfp4[outer=yes]"), "outer", "true or false");
+  EXPECT_ERROR(parse_spec("nvfp4[outer=true,outer=false]"), "'outer'", "each change once");
 }
 
 TEST(SpecText, AsPythonAndPyTorchSpell) {
@@ -176,13 +177,17 @@ TEST(SpecRefusal, StochasticRoundingNeedsARuleThatDoesNotSaturate) {
 }
 
 TEST(SpecRefusal, HadamardSizesAndMasks) {
-  for (const char* h : {"8", "0", "17", "256", "-16", "16.0", "", "true", "16:", "16:0x", "16:xyz",
-                        "4294967312", "65552", "16:0x10000", "32:0x100000000", "16:65536",
-                        "64:0x10000000000000000", "128:0x100000000000000000000000000000000"})
+  for (const char* h :
+       {"8", "0", "17", "256", "-16", "16.0", "", "true", "16:", "16:0x", "16:xyz", "4294967312",
+        "65552", "16:0x10000", "32:0x100000000", "16:65536", "64:0x10000000000000000",
+        "128:0x100000000000000000000000000000000", "128:0xzz0000000000000001"})
     EXPECT_ERROR(parse_spec(std::string("nvfp4[hadamard=") + h + "]"), "hadamard", h);
   EXPECT_EQ(parse_spec("nvfp4[hadamard=128:0x80000000000000000000000000000001]").hadamard,
             (Hadamard{128, 1, uint64_t{1} << 63}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=16:55272]").hadamard, (Hadamard{16, 0xD7E8, 0}));
+  EXPECT_EQ(parse_spec("nvfp4[hadamard=16:0XD7E8]").hadamard, (Hadamard{16, 0xD7E8, 0}));
+  EXPECT_EQ(parse_spec("nvfp4[hadamard=64:18446744073709551615]").hadamard,
+            (Hadamard{64, UINT64_MAX, 0}));
   QuantSpec odd = kNvfp4;
   odd.hadamard = {0, 1, 0};
   EXPECT_ERROR(validate(odd), "hadamard");
@@ -207,17 +212,20 @@ TEST(SpecRefusal, SpecsPutTogetherByHandAreCheckedToo) {
 
 // As of a file that is read: none of them may be looked up.
 TEST(SpecRefusal, NumbersThatAreNoEnumerators) {
-  const auto refused = [](auto QuantSpec::*field) {
-    QuantSpec spec = kNvfp4;
-    spec.*field = static_cast<std::remove_reference_t<decltype(spec.*field)>>(99);
-    EXPECT_ERROR(validate(spec), "= 99", "one of ");
-    EXPECT_ERROR(to_string(spec), "= 99");
+  const auto refused = [](auto QuantSpec::*field, int count) {
+    for (const int number : {count, 99}) {
+      QuantSpec spec = kNvfp4;
+      spec.*field = static_cast<std::remove_reference_t<decltype(spec.*field)>>(number);
+      const std::string got = "= " + std::to_string(number) + "; need one of ";
+      EXPECT_ERROR(validate(spec), got);
+      EXPECT_ERROR(to_string(spec), got);
+    }
   };
-  refused(&QuantSpec::element);
-  refused(&QuantSpec::scale);
-  refused(&QuantSpec::rule);
-  refused(&QuantSpec::rounding);
-  refused(&QuantSpec::scale_rounding);
+  refused(&QuantSpec::element, kFormatCount);
+  refused(&QuantSpec::scale, kFormatCount);
+  refused(&QuantSpec::rule, 7);
+  refused(&QuantSpec::rounding, 2);
+  refused(&QuantSpec::scale_rounding, 2);
 }
 
 // A spec as a template argument; everything a kernel needs is known at compile time.
