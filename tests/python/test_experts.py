@@ -7,10 +7,7 @@ import functools
 import gc
 import io
 import pickle
-import re
-import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,78 +17,12 @@ import torch
 from bits import assert_same
 from blockscale import experts as blockscale_experts
 from blockscale.rng import layer_seed
+from expert_models import ENDS, GROUPS, WIDTH, Block, ManyExperts, gradients, model, rows
 from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
-
-GROUPS, WIDTH, HIDDEN = 4, 48, 64
-ENDS = torch.tensor([5, 5, 12, 18], dtype=torch.int32)
-
-
-class ManyExperts(nn.Module):
-    """As Transformers and torchtitan write them: `turned`, the matrices are [E, K, N]."""
-
-    up: torch.Tensor
-    down: torch.Tensor
-
-    def __init__(self, turned: bool = False) -> None:
-        super().__init__()
-        self.turned = turned
-        for name, n, k in (("up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
-            w = torch.randn(GROUPS, n, k) * k**-0.5
-            made = w.transpose(1, 2).contiguous() if turned else w
-            self.register_parameter(name, nn.Parameter(made.bfloat16()))
-        self.bias = nn.Parameter(torch.zeros(GROUPS, WIDTH, dtype=torch.bfloat16))
-
-    def weights(self) -> list[torch.Tensor]:
-        """[E, N, K], of this rank."""
-        here = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
-        return [w.transpose(1, 2) if self.turned else w for w in here]
-
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        up, down = (w.transpose(1, 2) for w in self.weights())
-        h = torch.nn.functional.grouped_mm(x.to(up.dtype), up, offs=ends).relu()
-        return torch._grouped_mm(h, down, offs=ends)
-
-
-class Block(nn.Module):
-    def __init__(self, turned: bool = False) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.experts = ManyExperts(turned)
-        self.rerun = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, ends, again = self.gate(x), ENDS.to(x.device), self.rerun
-        y: torch.Tensor
-        y = (
-            checkpoint(self.experts, x, ends, use_reentrant=False)
-            if again
-            else self.experts(x, ends)
-        )
-        return x + y
-
-
-def model(recipe: str = "nvfp4", device: torch.device | str = "cpu", turned: bool = False) -> Block:
-    torch.manual_seed(0)
-    made = Block(turned)
-    bs.convert(made, recipe, experts=["experts"], seed=5)
-    return made.to(device)
-
-
-def rows(device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(20, WIDTH, generator=g).bfloat16().to(device)
-
-
-def gradients(module: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    module.zero_grad()
-    y = call()
-    y[:18].float().square().sum().backward()  # type: ignore[no-untyped-call]
-    return [y.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("last", ["converted", "divided"])
@@ -156,30 +87,6 @@ def test_gradients_lie_as_the_matrices_do(recipe: str, device: torch.device) -> 
             assert torch.equal(got.transpose(1, 2), other)
         else:  # scales in the other order: last bits of FP32, at most a step of BF16
             torch.testing.assert_close(got.transpose(1, 2), other, rtol=2**-7, atol=1e-4)
-
-
-def test_the_report_and_the_names() -> None:
-    torch.manual_seed(0)
-    made = Block()
-    plain = copy.deepcopy(made)
-    hint = "ManyExperts is not nn.Linear; experts= converts what it multiplies"
-    assert dict(bs.convert(plain, "mxfp8").skipped)["experts"] == hint
-    report = bs.convert(made, "nvfp4", rules={"experts": "mxfp8"}, experts=["experts"])
-    assert {name: str(r) for name, r in report.converted} == {"gate": "nvfp4", "experts": "mxfp8"}
-    assert str(report).startswith("2 layers converted, 0 modules not")
-    assert list(made.state_dict()) == list(plain.state_dict())
-    assert isinstance(made.experts, ManyExperts)
-    assert bs.convert(made, "mxfp4").converted  # and they stay converted
-    assert str(made.experts.recipe) == "mxfp4"
-    assert bs.revert(made) == ["gate", "experts"]
-    assert type(made.experts) is ManyExperts
-    assert vars(made.experts).keys() == vars(ManyExperts()).keys()
-
-
-def test_skipping_them_makes_them_plain_again() -> None:
-    made = model()
-    bs.convert(made, "nvfp4", skip=["experts"])
-    assert type(made.experts) is ManyExperts
 
 
 def test_forwards_count_and_are_recomputed_alike(device: torch.device) -> None:
@@ -265,143 +172,6 @@ def test_a_copy_of_all_attributes_is_a_model_like_others() -> None:
         assert torch.equal(other["experts"](rows(), ENDS), want)
 
 
-class Falls(ManyExperts):
-    """Multiplies as Transformers does where PyTorch's own product does not compile."""
-
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        product = torch.ops.transformers.grouped_mm_fallback
-        h = product(x, self.up.transpose(1, 2), offs=ends).relu()
-        y: torch.Tensor = product(h, self.down.transpose(1, 2), offs=ends)
-        return y
-
-
-def test_the_product_of_transformers_is_known() -> None:
-    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        schema = "(Tensor input, Tensor weight, Tensor offs) -> Tensor"
-        torch.library.define("transformers::grouped_mm_fallback", schema)
-    torch._dynamo.reset()
-    plain = model("mxfp8").experts
-    falls = Falls()
-    bs.convert(nn.ModuleDict({"experts": falls}), "mxfp8", experts=["experts"])
-    falls.load_state_dict(plain.state_dict())
-    want = gradients(plain, lambda: plain(rows(), ENDS))
-    for call in (falls, torch.compile(falls, fullgraph=True, backend="aot_eager")):
-        assert_same(gradients(falls, functools.partial(call, rows(), ENDS)), want)
-
-
-class Loops(ManyExperts):
-    """Multiplies one by one."""
-
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return x @ self.up[0].t() @ self.down[0].t()
-
-
-class Often(ManyExperts):
-    """Multiplies more often than it has matrices."""
-
-    times = 2
-
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.times):
-            x = super().forward(x, ends)
-        return x
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_does_not_multiply_by_grouped_mm_is_told_in_training(compiled: bool) -> None:
-    made = Loops()
-    holder = nn.ModuleDict({"experts": made})
-    bs.convert(holder, "mxfp8", experts=["experts"])
-    torch._dynamo.reset()
-    call = torch.compile(made, fullgraph=True, backend="aot_eager") if compiled else made
-    said = (
-        "Loops: experts = a forward without grouped_mm; need grouped_mm where experts have rows; "
-        "choose the implementation that does .*, or name it in skip="
-    )
-    with pytest.warns(UserWarning, match=said):
-        call(rows(), ENDS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.no_grad():
-            assert call(rows(), ENDS).shape == (20, WIDTH)
-        made.requires_grad_(False)  # frozen, so that nothing is to be learned
-        assert call(rows(), ENDS).shape == (20, WIDTH)
-        made.requires_grad_(True)
-        bs.convert(holder, "bf16")  # which quantizes nothing
-        call(rows(), ENDS).float().sum().backward()
-
-
-def why(module: nn.Module, recipe: str = "mxfp8") -> dict[str, str]:
-    """Why modules in a model with these experts are left alone."""
-    whole = nn.ModuleDict({"gate": nn.Linear(4, 4), "experts": module})
-    return dict(bs.convert(whole, recipe, experts=["experts"]).skipped)
-
-
-def refused(module: nn.Module, why: str) -> None:
-    """Experts that are named and cannot be converted."""
-    whole = nn.ModuleDict({"gate": nn.Linear(4, 4), "experts": module})
-    need = "experts = 'experts', which finds experts; need at least one layer that can be converted"
-    with pytest.raises(ValueError, match=re.escape(f"{need}; experts: {why}")):
-        bs.convert(whole, "mxfp8", experts=["experts"])
-    assert type(whole["gate"]) is nn.Linear
-
-
-class Outer(ManyExperts):
-    """Experts around experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = ManyExperts()
-
-
-class Passive(nn.Module):
-    """Read by others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(2, 4, 4))
-
-
-class Choosy(ManyExperts):
-    def __init_subclass__(cls, *, key: int) -> None:
-        super().__init_subclass__()
-
-
-def test_what_is_left_alone_and_why() -> None:
-    named = ManyExperts()
-    named.plain = nn.Identity()
-    refused(named, "ManyExperts has attributes of ours: plain")
-    named = ManyExperts()
-    named.register_buffer("_seed", torch.zeros(2))
-    refused(named, "ManyExperts has attributes of ours: _seed")
-    outer = Outer()
-    assert why(outer) == {
-        "experts": "Outer has experts inside, which multiply by themselves",
-    }
-    assert isinstance(outer.inner, bs.nn.Layer)
-    refused(Passive(), "Passive has no forward")
-    refused(Choosy(), "Choosy cannot be subclassed: ")
-    made = ManyExperts()
-    nn.utils.parametrize.register_parametrization(made, "up", nn.Identity())
-    refused(made, "ParametrizedManyExperts is parametrized: convert it first, then parametrize it")
-    mixed = ManyExperts()
-    mixed.add_module("conv", nn.Conv1d(2, 2, 3))
-    assert why(mixed) == {"experts.conv": "Conv1d is not nn.Linear"}
-    held = nn.ParameterDict({"up": torch.randn(2, 4, 4)})
-    with pytest.raises(ValueError, match="experts = 'experts'; need a module that holds matrices"):
-        why(held)
-
-
-def test_what_they_leave_behind() -> None:
-    made = model("mxfp8")
-    with bs.quantized_weights(made):
-        made(rows())
-        bs.revert(made)
-    made(rows())
-    assert vars(made.experts).keys() == vars(ManyExperts()).keys()
-    assert bs.convert(made, "mxfp8", experts=["experts"]).skipped == []
-
-
 def test_a_matrix_both_ways_round_within_quantized_weights() -> None:
     class Square(nn.Module):
         def __init__(self) -> None:
@@ -421,24 +191,6 @@ def test_a_matrix_both_ways_round_within_quantized_weights() -> None:
             assert torch.equal(made(rows(), turned), want[turned])
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_inside_is_refused(reentrant: bool) -> None:
-    class Inside(ManyExperts):
-        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = checkpoint(super().forward, x, ends, use_reentrant=reentrant)
-            return y
-
-    made = Inside()
-    bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
-    said = (
-        "from outside, or put" if reentrant else "outside of one; checkpoint the whole module from"
-    )
-    with pytest.raises(ValueError, match=said):
-        made(rows().requires_grad_(), ENDS)
-    bs.convert(nn.ModuleDict({"experts": made}), "bf16")  # what nothing is taken from
-    made(rows().requires_grad_(), ENDS).float().sum().backward()
-
-
 def test_the_dtype_is_that_of_grouped_mm(device: torch.device) -> None:
     made = model("mxfp8", device).experts.float()
     x = rows(device).float()
@@ -447,20 +199,6 @@ def test_the_dtype_is_that_of_grouped_mm(device: torch.device) -> None:
         got = made(x, ENDS.to(device))
     assert got.dtype == torch.float32
     assert torch.equal(got, want)  # not rounded on the way
-
-
-def test_the_overload_of_grouped_mm_is_known() -> None:
-    class Overload(ManyExperts):
-        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-            multiply = torch.ops.aten._grouped_mm.default
-            hidden: torch.Tensor = multiply(x, self.weights()[0].transpose(-2, -1), ends)
-            return hidden
-
-    plain, made = Overload(), Overload()
-    made.load_state_dict(plain.state_dict())
-    bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
-    want = bs.grouped_linear(rows(), plain.weights()[0], ENDS, "mxfp8")
-    assert torch.equal(made(rows(), ENDS), want)
 
 
 def test_classes_go_with_what_they_were_made_of() -> None:
@@ -524,35 +262,12 @@ def test_a_computed_matrix_within_quantized_weights() -> None:
             assert torch.equal(made(rows(), ENDS), want)
 
 
-def test_saved_tensors_on_the_cpu_are_no_checkpoint() -> None:
-    class Offloads(ManyExperts):
-        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                y: torch.Tensor = super().forward(x, ends)
-            return y
-
-    made = Offloads()
-    bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
-    y = checkpoint(made, rows().requires_grad_(), ENDS, use_reentrant=False)
-    y.float().sum().backward()
-
-
 def test_another_recipe_within_quantized_weights() -> None:
     made = model("mxfp8")
     with bs.quantized_weights(made):
         bs.convert(made, "mxfp4")
         got = made(rows())
     assert torch.equal(got, made(rows()))
-
-
-def test_no_rows_are_no_mistake() -> None:
-    class Returns(ManyExperts):
-        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-            return super().forward(x, ends) if len(x) else x
-
-    made = Returns()
-    bs.convert(nn.ModuleDict({"experts": made}), "mxfp8", experts=["experts"])
-    assert made(torch.empty(0, WIDTH), torch.zeros(GROUPS, dtype=torch.int32)).shape == (0, WIDTH)
 
 
 def test_parametrized_afterwards_they_can_be_moved() -> None:
@@ -584,6 +299,17 @@ def test_exported() -> None:
         assert torch.equal(program.module()(rows(), ENDS), want)
 
 
+class Often(ManyExperts):
+    """Multiplies more often than it has matrices."""
+
+    times = 2
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = super().forward(x, ends)
+        return x
+
+
 def test_one_matrix_may_be_multiplied_several_times() -> None:
     made = Often()
     bs.convert(nn.ModuleDict({"experts": made}), "nvfp4", experts=["experts"])
@@ -593,15 +319,6 @@ def test_one_matrix_may_be_multiplied_several_times() -> None:
         ValueError, match="experts = more than 16 products in a forward; need 16 at most"
     ):
         made(rows(), ENDS)
-
-
-def test_bad_names() -> None:
-    with pytest.raises(ValueError, match="experts = 'expert'; need the name of a module; did you"):
-        bs.convert(Block(), "nvfp4", experts=["expert"])
-    with pytest.raises(ValueError, match="experts = 'gate'; need a module that holds matrices"):
-        bs.convert(Block(), "nvfp4", experts=["gate"])
-    with pytest.raises(TypeError, match=r"experts = a str; need a list of names; write experts=\["):
-        bs.convert(Block(), "nvfp4", experts="experts")
 
 
 def trained(recipe: str, device: str, ranks: int) -> list[torch.Tensor]:

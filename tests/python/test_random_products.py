@@ -3,8 +3,9 @@ products add up exactly in any order, so that every bit of the result is known.
 
 A value is zero, or ± the largest of its element times a power of two that 128 x 128 values share.
 Scales are then powers of two, and sums whole multiples of a product's unit. FP8 tensor cores keep
-13 bits below their largest sum, and 128 products of 448 = 7 · 2^6 are at most 128 · 49 < 2^13 units
-of 2^12; of other elements fewer. FP32 sums have room for all blocks.
+13 bits below their largest sum. 128 products of 448 = 7 · 2^6 or 57344 = 7 · 2^13 are at most
+128 · 49 < 2^13 of their units, those of MXFP4, 6 = 3 · 2, fewer. FP32 sums, of these blocks as of
+the others' products, have room for all of K.
 """
 
 from __future__ import annotations
