@@ -15,11 +15,12 @@ constexpr int64_t kLimit = int64_t{1} << 31;
 alignas(16) uint8_t memory[64];
 float floats[4];
 
-ConstMatrix matrix(int64_t rows, int64_t columns, int64_t batch = 1) {
-  return {memory, DType::f32, rows, columns, columns, 1, batch, rows * columns};
-}
+// One matrix has no stride to the next, whose product may be no number of 64 bits.
 Matrix written(int64_t rows, int64_t columns, int64_t batch = 1) {
-  return {memory, DType::f32, rows, columns, columns, 1, batch, rows * columns};
+  return {memory, DType::f32, rows, columns, columns, 1, batch, batch == 1 ? 0 : rows * columns};
+}
+ConstMatrix matrix(int64_t rows, int64_t columns, int64_t batch = 1) {
+  return as_const(written(rows, columns, batch));
 }
 Quantized operand(const char* spec, int64_t rows, int64_t columns, int axis = -1,
                   int64_t batch = 1) {
