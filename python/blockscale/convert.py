@@ -16,18 +16,10 @@ from blockscale._unfit import NO_LINEAR, has_own_parameters, read_past, unfit
 from blockscale.classes import class_of
 from blockscale.counting import states_of
 from blockscale.experts import Experts, is_experts
-from blockscale.nn import (
-    Layer,
-    Linear,
-    WeightLayer,
-    check_model,
-    drop_root,
-    make_root,
-    root_state,
-)
+from blockscale.forwards import RngState, drop_root, make_root, root_state
+from blockscale.nn import Layer, Linear, WeightLayer, check_model
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import RngState
 from blockscale.sharded import check_gathered, gathered_spec, gathers_codes
 from blockscale.tensor import values_of
 
@@ -409,7 +401,7 @@ def _check_not_inside_another(model: torch.nn.Module) -> None:
     copied part belong to none.)"""
     owned = {id(root_state(module)) for module in model.modules()}
     for name, module in model.named_modules():
-        if not isinstance(module, Layer) or not module._rng_state.has_root():
+        if not isinstance(module, Layer) or module._rng_state.counted_by() is None:
             continue
         if id(module._rng_state) not in owned:
             fail(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from blockscale._errors import any_int, check_int, fail, fail_type, message
-from blockscale.nn import Layer, Root, check_model
-from blockscale.rng import RngState
+from blockscale.forwards import RngState
+from blockscale.nn import Layer, check_model
 
 
 def states_of(model: torch.nn.Module) -> list[RngState]:
@@ -37,11 +37,11 @@ def _state(operation: str, model: torch.nn.Module) -> RngState:
 def _counting_state(operation: str, model: torch.nn.Module) -> RngState:
     """The state of a model whose forwards are counted, or of a part of one."""
     state = _state(operation, model)
-    if not state.has_root():
+    root = state.counted_by()
+    if root is None:
         got = f"{type(model).__name__}, a copy or a rest of a part of a converted model"
         need = "a model whose forward counts"
         fail(operation, "model", got, need, "call bs.convert(model, recipe): the count goes on")
-    root: Root = state.root()  # type: ignore[misc,assignment]
     if not root.counts_for(model):
         whole = type(root.module()).__name__
         got = f"{type(model).__name__} with layers of a converted {whole}, which counts for them"

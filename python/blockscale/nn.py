@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,21 +12,12 @@ import torch
 
 from blockscale._errors import any_int, check_int, fail, fail_offsets, fail_type
 from blockscale._layer_arguments import refuse_script
+from blockscale._tracing import fake_mode_of, is_fake
+from blockscale.forwards import RngState, make_root
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, any_stochastic, recipe_names
 from blockscale.recipe import recipe as recipe_named
-from blockscale.rng import (
-    Key,
-    RngState,
-    Sent,
-    as_tensor,
-    fake_mode_of,
-    is_fake,
-    layer_seed,
-    moved,
-    own_tensors,
-    received,
-)
+from blockscale.rng import Key, Sent, as_tensor, layer_seed, moved, own_tensors, received
 from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight, quantize_weight
 
@@ -470,51 +460,3 @@ def converted_layers(operation: str, model: torch.nn.Module) -> dict[str, Layer]
         got = f"{type(model).__name__} without converted layers"
         fail(operation, "model", got, "a converted model", "call bs.convert first")
     return layers
-
-
-class Root:
-    """The hooks that count a model's forwards, and the state they count in."""
-
-    def __init__(self, module: torch.nn.Module, state: RngState) -> None:
-        self.state = state
-        self.module: Callable[[], torch.nn.Module | None] = weakref.ref(module)
-        self.handles = (
-            module.register_forward_pre_hook(state.before_forward, with_kwargs=True),
-            module.register_forward_hook(state.after_forward, always_call=True),
-        )
-        state.root = weakref.ref(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "module": self.module()}  # what is being copied
-
-    def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self.__dict__.update(attributes)  # of a copy, whose state is a copy too
-        module = attributes["module"]  # None if it was gone by then
-        self.module = (lambda: None) if module is None else weakref.ref(module)
-        self.state.root = weakref.ref(self)
-
-    def counts_for(self, model: torch.nn.Module) -> bool:
-        """Whether `model` is the module, contains it, or is a part of it."""
-        module = self.module()
-        inside = module is None or any(part is model for part in module.modules())
-        return inside or any(part is module for part in model.modules())
-
-
-def make_root(module: torch.nn.Module, state: RngState) -> None:
-    """Let `module`, and no module inside it, count forwards in `state`."""
-    for inner in module.modules():
-        drop_root(inner)
-    module.__dict__["_blockscale_root"] = Root(module, state)
-
-
-def drop_root(module: torch.nn.Module) -> None:
-    """Undo `make_root`."""
-    root: Root | None = module.__dict__.pop("_blockscale_root", None)
-    for handle in root.handles if root else ():
-        handle.remove()
-
-
-def root_state(module: torch.nn.Module) -> RngState | None:
-    """The state in which `module` counts forwards, or None."""
-    root: Root | None = module.__dict__.get("_blockscale_root")
-    return root.state if root else None

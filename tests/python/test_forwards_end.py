@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import blockscale as bs
 import pytest
 import torch
-from blockscale.rng import RngState
+from blockscale.forwards import RngState
 from torch import nn
 
 
