@@ -46,7 +46,7 @@ setup: build  ## packages, .venv and build, on first use or when something chang
 
 # --- the commands --------------------------------------------------------------------------------
 # A run that is already in the folder goes on where it stopped; OUT=... starts another beside it.
-train: setup  ## the main job: train on real text in every recipe (a short run: OUT=runs/short ARGS="--steps 50")
+train: setup  ## the main job: train on real text in every recipe (a short run: OUT=runs/short ARGS="--steps 5")
 	$(venv)/bin/blockscale train --out $(OUT) $(if $(wildcard $(OUT)/settings.json),--resume) $(ARGS)
 
 test: setup  ## every test, C++ and Python

@@ -1,4 +1,4 @@
-"""Tensors for tests, and comparing tensors and operands bit for bit."""
+"""Tensors, keys and recipes for tests, and comparing tensors and operands bit for bit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import blockscale as bs
 import torch
 from torch.torch_version import TorchVersion
 
+RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
+QUANTIZED = [name for name in bs.recipe_names() if name != "bf16"]
 BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"  # of PyTorch
 
 

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import blockscale as bs
 import torch
-
-QUANTIZED = [name for name in bs.recipe_names() if name != "bf16"]
-RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
+from bits import RNG
 
 
 class Case(NamedTuple):

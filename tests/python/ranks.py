@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def devices(ranks: int) -> list[Any]:
 
 
 DEVICES = devices(2)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums as on a rank, whose results are compared with those of this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run(

@@ -9,11 +9,10 @@ from typing import Any
 import blockscale as bs
 import pytest
 import torch
-from bits import assert_same_bits, assert_same_operand, raw
+from bits import RNG, assert_same_bits, assert_same_operand, raw
 
 OPS = torch.ops.blockscale
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
 
 SPECS = (
     "fp8_1x128",

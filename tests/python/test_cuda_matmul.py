@@ -7,10 +7,8 @@ import itertools
 import blockscale as bs
 import pytest
 import torch
+from bits import RNG
 from matmuls import check_product, factors, normal
-
-RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
-
 
 PAIRS = (
     ("fp8_1x128", "fp8_128x128"),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import blockscale as bs
 import pytest
 import torch
+from bits import RNG
 from matmuls import check_product, normal
 
 RECIPES = [name for name in bs.recipe_names() if not bs.recipe(name).cuda_needs and name != "bf16"]
@@ -16,7 +17,6 @@ SQUARES_ON_THE_LEFT = (
     "mxfp4[fprop_x=mxfp4[block=32x32],dgrad_dy=mxfp4[block=32x32],"
     "wgrad_dy=mxfp4[block=32x32],wgrad_x=mxfp4]"
 )
-RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
 
 
 class Case(NamedTuple):

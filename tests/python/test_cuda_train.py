@@ -13,6 +13,7 @@ from pathlib import Path
 import blockscale as bs
 import pytest
 import torch
+from bits import equal
 from blockscale.cli.main import main
 from models import Block
 from torch import nn
@@ -110,11 +111,6 @@ def gradients(model: nn.Module, device: torch.device, steps: int = 2) -> list[to
     return grads
 
 
-def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    assert len(got) == len(want) > 0
-    return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-
-
 def test_a_converted_model_moves(cuda: torch.device) -> None:
     """Its state is on the device, draws what it draws on the CPU, and comes back."""
     cpu = torch.device("cpu")
@@ -164,7 +160,7 @@ def test_compiled_checkpointing_may_be_the_first_forward(cuda: torch.device) -> 
             block.compile(fullgraph=True, backend="aot_eager")
         model(normal(cuda, 20, 48)).square().mean().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None and p.dim() == 2])
-    assert same(*found)
+    assert equal(*found)
 
 
 def test_random_bits_follow_a_checkpoint_that_is_assigned(cuda: torch.device) -> None:
@@ -196,7 +192,7 @@ def test_recomputation_and_compilation_draw_the_same_bits(what: str, cuda: torch
         model.compile(fullgraph=True, backend="aot_eager")
     got = gradients(model, cuda)
     # Bias gradients are PyTorch's sums; everything else is a function of the same operands.
-    assert same([g for g in got if g.dim() == 2], [w for w in want if w.dim() == 2])
+    assert equal([g for g in got if g.dim() == 2], [w for w in want if w.dim() == 2])
 
 
 def test_a_graph_of_a_whole_step(cuda: torch.device) -> None:
@@ -225,8 +221,8 @@ def test_a_graph_of_a_whole_step(cuda: torch.device) -> None:
         graph.replay()
         step(twin)
         seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        assert same(seen[-1], [p.grad for p in twin.parameters() if p.grad is not None])
-    assert not same(seen[0], seen[1])
+        assert equal(seen[-1], [p.grad for p in twin.parameters() if p.grad is not None])
+    assert not equal(seen[0], seen[1])
     assert bs.rng_state(model) == bs.rng_state(twin) == {"step": 5, "forward": 0, "seed": 3}
 
 
@@ -234,11 +230,11 @@ def test_copies_and_state_dicts(cuda: torch.device) -> None:
     model = model_on(cuda)
     gradients(model, cuda, steps=1)
     twin = copy.deepcopy(model)
-    assert same(gradients(twin, cuda), gradients(model, cuda))
+    assert equal(gradients(twin, cuda), gradients(model, cuda))
     loaded = pickle.loads(pickle.dumps(model))
     layer = loaded[0].up
     assert layer._seed.device == layer._rng_state.offset.device == cuda
-    assert same(gradients(loaded, cuda), gradients(model, cuda))
+    assert equal(gradients(loaded, cuda), gradients(model, cuda))
     assert all(not name.startswith("_") for name in model.state_dict())
 
 

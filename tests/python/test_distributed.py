@@ -13,7 +13,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICES, on_ranks
+from ranks import DEVICES, on_ranks, one_thread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -125,8 +125,6 @@ def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> Non
 def test_two_ranks_with_one_batch_are_one_process(
     wrapper: str, device: str, tmp_path: Path
 ) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the ranks
-    want = {name: value.cpu() for name, value in trained(device).items()}
-    torch.set_num_threads(threads)
+    with one_thread():
+        want = {name: value.cpu() for name, value in trained(device).items()}
     on_ranks(train_and_compare, tmp_path, wrapper, device, want, device=device)

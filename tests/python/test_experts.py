@@ -18,7 +18,7 @@ from bits import assert_same
 from blockscale import experts as blockscale_experts
 from blockscale.rng import layer_seed
 from expert_models import ENDS, GROUPS, WIDTH, Block, ManyExperts, gradients, model, rows
-from ranks import DEVICES, on_ranks
+from ranks import DEVICES, on_ranks, one_thread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -345,8 +345,6 @@ def train_and_compare(device: str, want: dict[str, list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks_with_one_batch_are_one_process(device: str, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    want = {recipe: trained(recipe, device, 1) for recipe in ("nvfp4", "fp8_blockwise")}
-    torch.set_num_threads(threads)
+    with one_thread():
+        want = {recipe: trained(recipe, device, 1) for recipe in ("nvfp4", "fp8_blockwise")}
     on_ranks(train_and_compare, tmp_path, device, want, device=device)

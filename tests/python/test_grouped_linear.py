@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import blockscale as bs
 import pytest
 import torch
+from bits import QUANTIZED, RNG
 from models import BANDS
 from torch.utils.checkpoint import checkpoint
 
-QUANTIZED = [name for name in bs.recipe_names() if name != "bf16"]
-RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
 # Ragged, empty, of one row; the last ones short of the rows.
 ENDS = ([0, 5, 5, 6, 131, 150], [70, 150], [150], [0, 0, 0], [1, 2, 3])
 T, N, K = 150, 37, 70

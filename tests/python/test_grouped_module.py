@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same
 from blockscale.rng import layer_seed
-from ranks import DEVICES, on_ranks
+from ranks import DEVICES, on_ranks, one_thread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -307,9 +307,7 @@ def train_and_compare(device: str, want: dict[str, list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks_with_one_batch_are_one_process(device: str, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    recipes = ("nvfp4", "fp8_blockwise", "mxfp4", "amdfp4")
-    want = {recipe: trained(recipe, device) for recipe in recipes}
-    torch.set_num_threads(threads)
+    with one_thread():
+        recipes = ("nvfp4", "fp8_blockwise", "mxfp4", "amdfp4")
+        want = {recipe: trained(recipe, device) for recipe in recipes}
     on_ranks(train_and_compare, tmp_path, device, want, device=device)

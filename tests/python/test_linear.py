@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import blockscale as bs
 import pytest
 import torch
-from bits import assert_same_operand
-from linears import QUANTIZED, RNG, Case, assert_same, by_hand, make, run
+from bits import QUANTIZED, RNG, assert_same_operand
+from linears import Case, assert_same, by_hand, make, run
 from models import BANDS
 from torch.autograd import forward_ad
 from torch.nn import functional

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import blockscale as bs
 import pytest
 import torch
+from bits import QUANTIZED, RNG
 from blockscale import shared_input
-from linears import QUANTIZED, RNG, Case, assert_same, make, run
+from linears import Case, assert_same, make, run
 
 
 def saved_tensors(case: Case, recipe: str | bs.Recipe) -> list[torch.Tensor]:

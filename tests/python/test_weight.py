@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import blockscale as bs
 import pytest
 import torch
-from bits import assert_same, normal_bf16
+from bits import RNG, assert_same, normal_bf16
 
-RNG = bs.Rng(0x1234_5678_9ABC_DEF0, (3 << 16) | 1)
 RECIPES = {
     **{name: bs.recipe(name) for name in bs.recipe_names()},
     "stochastic weight": bs.recipe("nvfp4").replace(
