@@ -28,16 +28,13 @@ from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
 from blockscale.shared_input import quantized_in_backward, quantized_input
-from blockscale.tensor import is_dtensor
+from blockscale.tensor import USUAL, is_dtensor
 from blockscale.weight import QuantizedWeight, is_gathered
 
 _ops = torch.ops.blockscale
 _forward = _ops.linear.default
 _forward_now = _forward._op  # what PyTorch's Python calls in the end; compilers cannot trace it
 _MAKE_IT = "bs.quantize_weight(w, recipe) makes it"
-# Only other types can be DTensors; the check is made only for those, as importing DTensor takes
-# half a second.
-USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
 # Called with (x, w, recipe, offsets, y) for every product y = x·Wᵀ while measure.py is at work.
 product_seen: Callable[..., None] | None = None
 

@@ -20,6 +20,7 @@ from blockscale.nn import Layer, WeightLayer, check_model, version_of
 from blockscale.noise import Noise, pieces
 from blockscale.recipe import GEMMS, Recipe
 from blockscale.rng import Rng
+from blockscale.tensor import USUAL
 
 _SHOWN: Final = 6  # names in a line of the table
 _NOT_RUN: Final = "its forward has not run: not used, or its weight is read past it"
@@ -240,7 +241,7 @@ class _Watch:
         if name.index >= 0:
             names[-1] = dataclasses.replace(name, index=name.index + 1)
         for role, t in (("x", x), ("w", w)):
-            if type(t) not in functional.USUAL:
+            if type(t) not in USUAL:
                 self.made.left_out[str(name)] = f"{role} is a {type(t).__name__}, no plain tensor"
                 return
         if x.numel() == 0 or w.numel() == 0:  # all three products are of nothing, or are nothing

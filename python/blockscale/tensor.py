@@ -45,7 +45,9 @@ def check_dense(operation: str, name: str, tensor: torch.Tensor) -> None:
         fail(operation, f"{name}.layout", tensor.layout, "torch.strided", remedy)
 
 
-_USUAL: Final = (torch.Tensor, torch.nn.Parameter)
+# Only other types can wrap tensors: what asks for those, such as importing DTensor (half a second),
+# is left out for these.
+USUAL: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _is_wrapper(tensor: object) -> bool:
@@ -55,7 +57,7 @@ def _is_wrapper(tensor: object) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it wraps no other tensors, as a DTensor or another library's quantized tensor
     does."""
-    return type(tensor) in _USUAL or not _is_wrapper(tensor) or _is_underway(tensor)
+    return type(tensor) in USUAL or not _is_wrapper(tensor) or _is_underway(tensor)
 
 
 def _is_underway(tensor: torch.Tensor) -> bool:
@@ -112,7 +114,7 @@ def check_plain(operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor
     check_dense(operation, name, tensor)
     if forward_ad._current_level >= 0:
         check_no_tangent(operation, name, tensor, f"pass {name}.detach()")
-    if type(tensor) in _USUAL:
+    if type(tensor) in USUAL:
         return tensor
     if not is_plain(tensor):
         local = is_dtensor(tensor)
