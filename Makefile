@@ -12,7 +12,7 @@ requirements := requirements.txt requirements-dev.txt
 cxx_files = $(shell find include src binding bench tests examples cmake -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build train test bench lint format asan arm archs hip wheel clean
+.PHONY: help setup build train test bench lint format asan arm archs hip oldest wheel clean
 
 help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
@@ -109,8 +109,17 @@ arm: $(venv)/.requirements  ## the C++ tests on AArch64, in an emulator
 	@cmake --build build-arm -j $(JOBS)
 	@$(python) tools/test.py --under qemu-aarch64-static --gtest build-arm/blockscale_tests
 
+# The headers of a newer PyTorch have macros that the oldest lacks. (From PyPI it comes with CUDA.)
+oldest: $(venv)/.requirements  ## build the wheel and run the Python tests with PyTorch 2.11 (gigabytes to download)
+	@test -d build-oldest/torch || $(python) -m pip install --quiet --target build-oldest torch==2.11.0
+	@PYTHONPATH=$(CURDIR)/build-oldest $(python) -m pip wheel --quiet --no-build-isolation --no-deps \
+	    -C build-dir=build-oldest/build -C cmake.define.BLOCKSCALE_GPU=OFF --wheel-dir build-oldest .
+	@$(python) -m pip install --quiet --no-deps --upgrade --target build-oldest build-oldest/blockscale-*.whl
+	@PYTHONPATH=$(CURDIR)/build-oldest $(python) -m pytest -n $(JOBS) --dist=loadfile \
+	    --ignore tests/python/test_packaging.py
+
 wheel: $(venv)/.requirements  ## one wheel for every Python and PyTorch, in dist/
 	$(python) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:  ## forget every build; .venv and runs/ stay
-	rm -rf build build-asan build-arm build-wheel dist python/blockscale/lib .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build build-asan build-arm build-oldest build-wheel dist python/blockscale/lib .mypy_cache .ruff_cache .pytest_cache

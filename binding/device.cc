@@ -118,7 +118,7 @@ Tensor with_shape(const Tensor& fresh, const Ints& sizes) {
 
 Tensor part(const Tensor& fresh, const Ints& sizes, const Ints& strides, int64_t from) {
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       fresh.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), from, &made));
   return Tensor(made);
 }
@@ -132,7 +132,7 @@ Tensor borrowed(void* data, const Ints& sizes, const Ints& strides, ScalarType d
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
       data, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0,
       to<int32_t>(from(dtype)), to<int32_t>(from(device.type())), device.index(), &made));
   return Tensor(made);
@@ -170,7 +170,7 @@ uint8_t* Arena::take_small(int64_t bytes) {
 }
 
 TorchStream::TorchStream(const Device& device, Arena& memory) : device_(device), memory_(memory) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &handle_));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &handle_));
 }
 
 void* TorchStream::workspace(int64_t bytes) const {

@@ -26,11 +26,11 @@ void multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bia
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   if (bias) {
-    STABLE_TORCH_ERROR_CODE_CHECK(
+    TORCH_ERROR_CODE_CHECK(
         aoti_torch_cuda_addmm_out(out.get(), bias->get(), a.get(), b.get(), 1, 1));
     return;
   }
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), to<int32_t>(from(dtype))));
 }
 
