@@ -10,7 +10,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from bits import assert_same_bits
+from bits import assert_same_bits, normal
 
 # Every dtype of codes and scales, with and without an outer scale, a tiled layout, groups.
 KINDS = (
@@ -136,3 +136,23 @@ def test_what_dequantize_leaves_out_of_a_transform(axis: int) -> None:
         for rows in (slice(30), slice(30, 70)):
             alone = bs.quantize(x[rows], spec, axis).dequantize(torch.float32)
             assert torch.equal(parts[rows], alone)
+
+
+@pytest.mark.parametrize("shape", [(33, 70), (256, 384)])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", ["nvfp4", "nvfp4[block=16x16]", "mxfp6", "mxfp6[element=e3m2]"])
+def test_readers_ignore_bits_that_no_quantizer_sets(
+    spec: str, axis: int, shape: tuple[int, int], device: torch.device
+) -> None:
+    """The sign of an E4M3 scale; two bits of the byte of a code of six bits."""
+    q = bs.quantize(normal(*shape).to(device), spec, axis)
+    other = copy.deepcopy(q)
+    if spec.startswith("nvfp4"):
+        other.scales.view(torch.uint8).bitwise_or_(0x80)
+    else:
+        other.codes.bitwise_or_(0xC0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert_same_bits(other.dequantize(dtype), q.dequantize(dtype), dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same_bits(bs.matmul(other, q, None, dtype), bs.matmul(q, q, None, dtype), dtype)
+        assert_same_bits(bs.matmul(q, other, None, dtype), bs.matmul(q, q, None, dtype), dtype)
