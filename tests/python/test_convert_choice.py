@@ -43,6 +43,7 @@ def test_subclasses_with_the_forward_of_linear() -> None:
         assert [name for name, _ in report.converted] == ["0", "1"]
     assert isinstance(m[1], bs.nn.Linear)
     assert isinstance(m[1], Theirs)
+    assert (type(m[1]).__module__, type(m[1]).__doc__) == (__name__, Theirs.__doc__)
     assert "tag=a, recipe=nvfp4" in repr(m[1])
     assert list(m.state_dict()) == keys
     copies: list[Any] = [copy.deepcopy(m), pickle.loads(pickle.dumps(m)), m]
@@ -62,7 +63,9 @@ def test_subclasses_with_the_forward_of_linear() -> None:
     assert type(m[1]) is Theirs
 
 
-@pytest.mark.parametrize("name", ["forward", "__call__", "__getattr__", "weight", "bias"])
+@pytest.mark.parametrize(
+    "name", ["forward", "__call__", "_call_impl", "__getattr__", "weight", "bias"]
+)
 def test_subclasses_that_are_other_layers(name: str) -> None:
     kind: Any = type(
         "Other", (nn.Linear,), {"__module__": "their.layers", name: lambda *args: None}
@@ -73,6 +76,21 @@ def test_subclasses_that_are_other_layers(name: str) -> None:
     m = nn.ModuleDict({"a": nn.Linear(4, 4), "b": other})
     said = f"their.layers.Other is a subclass of nn.Linear with a {name} of its own"
     assert dict(bs.convert(m, "mxfp8").skipped) == {"b": said}
+
+
+def test_subclasses_that_cannot_become_ours() -> None:
+    class Named(Theirs):
+        recipe = _seed = None
+
+    class Last(Theirs):
+        def __init_subclass__(cls) -> None:
+            raise RuntimeError("no more")
+
+    m = nn.ModuleDict({"a": nn.Linear(4, 4), "named": Named(4, 4), "last": Last(4, 4)})
+    assert dict(bs.convert(m, "mxfp8").skipped) == {
+        "named": "Named has attributes of ours: _seed, recipe",
+        "last": "Last cannot be subclassed: no more",
+    }
 
 
 def test_what_is_named_has_to_be_fit() -> None:
@@ -109,6 +127,9 @@ def test_a_weight_that_is_gone() -> None:
             layer(torch.ones(2, 4))
         with pytest.raises(TypeError, match=r"^grouped_linear: w = None; need a tensor"):
             grouped(torch.ones(2, 4), torch.tensor([1, 2]))
+        report = bs.convert(nn.Sequential(nn.Linear(4, 4), layer, grouped), "mxfp4")
+        said = "its weight is None"
+        assert dict(report.skipped) == {"1": said, "2": f"{said}, stays in {recipe}"}
 
 
 def test_a_report_prints_as_its_table() -> None:
@@ -405,11 +426,17 @@ def test_what_holds_matrices_is_told_of_experts() -> None:
     parts = dict(layer=nn.Linear(4, 4), gpt=Conv1D(4, 8), audio=Conv1D(4, 8, 3))
     parts |= dict(pair=Holder((3, 4, 4), (3, 4, 4)), tokens=Holder((1, 1, 4), (1, 9, 4)))
     parts |= dict(by_another_name=type("Conv1D", (Holder,), {})((4, 8)))
+    experts = type("OneExperts", (Holder,), {})
+    parts |= dict(uneven=Holder((3, 4, 4), (5, 4, 4)), one=experts((3, 4, 4)), no=experts((4, 4)))
+    parts |= dict(listed=nn.ParameterList([torch.ones(3, 4, 4) for _ in range(2)]))
     reasons = dict(bs.convert(nn.ModuleDict(parts), "mxfp8").skipped)
     transposed = "Conv1D is not nn.Linear: replace it by one with its weight transposed"
     assert (reasons["gpt"], reasons["audio"]) == (transposed, "Conv1D is not nn.Linear")
     assert reasons["pair"] == "Holder is not nn.Linear; experts= converts what it multiplies"
-    assert reasons["tokens"] == "Holder is not nn.Linear"
+    assert reasons["one"] == "OneExperts is not nn.Linear; experts= converts what it multiplies"
+    assert reasons["tokens"] == reasons["uneven"] == "Holder is not nn.Linear"
+    assert reasons["no"] == "OneExperts is not nn.Linear"
+    assert reasons["listed"] == "ParameterList is not nn.Linear"
     assert reasons["by_another_name"] == "Conv1D is not nn.Linear"
 
 
