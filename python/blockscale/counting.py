@@ -73,11 +73,10 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     remedy = "call bs.advance(model) after each step instead"
     # A wrapper of an optimizer, such as Accelerate's, may have no hooks and need not be an
     # optimizer itself; its steps are those of the wrapped one.
-    given = optimizer
     while inner := _wrapped(optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
-        fail_type("attach", "optimizer", given, "a torch.optim.Optimizer", remedy)
+        fail_type("attach", "optimizer", optimizer, "a torch.optim.Optimizer", remedy)
     # A class that does not call Optimizer.__init__ has none, or its step calls none.
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
     if hooks is None or not getattr(type(optimizer).step, "hooked", False):

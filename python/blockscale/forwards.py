@@ -109,7 +109,6 @@ class RngState:
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
-        self.running = RunningForwards()
         self.offset, self.upcoming = received(self.offset), received(self.upcoming)
 
     def counted_by(self) -> Root | None:
@@ -149,7 +148,7 @@ class RngState:
         return value >> _FORWARD_BITS, value & ((1 << _FORWARD_BITS) - 1)
 
     def move(self, device: torch.device) -> None:
-        if device.type != "meta" and self.offset.device != device:
+        if self.offset.device != device:
             self.offset, self.upcoming = moved(self.offset, device), moved(self.upcoming, device)
 
     def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

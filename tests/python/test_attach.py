@@ -161,6 +161,12 @@ def test_wrappers_of_optimizers() -> None:
         bs.attach(model, optimizer)
         optimizer.step()
         assert bs.rng_state(model)["step"] == 1
+    # Around each other.
+    model = net()
+    base = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bs.attach(model, Lookahead(Lookahead(base, "optimizer"), "optimizer"))
+    base.step()
+    assert bs.rng_state(model)["step"] == 1
     # Or without being optimizers themselves.
     model = net()
     base = torch.optim.SGD(model.parameters(), lr=1e-3)

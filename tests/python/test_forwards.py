@@ -3,6 +3,7 @@ draw (docs/rng.md)."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import pickle
@@ -214,9 +215,12 @@ def test_a_forward_within_a_mode_after_an_evaluation() -> None:
             model(batch(0))
         bs.advance(model)
         with Mode():  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                model(batch(2))
             y = model(batch(1)).square().sum()
         y.backward()
         found.append(gradients(model))
+        assert bs.rng_state(model)["forward"] == 1
     assert equal(*found)
 
 
@@ -302,6 +306,10 @@ def test_random_bits_follow_weights_before_the_first_forward(
         assert moved == [model.up, model.down, model.head]
         model(batch(1))
         assert len(moved) == 3
+    copied = copy.deepcopy(model)
+    moved.clear()
+    copied(batch(0))
+    assert moved == [copied.up, copied.down, copied.head]
 
 
 def test_a_forward_of_fake_parameters_computes_and_counts_nothing() -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -86,6 +87,20 @@ def test_an_interrupted_forward_within_another_module() -> None:
     assert not state(model).running.stack
 
 
+def test_a_forward_that_fails_before_it_is_counted() -> None:
+    """PyTorch warns of a hook that fails then, too."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("refused")
+
+    model = converted()
+    model.register_forward_pre_hook(refuse, prepend=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="refused"):
+            model(X)
+
+
 def test_a_forward_while_another_thread_is_in_one_is_not_within_it() -> None:
     model = converted()
     seen: list[torch.Tensor] = []
@@ -151,3 +166,13 @@ def test_a_model_copied_in_inference_mode_can_be_trained(
     assert gradients[1] is not None
     assert torch.equal(gradients[0], gradients[1])
     assert bs.rng_state(model) == bs.rng_state(copy_of_it)
+
+
+def test_a_shallow_copy_outlives_what_it_was_made_of() -> None:
+    shallow = copy.copy(converted())
+    for model in (copy.deepcopy(shallow), shallow):
+        bs.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+        model(X)
+        bs.advance(model)
+        model(X)
+        assert bs.rng_state(model) == {"step": 1, "forward": 1, "seed": 0}

@@ -82,7 +82,7 @@ def test_experts_that_are_converted_with_fake_tensors() -> None:
 
 
 class Recursive(nn.Module):
-    """Calls itself on the meta device, between two layers."""
+    """Calls itself on the meta device, and with fake tensors, between two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,9 +93,11 @@ class Recursive(nn.Module):
         if x is None:
             x = torch.ones(2, 48, device=self.last.weight.device) if of is None else of["x"]
         y = checkpoint(self.first, x, use_reentrant=False)
-        if self.calls and not x.is_meta:
+        if self.calls and type(x) is torch.Tensor and not x.is_meta:
             parameters = {name: p.to("meta") for name, p in self.named_parameters()}
             torch.func.functional_call(self, parameters, (x.to("meta"),))
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                self(torch.ones(2, 48))
         result: torch.Tensor = self.last(y)
         return result
 
@@ -142,3 +144,16 @@ def test_a_forward_without_data_within_another_one() -> None:
         return gradients(model)
 
     assert equal(trained(True), trained(False))
+
+
+def test_a_forward_within_one_without_data() -> None:
+    class Twice(nn.Sequential):
+        def forward(self, x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+            if x.is_meta:
+                x = self(x=torch.ones(2, 48) * 1, like=x)
+            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    model = Twice(nn.Linear(48, 48))
+    bs.convert(model, RECIPE)
+    model(torch.empty(2, 48, device="meta")).sum().backward()
+    assert bs.rng_state(model)["forward"] == 1  # though not all of its tensors have data

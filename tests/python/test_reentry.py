@@ -65,6 +65,34 @@ class Twins(Again):
         return self.run(self.first, u - v + beside + a), v
 
 
+class Region(Again):
+    """Its only node is that of the region."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.again:
+            return self.first(x)  # type: ignore[no-any-return]
+        y: torch.Tensor = checkpoint(self.first, x, use_reentrant=True)
+        return y
+
+
+class Around(Again):
+    """Its result is that of another model, which counts for itself."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__(again)
+        self.others = [nn.Sequential(nn.Linear(48, 48))]
+        bs.convert(self.others[0], RECIPE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.others[0](self.run(self.first, x))
+        return y
+
+
+def of_result(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = model(x)
+    return y
+
+
 def of_states(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = model(model(x)[-1])[-1]
     return y
@@ -81,7 +109,14 @@ def of_twins(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "use"), [(HiddenStates, of_states), (Memory, of_memory), (Twins, of_twins)]
+    ("kind", "use"),
+    [
+        (HiddenStates, of_states),
+        (Memory, of_memory),
+        (Twins, of_twins),
+        (Region, of_result),
+        (Around, of_result),
+    ],
 )
 def test_recomputed_layers_draw_what_they_drew(
     kind: type[Again], use: Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -180,6 +215,23 @@ def test_a_root_that_calls_itself_goes_on_with_its_own_bits() -> None:
     assert bs.rng_state(model)["forward"] == 5
     deep = model(x, 2)
     assert equal(deep, deep[::-1])
+
+
+@pytest.mark.parametrize("pack", ["builtin", "no closure", "another frame"])
+def test_a_forward_within_hooks_of_others(pack: str) -> None:
+    """Which keep what is saved as a region of checkpointing does, and may look like one."""
+    frame = [0]
+    hooks: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "builtin": torch.clone,
+        "no closure": lambda t: t,
+        "another frame": lambda t: t if frame else torch.zeros_like(t),
+    }
+    model = Memory(False)
+    bs.convert(model, RECIPE)
+    with torch.autograd.graph.saved_tensors_hooks(hooks[pack], lambda t: t):
+        y = model(torch.randn(2, 48))[1]
+    y.sum().backward()
+    assert bs.rng_state(model)["forward"] == 1
 
 
 def test_what_is_passed_through_collects_no_hooks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -246,3 +247,18 @@ def test_an_optimizer_counts_on_after_revert_and_convert() -> None:
     bs.convert(copy.deepcopy(model), RECIPE)  # a copy has no optimizer: it is new
     bs.convert(model, RECIPE, seed=2)
     assert bs.rng_state(model) == {"step": 3, "forward": 0, "seed": 2}
+
+
+def test_the_last_position_that_can_be_set() -> None:
+    model = nn.Linear(32, 32)
+    bs.convert(model, "nvfp4", seed=3)
+    last = {"step": 2**47 - 1, "forward": 2**16 - 1, "seed": 3}
+    bs.set_step(model, **last)
+    for change, said in (
+        ({"step": 2**47}, "step = 140737488355328; need 0 or more, below 2^47"),
+        ({"forward": 2**16}, "forward = 65536; need 0 or more, below 2^16"),
+        ({"seed": 0}, "seed = 0; need 3, the model's"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            bs.set_step(model, **(last | change))
+        assert bs.rng_state(model) == last
