@@ -67,21 +67,23 @@ def quantized_all_to_all(
         fail(_OP, "x.shape", list(x.shape), "rank 2, [T, K]")
     there = _spec_of_rows("spec", spec)
     back = None if backward_spec is None else _spec_of_rows("backward_spec", backward_spec)
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        if not hasattr(group, "get_group"):
-            fail_type(_OP, "group", group, "a ProcessGroup, a DeviceMesh of one dimension, or None")
-        group = group.get_group()
-    if group is None and not dist.is_initialized():
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to other ranks
+    among: Any = group
+    if not (among is None or among is outside or isinstance(among, dist.ProcessGroup)):
+        if not hasattr(among, "get_group"):
+            fail_type(_OP, "group", among, "a ProcessGroup, a DeviceMesh of one dimension, or None")
+        among = among.get_group()
+    if among is None and not dist.is_initialized():
         fail(_OP, "group", "None", "a process group", "call torch.distributed.init_process_group")
     if torch._C._are_functorch_transforms_active():
         refuse_transforms(_OP)
-    ranks = dist.get_world_size(group)
+    ranks = dist.get_world_size(among)
     if ranks < 1:
         fail(_OP, "group", "one without this rank", "a group that it is in")
     out = _splits("output_splits", output_splits, ranks)
     into = _splits("input_splits", input_splits, ranks)
     _check(sum(into) == x.shape[0], "input_splits", into, f"{x.shape[0]} in all, the rows of x")
-    y: torch.Tensor = _Exchange.apply(x, (there, back, out, into, group or dist.group.WORLD))  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Exchange.apply(x, (there, back, out, into, among or dist.group.WORLD))  # type: ignore[no-untyped-call]
     return y
 
 

@@ -75,6 +75,10 @@ def exchange_and_compare(device: str) -> None:
     y = bs.quantized_all_to_all(x, "mxfp8", [8, 8], [8, 8], mesh)
     y.nan_to_num().sum().backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
+    first = dist.new_group([0])
+    if rank != 0:
+        with pytest.raises(ValueError, match=r"group = one without this rank; need a group that"):
+            bs.quantized_all_to_all(xs[rank], "mxfp8", [20], [20], first)
     # No rows, from anybody or of no width.
     none = torch.zeros(0, WIDTH, device=device)
     assert bs.quantized_all_to_all(none, "mxfp8", [0, 0], [0, 0]).shape == (0, WIDTH)
@@ -117,10 +121,13 @@ def test_in_compiled_code(one_rank: DeviceMesh) -> None:
         ({"backward_spec": "mxfp8[rounding=stochastic]"}, r"backward_spec = mxfp8\[.*; need "),
         ({"spec": 8}, r"spec = an int; need a Spec"),
         ({"group": 3}, r"group = an int; need a ProcessGroup, a DeviceMesh"),
+        ({"x": None}, r"x = None; need a tensor"),
         ({"x": torch.zeros(4)}, r"x.shape = \[4\]; need rank 2, \[T, K\]"),
         ({"x": torch.zeros(4, 4, dtype=torch.float16)}, r"x.dtype = torch.float16; need torch.fl"),
         ({"input_splits": [3]}, r"input_splits = \[3\]; need 4 in all, the rows of x"),
         ({"input_splits": [2, 2]}, r"input_splits = \[2, 2\]; need 1 numbers of rows"),
+        ({"input_splits": [4, "1"]}, r"input_splits = \[4, '1'\]; need 1 numbers of rows"),
+        ({"output_splits": ["4"]}, r"output_splits = \['4'\]; need 1 numbers of rows"),
         ({"output_splits": [-1]}, r"output_splits = \[-1\]; need 1 numbers of rows"),
         ({"output_splits": torch.tensor([4])}, r"output_splits = a Tensor; need a list of ints"),
     ],
@@ -129,3 +136,16 @@ def test_refusals(change: dict[str, Any], said: str, one_rank: DeviceMesh) -> No
     call = {"x": torch.zeros(4, 32), "spec": "mxfp8", "output_splits": [4], "input_splits": [4]}
     with pytest.raises((TypeError, ValueError), match=f"^quantized_all_to_all: {said}"):
         bs.quantized_all_to_all(**call | change)  # type: ignore[arg-type]
+
+
+def test_within_a_transform_of_functions(one_rank: DeviceMesh) -> None:
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return bs.quantized_all_to_all(x, "mxfp8", [4], [4]).sum()
+
+    with pytest.raises(ValueError, match=r"^quantized_all_to_all: x = within torch.func; need"):
+        torch.func.grad(of)(torch.zeros(4, 32))
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(ValueError, match=r"group = None; need a process group; call torch.dist"):
+        bs.quantized_all_to_all(torch.zeros(4, 32), "mxfp8", [4], [4])
