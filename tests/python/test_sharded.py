@@ -429,9 +429,16 @@ def test_a_weight_is_written_to_as_ever() -> None:
         layer.load_state_dict({"weight": values, "bias": torch.zeros(64)}, assign=assign)
         assert type(layer.weight).__name__ == "ShardedWeight"
         assert torch.equal(layer.weight + 0, values)
-    said = r"weight.data = torch.bfloat16\[64, 64\] on cpu; need torch.float32\[64, 64\] on cpu"
-    with pytest.raises(ValueError, match=said):
-        layer.weight.data = values.bfloat16()
+    layer.weight.data = layer.weight.data.clone()
+    assert type(layer.weight.local) is torch.Tensor  # type: ignore[attr-defined]
+    for other, got in (
+        (values.bfloat16(), r"torch.bfloat16\[64, 64\] on cpu"),
+        (values[1:], r"torch.float32\[63, 64\] on cpu"),
+        (values.to("meta"), r"torch.float32\[64, 64\] on meta"),
+    ):
+        said = rf"weight.data = {got}; need torch.float32\[64, 64\] on cpu, as the weight is"
+        with pytest.raises(ValueError, match=said):
+            layer.weight.data = other
     layer.to(torch.bfloat16)
     assert type(layer.weight).__name__ == "ShardedWeight"
     assert layer(values.bfloat16()).dtype is torch.bfloat16

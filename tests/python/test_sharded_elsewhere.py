@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 
 import blockscale as bs
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 
 def evaluated_first(device: str) -> None:
@@ -51,6 +53,7 @@ def test_inference_mode_reads_and_converts_it() -> None:
         for made in (*views, weight.clone(), weight.to(torch.bfloat16)):
             assert type(made).__name__ == "ShardedWeight"
         assert not any(made.is_inference() for made in views)
+        assert weight.chunk(2)[1].storage_offset() == 32 * 64
     views[0].zero_()
     assert bool((layer.weight == 0).all())
 
@@ -79,3 +82,36 @@ def halve_all(device: str, folder: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_code_knows_its_type(device: str, tmp_path: Path) -> None:
     on_ranks(halve_all, tmp_path, device, str(tmp_path / "cache"), device=device)
+
+
+def test_which_weights_are_chosen() -> None:
+    """Those that are quantized in square blocks, once for both products, and without a choice that
+    depends on the position in the whole."""
+    turned = "mxfp4[block=32x32,hadamard=32]"
+    rounded = "nvfp4[block=16x16,rounding=stochastic]"
+    plain = bs.recipe("mxfp4")
+    for recipe, chosen in (
+        (bs.recipe("nvfp4"), ["weight"]),
+        (bs.recipe("mxfp8"), []),
+        (bs.recipe("fp8_blockwise").replace(dgrad_w="fp8_1x128"), []),
+        (bs.recipe("nvfp4").replace(fprop_w=rounded, dgrad_w=rounded), []),
+        (plain.replace(fprop_x=turned, fprop_w=turned, dgrad_dy=turned, dgrad_w=turned), []),
+    ):
+        layer = bs.nn.Linear(64, 64, recipe=recipe)
+        assert bs.quantized_all_gather(layer) == chosen, recipe
+        assert bs.quantized_all_gather(nn.ModuleDict({"up": layer})) == [
+            f"up.{name}" for name in chosen
+        ]
+    layer = bs.nn.Linear(64, 64, recipe="nvfp4")
+    prune.identity(layer, "weight")  # type: ignore[no-untyped-call]  # which computes it
+    assert bs.quantized_all_gather(layer) == []
+
+
+def test_a_weight_without_gradient_stays_so() -> None:
+    layer = bs.nn.Linear(64, 64, recipe="nvfp4")
+    layer.weight.requires_grad_(False)
+    bs.quantized_all_gather(layer)
+    for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(made.weight).__name__ == "ShardedWeight"
+        assert isinstance(made.weight, nn.Parameter)
+        assert not made.weight.requires_grad
