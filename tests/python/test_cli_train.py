@@ -20,6 +20,7 @@ import torch
 from blockscale.cli import train as cli_train
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.doctor import processor_name
+from blockscale.cli.errors import CliError
 from blockscale.cli.files import temporary_of, write_atomically
 from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, Experts, LanguageModel
@@ -211,6 +212,23 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     assert torch.equal(tokens, corpus.batch(3, 7, 4, 16)[0])
     assert not torch.equal(tokens, corpus.batch(3, 8, 4, 16)[0])
     assert not torch.equal(tokens, corpus.batch(4, 7, 4, 16)[0])
+    assert not torch.equal(corpus.batch(1, 11, 4, 16)[0], corpus.batch(11, 1, 4, 16)[0])
+    short = Corpus(data[:18], data, 2, 1, "", "")  # where a window may begin in two places
+    assert set(short.batch(0, 0, 64, 16)[0][:, 0].tolist()) == {0, 1}
+
+
+def test_frequencies_are_of_the_training_text() -> None:
+    train, validation = (torch.tensor([*text], dtype=torch.uint8) for text in (b"aab", b"abbb"))
+    loss = Corpus(train, validation, 2, 1, "", "").unigram_loss()
+    a, b = 3 / 259, 2 / 259  # one more of each byte than there is
+    assert loss == pytest.approx(-(math.log(a) + 3 * math.log(b)) / 4)
+
+
+def test_a_long_text_is_not_validated_whole() -> None:
+    data = torch.arange(20_000).remainder(256).to(torch.uint8)
+    batches = list(Corpus(data, data, 2, 1, "", "").validation_batches(100, 16))
+    assert sum(len(tokens) for tokens, _ in batches) == 16384 // 16
+    assert batches[-1][1][-1, -1] == data[-1]
 
 
 @pytest.mark.parametrize("length", [18, 19, 33, 34, 1000])
@@ -247,6 +265,11 @@ def test_one_file_is_cut(tmp_path: Path) -> None:
     text = load_corpus([str(file)], 16)
     assert (len(text.train), len(text.validation)) == (180, 20)
     assert text.split == "1 file, of which the last tenth is held out for validation"
+    file.write_text("0123456789" * 19 + "9876543210")
+    assert load_corpus([str(file)], 16).sha256 != text.sha256
+    assert len(load_corpus([str(file)], 18).validation) == 20
+    with pytest.raises(CliError, match="20 bytes of validation text; need at least 21 for"):
+        load_corpus([str(file)], 19)
 
 
 def test_names_of_any_bytes_and_brackets(tmp_path: Path) -> None:
