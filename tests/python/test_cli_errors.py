@@ -243,6 +243,12 @@ def test_bench_refusals(
     assert not out.exists()
 
 
+ON_A_CPU: dict[str, Any] = {
+    **dict.fromkeys(("blockscale", "torch", "date", "commit", "cpu"), ""),
+    **dict.fromkeys(("copy_tb_per_s", "threads"), 1),
+}
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
@@ -252,6 +258,12 @@ def test_bench_refusals(
         ("{}", "provenance is not an object"),
         ('{"provenance": {}}', "rows is not a list"),
         ('{"rows": [], "provenance": {"torch": "2"}}', "provenance: blockscale is not a text"),
+        (json.dumps({"provenance": ON_A_CPU, "rows": []}), "rows is empty"),
+        (json.dumps({"provenance": ON_A_CPU, "rows": [1]}), "rows[0]: not an object"),
+        (
+            json.dumps({"provenance": ON_A_CPU | {"threads": ""}, "rows": []}),
+            "provenance: threads is not a number",
+        ),
     ],
     ids=lambda text: text[:50],
 )
@@ -287,11 +299,13 @@ ABSENT = object()
 EDITS: list[tuple[str, str, Any, str]] = [
     ("where", "commit", ABSENT, "provenance: commit is not a text"),
     ("where", "date", 5, "provenance: date is not a text"),
+    ("where", "torch", 2, "provenance: torch is not a text"),
     ("where", "gpu", None, "provenance: gpu is not a text"),
     ("where", "copy_tb_per_s", "4", "provenance: copy_tb_per_s is not a number"),
     ("row", "case", 3, "rows[1]: case is not a text"),
     ("row", "us", ABSENT, "rows[1]: us is not a number"),
     ("row", "us", True, "rows[1]: us is not a number"),
+    ("row", "us", -1, "rows[1]: us is not a number"),
     ("row", "us", 10**400, "rows[1]: us is not a number"),
     ("row", "of_copy", math.nan, "rows[1]: of_copy is not a number"),
     ("row", "of_copy", math.inf, "rows[1]: of_copy is not a number"),
@@ -301,7 +315,7 @@ EDITS: list[tuple[str, str, Any, str]] = [
     ("row", "of_copy", ABSENT,
      f"rows[1]: goal without any of {', '.join(bench_read.MEASURES)}"),
     *(("row", "shape", shape, "rows[1]: shape is not a list of sizes")
-      for shape in (ABSENT, 5, [], ["4"], [[4]], [0])),
+      for shape in (ABSENT, 5, [], ["4"], [[4]], [0], [True])),
 ]  # fmt: skip
 
 
