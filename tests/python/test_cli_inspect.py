@@ -87,7 +87,9 @@ def test_figures_match_a_direct_computation(
     monkeypatch.setattr(inspect, "CHUNK_ELEMENTS", chunk)
     words = [word for spec in SPECS for word in ("--spec", spec)]
     assert main(["inspect", str(file), *words]) == 0
-    printed = rows(capsys.readouterr().out)
+    output = capsys.readouterr().out
+    assert "wrote" not in output  # no picture was asked for
+    printed = rows(output)
     with safe_open(file, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in ("weight", "experts", "half")}
     assert len(printed) == len(SPECS) * 4
