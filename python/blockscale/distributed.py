@@ -113,10 +113,11 @@ def experts_here(weight: torch.Tensor) -> torch.Tensor:
         fail("GroupedLinear", "weight.placements", weight.placements, need, remedy)
     # The check gives the same result on all ranks: if one failed alone, the others would wait for
     # its rows.
-    least = weight.shape[0]
+    pieces = {weight.shape[0]}  # without all those between a dimension's first and its last
     for ranks in weight.device_mesh.shape:
-        least -= -(-least // ranks) * (ranks - 1)
-    if least <= 0:
+        first = {count: -(-count // ranks) for count in pieces}
+        pieces = {n for count in pieces for n in (first[count], count - first[count] * (ranks - 1))}
+    if min(pieces) <= 0:
         got = f"{weight.shape[0]} experts over {tuple(weight.device_mesh.shape)} ranks"
         fail("GroupedLinear", "weight", got, "an expert or more on each", "use fewer ranks")
     return weight.to_local()

@@ -13,6 +13,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
+from expert_models import Block
 from ranks import DEVICES, on_ranks, one_thread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -100,6 +101,11 @@ def test_a_layer_that_was_sharded_by_itself_is_left_alone(tmp_path: Path) -> Non
         report = bs.convert(nn.Sequential(nn.Linear(32, 32), layer), "mxfp8")
         said = "FSDPLinear is sharded by itself: convert before fully_shard"
         assert report.skipped == [("1", said)]
+        block = Block()
+        fully_shard(block.experts, mesh=mesh)
+        said = "experts: FSDPManyExperts is sharded by itself: convert before fully_shard"
+        with pytest.raises(ValueError, match=said):
+            bs.convert(block, "mxfp8", experts=["experts"])
         model = nn.Sequential(nn.Linear(32, 32))
         bs.convert(model, "mxfp8")
         fully_shard(model[0], mesh=mesh)

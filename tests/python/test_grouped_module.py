@@ -260,6 +260,26 @@ def divided_and_compare(device: str, want: dict[str, list[torch.Tensor]]) -> Non
         made.up(rows(0, device), ENDS.to(device))  # on both
 
 
+def uneven_experts() -> None:
+    """Seven on 2 x 3 ranks: 4 and 3, of which the 4 would be 2, 2 and none."""
+    mesh = init_device_mesh("cpu", (2, 3))
+    for experts, refused in ((7, True), (6, False)):
+        layer = bs.nn.GroupedLinear(experts, WIDTH, HIDDEN, recipe="mxfp8")
+        divided = distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(0)])
+        layer.weight = nn.Parameter(divided)
+        x, ends = torch.ones(3, WIDTH), torch.tensor([3])
+        if refused:
+            said = r"weight = 7 experts over \(2, 3\) ranks; need an expert"
+            with pytest.raises(ValueError, match=said):
+                layer(x, ends)
+        else:
+            assert layer(x, ends).shape == (3, HIDDEN)
+
+
+def test_each_rank_of_a_mesh_needs_an_expert(tmp_path: Path) -> None:
+    on_ranks(uneven_experts, tmp_path, ranks=6)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_experts_of_two_ranks_are_those_of_one_process(device: str, tmp_path: Path) -> None:
     want = {}
