@@ -149,7 +149,7 @@ def _check_pieces(w: DTensor, cut: int | None, recipe: Recipe) -> None:
     if cut is None:
         return
     specs = [s for s in (getattr(recipe, name) for name in OPERANDS) if s is not None]
-    unit = max(max(*s.block, s.hadamard, s.extent_multiple) for s in specs)
+    unit = max(max(*s.block, s.extent_multiple) for s in specs)
     piece = _piece(w, cut)
     if piece % unit and piece < w.shape[cut]:
         got = f"{list(w.shape)} in pieces of {piece} along dimension {cut}"

@@ -4,10 +4,17 @@ buffer. Pipelines that put the weights' gradients off ask twice."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
 
 import blockscale as bs
 import pytest
 import torch
+import torch.distributed as dist
+from blockscale.ops import largest_of_ranks
+from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 RNG = bs.Rng(7, 1 << 16)
@@ -89,3 +96,49 @@ def test_what_is_not_asked_for_is_not_computed(into: bool) -> None:
             tensors = [inputs[name] for name in names]
             torch.autograd.grad(y.sum(), tensors, allow_unused=into)
         assert mode.get_total_flops() == products * PRODUCT, names
+
+
+def maxima_of_what_is_made() -> None:
+    """Ranks exchange no largest values for a gradient that nobody needs or, in the backward, asks
+    for."""
+    mesh, sent = init_device_mesh("cpu", (2,)), [0]
+
+    def count(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        sent[-1] += 1
+        return largest_of_ranks(amax, group)
+
+    plain = bs.recipe("bf16")
+    dgrad = plain.replace(dgrad_dy="nvfp4", dgrad_w="nvfp4")
+    wgrad = plain.replace(wgrad_x="nvfp4", wgrad_dy="nvfp4")
+    # Cut along 0, w and dy are pieces; along 1, x and w. Then what needs a gradient, what is asked
+    # for, and how often ranks meet in the forward and in the backward.
+    for recipe, cut, needs, asked, exchanged in (
+        (dgrad, 0, "xw", "xw", [1, 1]),
+        (dgrad, 0, "xw", "w", [1, 0]),
+        (dgrad, 0, "w", "w", [0, 0]),
+        (dgrad, 1, "xw", "xw", [1, 0]),
+        (dgrad, 1, "xw", "", [0, 0]),  # without gradients at all
+        (wgrad, 0, "xw", "xw", [0, 1]),
+        (wgrad, 0, "xw", "x", [0, 0]),
+        (wgrad, 1, "xw", "xw", [1, 0]),
+        (wgrad, 1, "x", "x", [0, 0]),
+    ):
+        tensors = {
+            "x": distribute_tensor(torch.randn(8, 64), mesh, [Replicate()]),
+            "w": distribute_tensor(torch.randn(64, 64), mesh, [Shard(cut)]),
+        }
+        for name in needs:
+            tensors[name].requires_grad_()
+        sent[:] = [0]
+        with mock.patch("blockscale.distributed.largest_of_ranks", count):
+            with torch.set_grad_enabled(bool(asked)):
+                y = bs.linear(tensors["x"], tensors["w"], recipe=recipe)
+            sent.append(0)
+            assert isinstance(y, DTensor)
+            if asked:
+                torch.autograd.grad(y.full_tensor().sum(), [tensors[name] for name in asked])
+        assert sent == exchanged, (recipe, cut, needs, asked)
+
+
+def test_maxima_of_what_is_made(tmp_path: Path) -> None:
+    on_ranks(maxima_of_what_is_made, tmp_path)

@@ -17,6 +17,7 @@ import blockscale as bs
 import pytest
 import torch
 from bits import assert_same_bits, assert_same_operand
+from blockscale.recipe import OPERANDS
 from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -114,7 +115,7 @@ def compare(got: Results, want: Results, bounds: Results, summed: str, exact: bo
             assert ((got[name] - value).abs() <= limit).all(), name
 
 
-def against_one_process(recipe: str, cut: str, device: str, n: int) -> None:
+def against_one_process(recipe: str | bs.Recipe, cut: str, device: str, n: int) -> None:
     one = layer(recipe, cut, device, n)
     x = inputs(cut, device, n=n)
     want, bounds = results(one, x), magnitudes(one, x)
@@ -140,6 +141,9 @@ def every_recipe(cut: str, device: str) -> None:
         against_one_process(name, cut, device, N)
         if name != "bf16":
             against_one_process(name, cut, device, 1)  # one rank has nothing
+    rounded = "nvfp4[rounding=stochastic,scale_rounding=up]"
+    every_one = bs.recipe("nvfp4").replace(**dict.fromkeys(OPERANDS, rounded))  # type: ignore[arg-type]
+    against_one_process(every_one, cut, device, N)
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
@@ -354,8 +358,9 @@ def mixed_and_composed() -> None:
     compare({"y": y}, {"y": want_y}, bounds, "y", exact=True)
     w = distribute_tensor(torch.randn(10, 20), mesh["tp"], [Replicate()])
     x = distribute_tensor(torch.randn(4, 20), mesh["tp"], [Shard(0)])
-    want_y = bs.linear(whole(x), whole(w), recipe="mxfp8")
-    assert torch.equal(whole(bs.linear(x, w, recipe="mxfp8")), want_y)
+    bias = distribute_tensor(torch.randn(10), mesh["tp"], [Replicate()])
+    want_y = bs.linear(whole(x), whole(w), whole(bias), recipe="mxfp8")
+    assert torch.equal(whole(bs.linear(x, w, bias, recipe="mxfp8")), want_y)
 
 
 class Checkpointed(nn.Module):
@@ -474,8 +479,15 @@ def keeps_collectives() -> None:
         y = (called if rerun else model)(x)
         y.square().sum().backward()
         seen.append([y, x.grad, *(whole(p.grad) for p in model.parameters() if p.grad is not None)])
-        with torch.no_grad():
-            assert torch.equal(model(x[:1])[0], model(x[0]))
+        of_lines = []
+        for line in (x[:1].detach(), x[0].detach()):
+            bs.set_step(model, 0)
+            model.zero_grad()
+            y = model(line)
+            y.square().sum().backward()
+            gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+            of_lines.append([y.flatten(), *gradients])
+        assert all(map(torch.equal, *of_lines))
     for a, b in zip(*seen, strict=True):
         assert torch.equal(a, b)
 
@@ -505,6 +517,7 @@ def refusals() -> None:
     twice = distribute_tensor(torch.randn(256, 64), square, [Replicate(), Shard(0)])
     bias_elsewhere = distribute_tensor(torch.randn(256), square["tp"], [Replicate()])
     into, offsets = torch.zeros(256, 64), torch.tensor([4, 8])
+    turned = bs.recipe("mxfp8").replace(wgrad_x="mxfp8[hadamard=64]", wgrad_dy="mxfp8[hadamard=64]")
     pieces = (
         "linear: w = [100, 64] in pieces of 50 along dimension 0; need whole blocks on every rank: "
         "pieces that are multiples of 32 for mxfp8; leave this layer out of the parallel plan, or "
@@ -512,6 +525,10 @@ def refusals() -> None:
     )
     calls: tuple[tuple[str, Callable[[], object]], ...] = (
         (re.escape(pieces), lambda: bs.linear(on_flat, cut(100, 64), recipe="mxfp8")),
+        (  # a transform that is larger than a block
+            "32 along dimension 0; need whole blocks .*: pieces that are multiples of 64 for ",
+            lambda: bs.linear(on_flat, cut(64, 64), recipe=turned),
+        ),
         (r"linear: x = .*; need a DTensor", lambda: bs.linear(x, w, recipe="mxfp8")),
         (r"linear: w = .*; need a DTensor", lambda: bs.linear(on_flat, into, recipe="mxfp8")),
         (r"linear: x\.device_mesh", lambda: bs.linear(on_other, w, recipe="mxfp8")),
