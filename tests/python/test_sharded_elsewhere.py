@@ -13,7 +13,7 @@ from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import prune
 
 
@@ -115,3 +115,25 @@ def test_a_weight_without_gradient_stays_so() -> None:
         assert type(made.weight).__name__ == "ShardedWeight"
         assert isinstance(made.weight, nn.Parameter)
         assert not made.weight.requires_grad
+
+
+def cut_otherwise() -> None:
+    """Each rank has a part of every row, or of every expert's matrix."""
+    ends = torch.tensor([2, 4])
+    for layer, args, got in (
+        (bs.nn.Linear(64, 32), (), r"\[32, 32\] of \[32, 64\]"),
+        (bs.nn.GroupedLinear(2, 64, 32), (ends,), r"\[2, 16, 64\] of \[2, 32, 64\]"),
+    ):
+        bs.quantized_all_gather(layer)
+        fully_shard(
+            layer,
+            mesh=init_device_mesh("cpu", (2,)),
+            shard_placement_fn=lambda parameter: Shard(min(1, parameter.dim() - 1)),
+        )
+        said = f"weight = pieces {got}; need whole rows, or of experts whole matrices; leave out sh"
+        with pytest.raises(ValueError, match=said):
+            layer(torch.randn(4, 64), *args)
+
+
+def test_pieces_that_are_no_whole_rows_are_refused(tmp_path: Path) -> None:
+    on_ranks(cut_otherwise, tmp_path)
