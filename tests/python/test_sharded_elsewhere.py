@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import DEVICES, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import prune
@@ -115,6 +115,23 @@ def test_a_weight_without_gradient_stays_so() -> None:
         assert type(made.weight).__name__ == "ShardedWeight"
         assert isinstance(made.weight, nn.Parameter)
         assert not made.weight.requires_grad
+
+
+def test_a_single_rank_gathers_nothing(one_rank: DeviceMesh) -> None:
+    """Its piece is the whole weight, and its layer quantizes that."""
+    seen = []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        layer = bs.nn.Linear(256, 256, recipe="nvfp4", seed=1)
+        if codes:
+            assert bs.quantized_all_gather(layer) == ["weight"]
+            fully_shard(layer, mesh=one_rank)
+        y = layer(torch.ones(4, 256))
+        y.square().sum().backward()
+        grads = [p.grad for p in layer.parameters()]
+        seen.append([y, *(g.to_local() if isinstance(g, DTensor) else g for g in grads)])
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a, b)
 
 
 def cut_otherwise() -> None:
