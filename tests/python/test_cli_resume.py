@@ -255,6 +255,18 @@ def test_metrics_that_are_whole_are_not_written_again(run_folder: Path) -> None:
 Change = Callable[[dict[str, Any]], Any]
 
 
+def test_a_continued_run_without_a_step_stays(run_folder: Path) -> None:
+    """It may have been stopped before its first checkpoint, and is again: only a new one goes."""
+    for path in ("metrics.jsonl", "checkpoints/bf16-seed0.pt"):
+        (run_folder / path).unlink()
+    settings = json.loads((run_folder / "settings.json").read_text())
+    folder = open_run(run_folder, settings)
+    assert folder.rows == []
+    before = tree(run_folder)
+    assert not folder.discard()
+    assert tree(run_folder) == before
+
+
 def without(key: str) -> Change:
     return lambda settings: {k: v for k, v in settings.items() if k != key}
 
