@@ -239,9 +239,8 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def(
       "linear_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, bool db, "
       "Tensor? offsets=None, ScalarType? x_dtype=None, ScalarType? w_dtype=None, "
-      "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False, bool "
-      "w_transposed=False, "
-      "bool x_apart=False, bool w_apart=False) -> Tensor[]");
+      "ScalarType? bias_dtype=None, bool skip_dx=False, bool skip_dw=False, "
+      "bool w_transposed=False, bool x_apart=False, bool w_apart=False) -> Tensor[]");
   m.def(
       "linear_piece_backward(Tensor dy, Tensor[] saved, str recipe, SymInt k, bool dx, bool dw, "
       "bool db, ScalarType? x_dtype, ScalarType? w_dtype, ScalarType? bias_dtype, bool skip_dx, "

@@ -113,11 +113,14 @@ def experts_here(weight: torch.Tensor) -> torch.Tensor:
         fail("GroupedLinear", "weight.placements", weight.placements, need, remedy)
     # The check gives the same result on all ranks: if one failed alone, the others would wait for
     # its rows.
-    pieces = {weight.shape[0]}  # without all those between a dimension's first and its last
+    # Along a dimension all pieces are as large as the first, but for the last one; where more are
+    # smaller, it is empty (0 or less here).
+    sizes = {weight.shape[0]}
     for ranks in weight.device_mesh.shape:
-        first = {count: -(-count // ranks) for count in pieces}
-        pieces = {n for count in pieces for n in (first[count], count - first[count] * (ranks - 1))}
-    if min(pieces) <= 0:
+        firsts = {size: -(-size // ranks) for size in sizes}
+        lasts = {size - first * (ranks - 1) for size, first in firsts.items()}
+        sizes = {*firsts.values(), *lasts}
+    if min(sizes) <= 0:
         got = f"{weight.shape[0]} experts over {tuple(weight.device_mesh.shape)} ranks"
         fail("GroupedLinear", "weight", got, "an expert or more on each", "use fewer ranks")
     return weight.to_local()

@@ -70,7 +70,7 @@ def quantized_all_to_all(
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to other ranks
     among: Any = group
     if not (among is None or among is outside or isinstance(among, dist.ProcessGroup)):
-        if not hasattr(among, "get_group"):
+        if not hasattr(among, "get_group"):  # which compiled code cannot ask a ProcessGroup
             fail_type(_OP, "group", among, "a ProcessGroup, a DeviceMesh of one dimension, or None")
         among = among.get_group()
     if among is None and not dist.is_initialized():

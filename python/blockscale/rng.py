@@ -1,7 +1,8 @@
-"""Where random bits come from: the operands' seeds, and the offset that a whole model shares.
+"""Where random bits come from: seeds and offsets, as values and as tensors.
 
-The rules are in docs/rng.md. In short: bits are a function of (seed, offset, coordinates); the seed
-names one operand of one layer, the offset one forward of one optimizer step.
+The rules are in docs/rng.md; forwards.py counts the offset of a whole model. In short: bits are a
+function of (seed, offset, coordinates); the seed names one operand of one layer, the offset one
+forward of one optimizer step.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def check_dense(operation: str, name: str, tensor: torch.Tensor) -> None:
         fail(operation, f"{name}.layout", tensor.layout, "torch.strided", remedy)
 
 
-# Only other types can wrap tensors: what asks for those, such as importing DTensor (half a second),
-# is left out for these.
+# Only other types can wrap tensors; checks for those, some of which import DTensor (half a second),
+# are not made for these.
 USUAL: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
