@@ -102,9 +102,9 @@ std::string hadamard_sizes() {
   return join(sizes, ", ");
 }
 
-// "none", "32" (the default signs of that size) or "16:0xd7e8".
+// "none" or "0", "32" (the default signs of that size) or "16:0xd7e8".
 Hadamard parse_hadamard(std::string_view value) {
-  if (value == "none") return {};
+  if (value == "none" || value == "0") return {};
   const size_t colon = value.find(':');
   Hadamard h;
   const auto dim = parse_number(value.substr(0, colon));

@@ -161,7 +161,7 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
             Spec.
         changes: element="e5m2", block=(16, 16), rounding="nearest" or "stochastic", scale_rule (MX:
             "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
-            "nearest" or "up", outer=False, hadamard=None, 16, 32, 64 or 128, or with a sign mask:
+            "nearest" or "up", outer=False, hadamard=0, 16, 32, 64 or 128, or with a sign mask:
             (32, 0x9e3779b9), and scale=, which must be the scale that the name implies. The
             attributes of `Spec` explain them. A spec keeps no record of what was stated: where its
             scale_rounding is its rounding's default, a change of rounding changes both.

@@ -73,6 +73,7 @@ TEST(SpecText, TheFormIsTheFamilyAndWhatDiffers) {
       {"mxfp4[hadamard=16:0]", "mxfp4[hadamard=16:0x0]"},
       {"nvfp4[hadamard=16:0xD7E8]", "nvfp4[hadamard=16:0xd7e8]"},
       {"nvfp4[hadamard=none]", "nvfp4"},
+      {"nvfp4[hadamard=0]", "nvfp4"},
       {"nvfp4[rounding=stochastic]", "nvfp4[rounding=stochastic,scale_rounding=up]"},
       {"nvfp4[scale_rounding=nearest,rounding=stochastic]",
        "nvfp4[rounding=stochastic,scale_rounding=nearest]"},
@@ -178,8 +179,8 @@ TEST(SpecRefusal, StochasticRoundingNeedsARuleThatDoesNotSaturate) {
 
 TEST(SpecRefusal, HadamardSizesAndMasks) {
   for (const char* h :
-       {"8", "0", "17", "256", "-16", "16.0", "", "true", "16:", "16:0x", "16:xyz", "4294967312",
-        "65552", "16:0x10000", "32:0x100000000", "16:65536", "64:0x10000000000000000",
+       {"8", "0:0xd7e8", "17", "256", "-16", "16.0", "", "true", "16:", "16:0x", "16:xyz",
+        "4294967312", "65552", "16:0x10000", "32:0x100000000", "16:65536", "64:0x10000000000000000",
         "128:0x100000000000000000000000000000000", "128:0xzz0000000000000001"})
     EXPECT_ERROR(parse_spec(std::string("nvfp4[hadamard=") + h + "]"), "hadamard", h);
   EXPECT_EQ(parse_spec("nvfp4[hadamard=128:0x80000000000000000000000000000001]").hadamard,

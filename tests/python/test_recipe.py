@@ -52,6 +52,7 @@ def test_named_specs_are_the_table() -> None:
             "nvfp4[rounding=stochastic,scale_rounding=nearest]",
         ),
         ("nvfp4[hadamard=16]", {"hadamard": None}, "nvfp4"),
+        ("nvfp4[hadamard=16]", {"hadamard": 0}, "nvfp4"),
         ("mxfp4", {"scale_rule": "floor"}, "mxfp4[scale_rule=floor]"),
         ("nvfp4", {"scale": "e4m3"}, "nvfp4"),
     ],
