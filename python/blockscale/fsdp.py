@@ -31,16 +31,28 @@ def of_fsdp(model: torch.nn.Module) -> set[int]:
     return found
 
 
-def gathered_with(module: torch.nn.Module) -> list[Any]:
-    """FSDP2's parameters that are gathered together with those of `module`, in its order."""
+def _group_of(module: torch.nn.Module) -> Any:
+    """FSDP2's parameter group with the module's own parameters, or None."""
     if module not in _groups:
         from torch.distributed._composable_state import _module_state_mapping
 
         for group in _groups_of(filter(is_sharded, list(_module_state_mapping))):
             for parameter in group.fsdp_params:
                 _groups[parameter._module_info.module] = weakref.ref(group)
-    group = _groups[module]() if module in _groups else None
+    return _groups[module]() if module in _groups else None
+
+
+def gathered_with(module: torch.nn.Module) -> list[Any]:
+    """FSDP2's parameters that are gathered together with those of `module`, in its order."""
+    group = _group_of(module)
     return [] if group is None else list(group.fsdp_params)
+
+
+def cut_among_fewer(module: torch.nn.Module) -> bool:
+    """Whether fewer ranks share the gathered weight after a forward than before it: what a number
+    for reshard_after_forward does."""
+    group = _group_of(module)
+    return group is not None and group._use_post_forward_mesh
 
 
 def cut_before(module: torch.nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from blockscale._errors import fail
 from blockscale._names import shown
-from blockscale.fsdp import cut_before, gathered_with, of_fsdp
+from blockscale.fsdp import cut_among_fewer, cut_before, gathered_with, of_fsdp
 from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import Recipe, Spec
@@ -74,7 +74,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     Raises:
         TypeError, ValueError: nothing in the model is converted, a weight is a DTensor already, or
             fully_shard has cut it, even if it is gathered at the moment. Later, in a forward: a
-            weight is cut along a dimension other than the first.
+            weight is cut along a dimension other than the first, or reshard_after_forward is a
+            number.
     """
     layers = converted_layers("quantized_all_gather", model)
     cut = of_fsdp(model)
@@ -285,6 +286,9 @@ class ShardedWeight(KeptWeight):
             need = "whole rows, or of experts whole matrices"
             remedy = "leave out shard_placement_fn, or parallelize_module"
             fail("quantized_all_gather", "weight", got, need, remedy)
+        if cut_among_fewer(module):  # FSDP2 cuts one tensor, and asks no extension afterwards
+            need = "True or False: FSDP2 gathers no codes from fewer ranks"
+            fail("quantized_all_gather", "reshard_after_forward", "a number", need)
         if piece.shape[0] == n:  # a single rank, from which FSDP2 takes one tensor
             return (piece.to(dtype),), None
         experts = piece.dim() == 3  # whole matrices, each with an outer scale of its own

@@ -154,3 +154,21 @@ def cut_otherwise() -> None:
 
 def test_pieces_that_are_no_whole_rows_are_refused(tmp_path: Path) -> None:
     on_ranks(cut_otherwise, tmp_path)
+
+
+def kept_by_some() -> None:
+    """After a forward, two of four ranks have the weight between them; or, as with True, all."""
+    mesh = init_device_mesh("cpu", (4,))
+    x = torch.ones(4, 64)
+    layer = bs.nn.Linear(64, 512)
+    bs.quantized_all_gather(layer)
+    few = fully_shard(copy.deepcopy(layer), mesh=mesh, reshard_after_forward=2)
+    said = "reshard_after_forward = a number; need True or False: FSDP2 gathers no codes from fewer"
+    with pytest.raises(ValueError, match=said):
+        few(x)
+    fully_shard(layer, mesh=mesh, reshard_after_forward=4)(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_weights_that_fewer_ranks_keep_are_refused(tmp_path: Path) -> None:
+    on_ranks(kept_by_some, tmp_path, ranks=4)
