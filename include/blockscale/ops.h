@@ -47,14 +47,14 @@ class Stream {
   virtual void* handle() const = 0;  // cudaStream_t of the current device; null: its default stream
   // Device memory that lives until the work launched so far is done, from a multiple of 16 bytes
   // on. Its size depends on shapes, and on whether the scales of a gemm lie at multiples of 16
-  // bytes. Quantizers request one FP32 per matrix for each amax not given (for small inputs, two
-  // per 128 x 128 tile each time that x is read for amaxes); a BF16 copy of x for a Hadamard
-  // transform wider than 16, and another for its amax if not given, as amax itself does; and, where
-  // both directions have one-byte elements, `linear` scales and no square blocks, a copy of the
-  // scales of both. With groups, amax, dequantize, relayout and quantizers with no compiled kernel
-  // request some bytes for each group and each 128 rows of x. Without a compiled kernel, quantizers
-  // also request space for what they widen. gemm requests it for scales it copies, for MXFP4 as FP8
-  // (below), and for MXFP4 operands that are not linear.
+  // bytes. Quantizers request one FP32 per matrix for each amax not given (for small inputs, one
+  // per 128 x 128 tile); a BF16 copy of x for a Hadamard transform wider than 16, and another for
+  // its amax if not given, as amax itself does; and, where both directions have one-byte elements,
+  // `linear` scales and no square blocks, a copy of the scales of both. With groups, amax,
+  // dequantize, relayout and quantizers with no compiled kernel request some bytes for each group
+  // and each 128 rows of x. Without a compiled kernel, quantizers also request space for what they
+  // widen. gemm requests it for scales it copies, for MXFP4 as FP8 (below), and for MXFP4 operands
+  // that are not linear.
   virtual void* workspace(int64_t bytes) const = 0;
 };
 

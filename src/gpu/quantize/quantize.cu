@@ -74,54 +74,68 @@ struct Work {
   Matrix row_values;
 };
 
-// Finds the amaxes that specs with an outer scale need and the caller has not given: both of an
-// input in one read if at most one of them follows a transform. In parts, if the next kernel reads
-// them.
-void find_amaxes(std::span<Work> works, bool reads_parts, const Stream& stream) {
-  Amax asked[4];
-  Output* of[4][2];  // the outputs that `out` and `before` are for
-  size_t count = 0;
-  int64_t words = 0;
-  for (Work& w : works) {
-    const auto ask = [&](Output& first, Output* before) {
-      asked[count] = {w.x,     first.to->spec, first.to->axis, first.to->groups,
-                      nullptr, nullptr,        false};
-      of[count][0] = &first, of[count++][1] = before;
-      words += (before && first.transforms() ? 2 : 1) * first.to->matrices();
-    };
-    const bool row = w.row.lacks_amax(), column = w.column.lacks_amax();
-    const bool one_read = row && column && !w.row.to->groups && !w.row.needs_hadamard_pass() &&
-                          !w.column.needs_hadamard_pass() &&
-                          !(w.row.transforms() && w.column.transforms());
-    if (one_read) {
-      const bool row_first = w.row.transforms();
-      ask(row_first ? w.row : w.column, row_first ? &w.column : &w.row);
-      continue;
-    }
-    if (row) ask(w.row, nullptr);
-    if (column) ask(w.column, nullptr);
+// One read of x, for the amax of `of` after its transform, if any, and for that of `other`, which
+// has no transform.
+struct AmaxRead {
+  const ConstMatrix* x;
+  Output* of;
+  Output* other = nullptr;
+
+  bool finds_two() const { return other && of->transforms(); }
+  int64_t words_of_each(bool parts) const { return parts ? tiles_in(*x) : of->to->matrices(); }
+};
+// The reads for amaxes that an input's specs need and the caller has not given: one for both, if at
+// most one of them follows a transform. Returns how many there are.
+size_t amax_reads(Work& w, AmaxRead* reads) {
+  const bool row = w.row.lacks_amax(), column = w.column.lacks_amax();
+  const bool both = row && column && !w.row.to->groups && !w.row.needs_hadamard_pass() &&
+                    !w.column.needs_hadamard_pass() &&
+                    !(w.row.transforms() && w.column.transforms());
+  if (both) {
+    const bool row_first = w.row.transforms();
+    reads[0] = {&w.x, row_first ? &w.row : &w.column, row_first ? &w.column : &w.row};
+    return 1;
   }
+  size_t count = 0;
+  if (row) reads[count++] = {&w.x, &w.row};
+  if (column) reads[count++] = {&w.x, &w.column};
+  return count;
+}
+
+// Finds these amaxes for all inputs, and gives them to the outputs; in parts, if the next kernel
+// reads them.
+void find_amaxes(std::span<Work> works, bool reads_parts, const Stream& stream) {
+  AmaxRead reads[4];
+  Amax amaxes[4];
+  size_t count = 0;
+  for (Work& w : works) count += amax_reads(w, reads + count);
   if (count == 0) return;
-  const bool parts = reads_parts && come_in_parts({asked, count});
-  if (parts) words = 2 * (tiles_in(asked[0].x) + (count == 2 ? tiles_in(asked[1].x) : 0));
+  for (size_t i = 0; i < count; ++i) {
+    const Quantized& q = *reads[i].of->to;
+    amaxes[i] = {*reads[i].x, q.spec, q.axis, q.groups, nullptr, nullptr, false};
+  }
+  const bool parts = reads_parts && come_in_parts({amaxes, count});
+  int64_t words = 0;
+  for (const AmaxRead& r : std::span(reads, count))
+    words += r.words_of_each(parts) * (r.finds_two() ? 2 : 1);
   const int64_t bytes = words * static_cast<int64_t>(sizeof(float));
   float* next = static_cast<float*>(stream.workspace(bytes));
   if (!parts) clear_async(next, static_cast<size_t>(bytes), native(stream));
   for (size_t i = 0; i < count; ++i) {
-    Amax& a = asked[i];
-    const auto give = [&](Output& to, const float* words) {
-      to.options.amax = words;
+    const AmaxRead& r = reads[i];
+    Amax& a = amaxes[i];
+    const auto take_words = [&] { return std::exchange(next, next + r.words_of_each(parts)); };
+    const auto give = [&](Output& to, const float* found) {
+      to.options.amax = found;
       if (parts) to.amax_parts = static_cast<int>(tiles_in(a.x));
     };
-    const int64_t each = parts ? tiles_in(a.x) : of[i][0]->to->matrices();
     a.parts = parts;
-    a.out = std::exchange(next, next + each);
-    give(*of[i][0], a.out);
-    if (!of[i][1]) continue;
-    if (of[i][0]->transforms()) a.before = std::exchange(next, next + each);
-    give(*of[i][1], a.before ? a.before : a.out);
+    a.out = take_words();
+    if (r.finds_two()) a.before = take_words();
+    give(*r.of, a.out);
+    if (r.other) give(*r.other, r.finds_two() ? a.before : a.out);
   }
-  add_amaxes({asked, count}, stream);
+  add_amaxes({amaxes, count}, stream);
 }
 
 // Whether scales of both directions first go to the workspace, as words, and are transposed
