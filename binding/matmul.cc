@@ -221,6 +221,40 @@ void check_layouts(const Context& at, const ConstQuantized& a, const ConstQuanti
            "the linear layout on a GPU", "relayout it first");
 }
 
+// Whether PyTorch's GEMM gives the result itself, its sums rounded once: it does where it writes
+// FP32, or BF16 in rows of whole 16 bytes. (It adds up parts, and a bias, that are rounded to BF16
+// where extents are no multiples of 8.) It adds a bias of its operands' dtype before that rounding.
+// Over groups it writes BF16 only.
+bool torch_finishes(const ConstQuantized& a, const ConstQuantized& b,
+                    const std::optional<Tensor>& bias, const Target& target) {
+  if (a.spec.outer || b.spec.outer || target.into) return false;
+  const StoredShape sa = a.shape(), sb = b.shape();
+  const bool writes_f32 = target.dtype == ScalarType::Float && !a.groups;
+  const bool writes_bf16 =
+      target.dtype == ScalarType::BFloat16 && sb.lines % 8 == 0 && (a.groups || sa.extent % 8 == 0);
+  const bool adds = bias && bias->scalar_type() == ScalarType::BFloat16 && writes_bf16 &&
+                    !a.groups && sa.lines * sb.lines * sa.extent != 0;
+  return (writes_f32 || writes_bf16) && (!bias || adds);
+}
+
+// The result of PyTorch's sums, in a pass of our own.
+Tensor finish_sums(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
+                   const std::optional<Tensor>& bias, const Target& target,
+                   const std::optional<Ends>& ends, const Tensor& sums, const TorchStream& stream) {
+  const bool elsewhere = target.into || ends || target.dtype != sums.scalar_type();
+  Tensor out = elsewhere ? room_of(at, target) : with_shape(sums, target.sizes);
+  std::optional<Tensor> row;
+  gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
+  epilogue.accumulate = target.into.has_value();
+  epilogue.empty = a.shape().extent == 0;
+  if (ends) epilogue.groups = ends->view(b.groups.count != 0);
+  const Matrix d = result_view(at, a, b, out);
+  gpu::finish({sums.const_data_ptr(), dtype_of(at.op(), "sums", sums.scalar_type()), d.rows,
+               d.columns, sums.stride(sums.dim() - 2)},
+              d, epilogue, stream);
+  return out;
+}
+
 Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                      const std::optional<Tensor>& bias, const Target& target,
                      const Decoded* given) {
@@ -231,49 +265,23 @@ Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuan
   check_device_operand(at.op(), "a", a);
   check_device_operand(at.op(), "b", b);
   const StoredShape sa = a.shape(), sb = b.shape();
-  const bool empty_product = sa.lines * sb.lines * sa.extent == 0;
-  const bool outer = a.spec.outer || b.spec.outer;
-  const ScalarType out_dtype = target.dtype;
-  const auto& into = target.into;
-  // PyTorch's GEMM rounds its sums once where it writes FP32, or BF16 in rows of whole 16 bytes.
-  // (It adds up parts, and a bias, that are rounded to BF16 where extents are no multiples of 8.)
-  // Over groups it writes BF16 only.
-  const bool writes_f32 = out_dtype == ScalarType::Float && !a.groups;
-  const bool writes_bf16 =
-      out_dtype == ScalarType::BFloat16 && sb.lines % 8 == 0 && (a.groups || sa.extent % 8 == 0);
-  // It adds a bias of its operands' dtype before that rounding.
-  const bool adds = bias && !a.groups && writes_bf16 &&
-                    bias->scalar_type() == ScalarType::BFloat16 && !empty_product;
-  const bool finished = !outer && (!bias || adds) && !into && (writes_f32 || writes_bf16);
-  const bool f32 = into || out_dtype != ScalarType::BFloat16;
-  if (!empty_product &&
+  const bool finished = torch_finishes(a, b, bias, target);
+  const bool f32 = target.into || target.dtype != ScalarType::BFloat16;
+  if (sa.lines * sb.lines * sa.extent != 0 &&
       gpu::multiplies_bf16({sa.lines, sb.lines, sa.extent, a.groups.count, f32}, !finished))
     return bf16_matmul(at, a, b, bias, target, given, stream);
 
   std::optional<Ends> ends;
   if (a.groups) ends = group_ends(at, a.groups, a.rows, b.groups ? a.spec.unit() : 1, stream);
   const ScalarType sum_dtype = ends       ? ScalarType::BFloat16
-                               : finished ? out_dtype
+                               : finished ? target.dtype
                                           : ScalarType::Float;
   const Tensor sums =
       sums_on_gpu(at, a, b, finished ? bias : std::nullopt, ends, sum_dtype, given, stream);
-  if (finished) {
-    Tensor out = with_shape(sums, target.sizes);
-    if (ends)
-      gpu::settle(result_view(at, a, b, out), a.groups, a.rows, b.groups.count != 0, true, stream);
-    return out;
-  }
-  Tensor out =
-      into || ends || out_dtype != sum_dtype ? room_of(at, target) : with_shape(sums, target.sizes);
-  std::optional<Tensor> row;
-  gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
-  epilogue.accumulate = into.has_value();
-  epilogue.empty = sa.extent == 0;
-  if (ends) epilogue.groups = ends->view(b.groups.count != 0);
-  const Matrix d = result_view(at, a, b, out);
-  gpu::finish({sums.const_data_ptr(), dtype_of(at.op(), "sums", sum_dtype), d.rows, d.columns,
-               sums.stride(sums.dim() - 2)},
-              d, epilogue, stream);
+  if (!finished) return finish_sums(at, a, b, bias, target, ends, sums, stream);
+  Tensor out = with_shape(sums, target.sizes);
+  if (ends)
+    gpu::settle(result_view(at, a, b, out), a.groups, a.rows, b.groups.count != 0, true, stream);
   return out;
 }
 

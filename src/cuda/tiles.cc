@@ -20,7 +20,7 @@ constexpr double kGather = 1500;      // CTAs of a cluster wait for each other a
 constexpr double kMeeting = 1.05;     // factor for two warpgroups, see step_cost()
 constexpr double kJoin = 2000;        // a cluster's parts meet and are added
 constexpr double kPromotion = 0.047;  // per element with a scale per column: registers are busy
-constexpr double kInTurn = 0.042;     // the same where two waves share the column scales
+constexpr double kInTurn = 0.042;     // the same where four waves (with_scales()) share the scales
 constexpr double kF32Bytes = 20;      // of FP32 output that a multiprocessor writes per cycle
 constexpr double kRound = 300;        // until a staged round of it has left
 
@@ -123,7 +123,7 @@ int choose_band(const TileShape& t, const GemmSize& s) {
   return std::max(1, static_cast<int>(std::lround(side / t.unit_rows())));
 }
 
-bool is_dynamic(const TileShape& t, const GemmSize& s) {
+bool wants_dynamic(const TileShape& t, const GemmSize& s) {
   return unit_count(t, s) > clusters_of(t, s.multiprocessors);
 }
 

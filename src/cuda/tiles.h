@@ -109,6 +109,6 @@ int choose_band(const TileShape& tile, const GemmSize& size);
 // Whether clusters draw their tiles one by one. With fixed shares a BF16 product takes up to a
 // third longer, likely because clusters drift apart and no longer share operands in L2, and up to
 // twice as long beside another kernel that occupies some of the multiprocessors.
-bool is_dynamic(const TileShape& tile, const GemmSize& size);
+bool wants_dynamic(const TileShape& tile, const GemmSize& size);
 
 }  // namespace blockscale::cuda

@@ -241,9 +241,7 @@ AmaxTiles tiles_of(const Amax& amax) {
 // transform.
 bool by_tiles(const Amax& m) {
   const bool down = m.spec.hadamard.dim == 0 || (m.spec.hadamard.dim == kRun && m.axis == -2);
-  // Byte offsets of a tile's rows are counted in 32 bits.
-  const bool near = m.x.row_stride >= 0 && m.x.row_stride < 1 << 22;
-  return down && near && !m.groups && m.x.column_stride == 1 && tiles_in(m.x) != 0 &&
+  return down && rows_are_near(m.x) && !m.groups && m.x.column_stride == 1 && tiles_in(m.x) != 0 &&
          (m.x.dtype != DType::bf16 || is_aligned(m.x));
 }
 // Tiles per multiprocessor up to which that kernel is the faster one, and up to which one launch

@@ -1,4 +1,4 @@
-// What this build can run on.
+// What this build can run on; kernels of one thread.
 #include "gpu/launch.h"
 
 namespace blockscale::gpu {

@@ -50,9 +50,10 @@ inline constexpr QuantSpec kWidened{.element = Format::e5m2};
 // is less than 2^-28 of the largest among those that come to share one: there the error is at most
 // 2^-31 of the largest value.
 //
-// Both are linear, with lines of at most 2^31 - 2048 codes, in whole multiples of 128; codes start
+// Both are linear, with lines of at most kMostWidened codes, in whole multiples of 128; codes start
 // at multiples of 16 bytes. With groups, the rows of a lie among its scales as they do among its
 // codes.
+inline constexpr int64_t kMostWidened = kGpuLimit - 2048;
 struct WidenedOperand {
   ConstQuantized q;  // E5M2, scales mn_major; codes and scales of a batch are contiguous
   // One per line of b; with groups along the contraction axis, one per line and group.

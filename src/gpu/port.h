@@ -6,7 +6,8 @@
 // A warp is 32 lanes everywhere in this folder. A wavefront of 64 is two of them, which run the
 // same code side by side: exchanges stay within 32 lanes, and nothing addresses the whole
 // wavefront. What stands in the way of running: the tiles are sized for the shared memory of sm_90,
-// while gfx90a and gfx942 give a thread block 64 KiB. A launch that asks for more is refused there.
+// while gfx90a and gfx942 give a thread block 64 KiB, and sm_80, sm_89 and sm_120 less than the
+// 175 KiB of any_kernel. A launch that asks for more is refused there.
 #pragma once
 
 #define BLOCKSCALE_DEVICE __device__ __forceinline__
@@ -96,7 +97,8 @@ BLOCKSCALE_DEVICE void after_previous() {
 }
 
 // The same for a kernel with parameters p, which the thread blocks that a device holds at once
-// (some hundreds) bring meanwhile.
+// (some hundreds) bring meanwhile. Only parameters are read before the wait: the compiler may move
+// a load across it if it knows that the memory never changes (load_once()), and so far has not.
 template <class P>
 BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -1,5 +1,4 @@
 // Codes and scales from one storage layout to another.
-#include "gpu/quantize/columns.h"
 #include "gpu/quantize/host.h"
 
 namespace blockscale::gpu {

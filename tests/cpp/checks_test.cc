@@ -164,6 +164,15 @@ TEST(Checks, WhatIsWidened) {
   EXPECT_ERROR(quantizes(matrix(40, 64), other, o), "out = fp8_1x128, mn_major", "one matrix");
   other = q, other.batch = 2;
   EXPECT_ERROR(quantizes(matrix(40, 64, 2), other, o), "out = fp8_1x128", "one matrix");
+  constexpr int64_t kMost = (int64_t{1} << 31) - 2048;
+  const auto of_columns = [](int64_t columns) {
+    Quantized wide = operand("fp8_1x128[element=e5m2]", 4, columns);
+    wide.layout.scales = Layout::mn_major;
+    return wide;
+  };
+  quantizes(matrix(4, kMost), of_columns(kMost), o);
+  EXPECT_ERROR(quantizes(matrix(4, kMost + 1), of_columns(kMost + 1), o),
+               "widened = 2147481728 codes in a line", "at most 2^31 - 2048");
   q.groups = {memory, true, 2};
   quantizes(matrix(40, 64), q, o);
   o.widened->square = true;

@@ -1,5 +1,7 @@
 // Whose failures an operator reports: those of its own launches, once, and nobody else's.
 #ifdef BLOCKSCALE_CUDA
+#include <cstdio>
+#include <cstdlib>
 #include <new>
 
 #include "device.h"
@@ -62,6 +64,28 @@ TEST_F(LaunchTest, AFailureIsReportedOnceAndTheNextCallWorks) {
     EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "ours is left behind for others";
   }
   expect_right();
+}
+
+// A kernel that reads address 16 breaks the device for the whole process, so this is another one.
+TEST_F(LaunchTest, AfterAKernelHasFailedTheErrorNamesThat) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto fails = [this] {
+    const TestStream stream;
+    DeviceInput in(x, x.view());
+    Output out(kMxfp8, {}, -1, 300, 200);
+    const DeviceOutput to(out);
+    in.view.data = reinterpret_cast<const void*>(uintptr_t{16});
+    quantize(in.view, to.view, {}, stream);
+    (void)cudaDeviceSynchronize();
+    try {
+      quantize(in.view, to.view, {}, stream);
+    } catch (const Error& e) {
+      std::fputs(e.what(), stderr);
+      std::_Exit(7);
+    }
+  };
+  EXPECT_EXIT(fails(), ::testing::ExitedWithCode(7),
+              "quantize: device = .*illegal.*; need a GPU on which no earlier kernel has failed");
 }
 
 // It has memory for so many requests, all small.

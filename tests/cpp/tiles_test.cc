@@ -166,14 +166,14 @@ TEST(Tiles, ClustersDrawWhereTheyHaveSeveralTiles) {
   for (const TileShape& t : kTiles) {
     const int clusters = 132 / t.cluster;
     GemmSize s = dense(t.unit_rows(), t.unit_columns() * (t.cluster == 4 ? 30 : clusters), 4096);
-    EXPECT_FALSE(is_dynamic(t, s));
+    EXPECT_FALSE(wants_dynamic(t, s));
     s.columns += 1;
-    EXPECT_TRUE(is_dynamic(t, s));
+    EXPECT_TRUE(wants_dynamic(t, s));
     if (t.split) {
       EXPECT_EQ(tile_cost(t, s), std::numeric_limits<double>::infinity());
     }
     s.columns = t.unit_columns(), s.groups = 150, s.grouped = true;
-    EXPECT_TRUE(is_dynamic(t, s));
+    EXPECT_TRUE(wants_dynamic(t, s));
   }
 }
 

@@ -12,7 +12,7 @@ GPU, CUDA = ROOT / "src" / "gpu", ROOT / "src" / "cuda"
 def test_every_kernel_waits_for_the_ones_before() -> None:
     """start() lets a kernel enter the device early, so its first statement has to wait."""
     kernels = 0
-    sources = {*GPU.rglob("*.cu"), *GPU.rglob("*.h"), CUDA / "gemm.cu"}
+    sources = {*GPU.rglob("*.cu"), *GPU.rglob("*.h"), CUDA / "operands.cu"}
     for source in sources - {GPU / "port" / "host.h"}:
         for first in re.findall(r"__global__[^;{]*\{\s*(\S+)", source.read_text()):
             if first != "}":

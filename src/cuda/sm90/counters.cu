@@ -8,7 +8,7 @@ namespace {
 // Each device has its own counters, but these numbers serve all devices. Never destroyed: graphs
 // may outlive anything else.
 CounterNumbers& numbers() {
-  static CounterNumbers& all = *new CounterNumbers(1 << 14, kCounters);
+  static CounterNumbers& all = *new CounterNumbers(kStreamCounters, kCounters);
   return all;
 }
 

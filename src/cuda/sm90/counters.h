@@ -14,7 +14,8 @@
 
 namespace blockscale::sm90 {
 
-inline constexpr int kCounters = 1 << 16;  // per device
+inline constexpr int kCounters = 1 << 16;        // per device
+inline constexpr int kStreamCounters = 1 << 14;  // of them for streams; the rest is for graphs
 
 // Hands out numbers below `count`, none of them to two users at once, or -1 when there are no more.
 class CounterNumbers {

@@ -48,7 +48,9 @@ cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream) {
   choose_order(chosen, cuda::kTiles[chosen.tile], size);
   const Table& launches =
       g.b_square ? table_for<true>(g.a_e5m2, g.b_e5m2) : table_for<false>(g.a_e5m2, g.b_e5m2);
-  return launches[chosen.tile](chosen, device, multiprocessors, stream);
+  const Launch launch = launches[chosen.tile];
+  if (!launch) return cudaErrorInvalidValue;  // a tile of the caller's, not compiled for E5M2
+  return launch(chosen, device, multiprocessors, stream);
 }
 
 }  // namespace blockscale::sm90

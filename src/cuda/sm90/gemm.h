@@ -10,7 +10,8 @@
 
 namespace blockscale::sm90 {
 
-inline constexpr int kBlock = 128;  // contraction length of one scale and of one pipeline stage
+// Codes along K that share a scale, and bytes of a line in a pipeline stage: 64 values in BF16.
+inline constexpr int kBlock = 128;
 inline constexpr int kMaxGroups = 1024;  // a launch's table of groups is in shared memory
 
 // Which dimension the groups divide.

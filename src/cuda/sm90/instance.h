@@ -49,7 +49,7 @@ inline cuda::GemmSize size_of(const Gemm& g, int block, int multiprocessors) {
 inline void choose_order(Gemm& g, const cuda::TileShape& tile, const cuda::GemmSize& size) {
   g.band = cuda::choose_band(tile, size);
   if (g.schedule == Schedule::chosen)
-    g.schedule = cuda::is_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
+    g.schedule = cuda::wants_dynamic(tile, size) ? Schedule::dynamic : Schedule::fixed;
 }
 
 // The shapes of the tables as types: kernels take no values of a class (docs/decisions.md).
@@ -144,7 +144,7 @@ void set_output(GemmParams& p, const Gemm& g) {
 }
 
 // Clusters of one launch: as many as the device holds at once or, where the host knows of fewer
-// units, one per unit.
+// units or K is split, one per unit.
 template <class T>
 int cluster_count(const Problem& p, int multiprocessors) {
   const int most = multiprocessors / T::kCluster;

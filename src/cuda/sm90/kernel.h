@@ -7,8 +7,8 @@
 // added to FP32 sums on the ordinary units ("promoted"), while another warpgroup keeps the tensor
 // cores busy. CTAs stay on their multiprocessor and walk over the tiles.
 //
-// In BF16 a stage has 64 values, and the tensor cores add up all stages. There `kSquare` is true: a
-// stage has one barrier for the copy engine alone.
+// In BF16 a stage has 64 values, and the tensor cores add up all stages; there are no scales, and
+// `kSquare` says nothing.
 //
 // Words: a unit is the tile of a CTA, or what a cluster computes (problem.h); a wave, 64 rows of a
 // tile, the M of one wgmma (not a round of tiles over the chip); a band, units along M that are
@@ -88,10 +88,11 @@ struct Tile {
   static constexpr int kScalesAt = kChunksAt + kGroups * kChunks * kChunkBytes;
 };
 // Where columns share a scale and blocks are not short, the copy engine loads A's scales with the
-// codes, and threads load B's themselves. Otherwise a warp copies both. (Also true where there are
-// no scales.)
+// codes, and threads load B's themselves. Otherwise a warp copies both.
 template <class T, bool kSquare>
-inline constexpr bool kBringsScales = !T::kScaled || (T::kRows >= 128 && kSquare);
+inline constexpr bool kBringsScales = T::kScaled&& T::kRows >= 128 && kSquare;
+template <class T, bool kSquare>
+inline constexpr bool kScaleWarp = T::kScaled && !kBringsScales<T, kSquare>;
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
 inline constexpr int kSquareScaleBytes = 128;  // of a stage; holds the at most 8 that are copied
 template <class T, bool kSquare>
@@ -198,7 +199,9 @@ BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
                                    Scheduler<T> scheduler) {
   constexpr bool kShareA = T::kSharing > 1 && T::kPairsColumns;
   constexpr bool kShareB = T::kSharing > 1 && !T::kPairsColumns;
-  constexpr bool kBrings = T::kScaled && kBringsScales<T, kSquare>;
+  constexpr bool kBrings = kBringsScales<T, kSquare>;
+  // Every CTA then begins at a row that exists, which has scales to bring.
+  static_assert(!kBrings || T::kSharing == 1 || T::kPairsColumns);
   for_each_block(p, shared, scheduler, [&](const Work& w, int b_batch) {
     const int first = w.scale_row / 4 * 4;
     const float* a_scales = p.a_scales + first;

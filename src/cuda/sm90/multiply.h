@@ -232,7 +232,7 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
     float sum[T::kWaves][T::kN / 2] = {};
     const int square = column / kBlock - w.column / kBlock / 4 * 4;
     const int first_scale = w.scale_row % 4 + group_row + thread_row;
-    BlockScales<T::kScaled && kBringsScales<T, kSquare>> block_scales(p, w, column);
+    BlockScales<kBringsScales<T, kSquare>> block_scales(p, w, column);
     const auto multiply_waves = [&](auto waves) {
       constexpr int kWaves = decltype(waves)::value;
       if constexpr (!T::kScaled)
@@ -280,10 +280,10 @@ BLOCKSCALE_DEVICE void set_up(const GemmParams& p, const Shared<T, kSquare>& sha
                               const Mailbox& mailbox) {
   for (int i = 0; i < T::kStages; ++i) {
     // Arrivals: the thread that loads codes, and the warp that loads scales.
-    barrier_init(shared.full(i), kBringsScales<T, kSquare> ? 1 : 1 + 32);
+    barrier_init(shared.full(i), kScaleWarp<T, kSquare> ? 1 + 32 : 1);
     barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
   }
-  mailbox.init(T::kGroups * 4 + (kBringsScales<T, kSquare> ? 0 : 1));  // plus the one for scales
+  mailbox.init(T::kGroups * 4 + kScaleWarp<T, kSquare>);
   barrier_init_done();
   if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
   if (p.out.boxes) prefetch_map(p.d);
@@ -329,7 +329,7 @@ BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
     const int copying = warp - 4 * T::kGroups;
     if (copying == 0 && elect_one())
       bring_tiles<T, kSquare>(p, shared, {p.problem, starts, mailbox, rank});
-    if (!kBringsScales<T, kSquare> && copying == 1) bring_scales<T, kSquare>(p, shared, mailbox);
+    if (kScaleWarp<T, kSquare> && copying == 1) bring_scales<T, kSquare>(p, shared, mailbox);
     // No other warp writes the rows of no group.
     if (copying >= 2 && p.problem.grouping == Grouping::rows && !p.out.add) {
       after_previous();
@@ -343,7 +343,7 @@ BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
     multiply_tiles<T, kSquare, kAE5m2, kBE5m2>(p, shared, mailbox, rank);
     __syncwarp();
   }
-  // No CTA exits while another may still write to it or arrive at its barriers.
+  // No CTA exits while another still reads its sums (add_parts()).
   if constexpr (T::kSplit) cluster_sync();
 }
 

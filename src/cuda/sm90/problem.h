@@ -16,7 +16,7 @@ inline constexpr int kStepBytes = 32, kSteps = kBlock / kStepBytes;  // of K, in
 // computes.
 struct Problem {
   int m = 0, n = 0;  // rows: m counts the rows of all groups
-  int k_blocks = 0;  // blocks of 128 along K; contraction: of the whole storage
+  int k_blocks = 0;  // blocks of 128 bytes along K; contraction: of the whole storage
   Grouping grouping = Grouping::dense;
   int groups = 1;
   int group_rows = 0;             // total rows that the groups divide

@@ -64,8 +64,9 @@ BLOCKSCALE_DEVICE uint32_t there_of(uint32_t address, uint32_t rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// The barriers order the copy engine's writes and the tensor cores' reads, so neither this nor the
-// wait asks for a wider scope than the default: that would flush caches.
+// The barriers order the copy engine's writes and the tensor cores' reads, and a few ordinary loads
+// (of scales, and of the number drawn) whose values are in registers before the arrival. So neither
+// this nor the wait asks for a wider scope than the default: that would flush caches.
 BLOCKSCALE_DEVICE void barrier_arrive_there(uint32_t barrier_there) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier_there) : "memory");
 }

@@ -2,6 +2,7 @@
 //
 // Codes along rows go straight through registers. Codes of columns are stored transposed: a tile
 // comes in by lines, goes through shared memory, and leaves by rows (dequantize_columns.h).
+#include <algorithm>
 #include <bit>
 
 #include "gpu/dequantize/dequantize_columns.h"
@@ -134,6 +135,9 @@ void launch(DequantizeParams& p, NativeStream stream) {
   if (groups) start(clear_rows_kernel, 512, kDecodeThreads, 0, stream, p);
 }
 
+// Codec::any reads one code per byte, so no second format may have two.
+static_assert(std::ranges::count_if(kFormats,
+                                    [](const FormatTraits& f) { return f.bits() == 4; }) == 1);
 template <Rows kRows>
 Launcher<DequantizeParams> launcher_of(Format element) {
   if (element == Format::e2m1) return launch<Codec::fp4, kRows>;

@@ -4,8 +4,8 @@
 
 #include "divisor.h"
 #include "gpu/dequantize/piece.h"
+#include "gpu/groups/groups.h"
 #include "gpu/launch.h"
-#include "gpu/quantize/walk.h"
 
 namespace blockscale::gpu {
 

@@ -1,5 +1,5 @@
-#include "gpu/groups/fill.h"
 #include "gpu/groups/groups.h"
+#include "gpu/quantize/fill.h"
 #include "gpu/quantize/host.h"
 
 namespace blockscale::gpu {

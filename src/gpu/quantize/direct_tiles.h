@@ -1,7 +1,7 @@
 // direct.h for tiles of 128 x 128: columns, square blocks, both directions at once, and groups.
 #pragma once
 
-#include "gpu/groups/fill.h"
+#include "gpu/quantize/fill.h"
 #include "gpu/quantize/tile_columns.h"
 
 namespace blockscale::gpu {
@@ -196,9 +196,10 @@ struct TileMemory {
   GroupSide group[2];  // of the row and the column operand
 };
 
-// What a tile belongs to, as quantize_tile() asks: a warp's find() finds places of groups while the
-// first loads are in flight; row() and column() are the outputs there; missing() is what BF16 pairs
-// hold where x has no rows.
+// What a tile belongs to: the last argument of quantize_tile(), one of InMatrix, InGroup and
+// AtPositions. A warp's find() finds places of groups while the first loads are in flight (kFinds:
+// it writes what others read after a barrier); row() and column() are the outputs there; missing()
+// is what BF16 pairs hold where x has no rows. kOneGroup: all rows of the tile are of one group.
 //
 // A matrix of a batch:
 struct InMatrix {

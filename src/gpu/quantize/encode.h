@@ -282,6 +282,7 @@ struct Transformed : SplitRun {
   template <class Unpack>
   BLOCKSCALE_DEVICE static uint32_t settled([[maybe_unused]] const TransformSigns& signs,
                                             [[maybe_unused]] const Unpack& unpack, uint32_t amax) {
+    // 2^126: a sum beyond FP32's range has quarters of at least that.
     constexpr uint32_t kHuge = (127 + 126) << 23;
     if constexpr (kBf16)
       if (amax >= kHuge) return transformed_amax(signs, unpack);

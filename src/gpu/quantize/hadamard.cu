@@ -1,4 +1,4 @@
-// Hadamard transforms wider than a run, as a separate pass: see transformed() in launch.h.
+// Hadamard transforms wider than a run, as a separate pass: see transformed() in host.h.
 #include "gpu/quantize/host.h"
 #include "gpu/quantize/loaders.h"
 

@@ -42,7 +42,7 @@ Pass pass_of(const QuantSpec& spec) {
     encoder = Encoder::e4m3fn;
   else if (spec.element == Format::e5m2 && !spec.stochastic())
     encoder = Encoder::e5m2;
-  else if (spec.hadamard.dim == 0)
+  else if (codes_per_byte(spec.element) == 1 && spec.hadamard.dim == 0)
     encoder = Encoder::byte;
   else
     return {Encoder::any};

@@ -17,7 +17,7 @@ constexpr int kCodes = 16;          // per lane at once: half a block
 constexpr int kStep = 32 * kCodes;  // per warp
 constexpr int kAhead = 4;           // steps whose loads are in flight together
 constexpr int kTogether = kStep * kAhead;
-constexpr int64_t kMostCodes = kGpuLimit - kTogether;  // of a line: steps are counted past its end
+static_assert(kMostWidened == kGpuLimit - kTogether);  // steps are counted past a line's end
 constexpr int kShared = kWidened.block;  // codes of A that share a scale; side of B's squares
 
 struct WidenSide {
@@ -156,7 +156,7 @@ struct Room {
     // have whole blocks of them anyway.
     if (from.axis == -1 || !from.groups) q.axis = -1, q.rows = s.lines, q.columns = s.extent;
     const StoredShape m = q.shape();
-    if (m.padded > kMostCodes)
+    if (m.padded > kMostWidened)
       fail(op, "k", s.extent, "at most 2^31 - " + std::to_string(kTogether) + " for MXFP4 on a GPU",
            "multiply parts of it, and add up");
     padded = static_cast<int>(m.padded);

@@ -1,5 +1,5 @@
 // The padding of storage layouts, for operands without groups.
-#include "gpu/groups/fill.h"
+#include "gpu/quantize/fill.h"
 #include "gpu/quantize/host.h"
 
 namespace blockscale::gpu {
