@@ -15,6 +15,7 @@ those of weights that are gathered first and then quantized.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import Any, Final
@@ -245,6 +246,21 @@ class ShardedWeight(KeptWeight):
             return super().untyped_storage()
         return self.local.untyped_storage()
 
+    def data_ptr(self) -> int:
+        # Libraries that make an optimizer before fully_shard (Accelerate) find its parameters again
+        # by their addresses, and a wrapper has none.
+        return self.local.data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
+        # PyTorch's own would copy the storage of whatever has an address.
+        if id(self) not in memo:
+            made = ShardedWeight(copy.deepcopy(self.local, memo)).requires_grad_(self.requires_grad)
+            made.grad = copy.deepcopy(self.grad, memo)
+            made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            memo[id(self)] = made
+        copied: ShardedWeight = memo[id(self)]
+        return copied
+
     @property
     def data(self) -> torch.Tensor:
         return self.detach()
@@ -255,7 +271,7 @@ class ShardedWeight(KeptWeight):
         if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
             got = f"{values.dtype}{list(values.shape)} on {values.device}"
             need = f"{self.dtype}{list(self.shape)} on {self.device}, as the weight is"
-            remedy = "use the module's .to(), or call quantized_all_gather after it"
+            remedy = "use the module's .to() or .float() before quantized_all_gather"
             fail("quantized_all_gather", "weight.data", got, need, remedy)
         self.local.data = values
 

@@ -134,6 +134,19 @@ def test_a_single_rank_gathers_nothing(one_rank: DeviceMesh) -> None:
         assert torch.equal(a, b)
 
 
+def test_addresses_tell_weights_apart(one_rank: DeviceMesh) -> None:
+    """As Accelerate finds the parameters of an optimizer again that was made before."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    bs.convert(model, "fp8_blockwise")
+    plain = [weight.data_ptr() for weight in model.parameters()]
+    bs.quantized_all_gather(model)
+    assert [weight.data_ptr() for weight in model.parameters()] == plain
+    fully_shard(model, mesh=one_rank)
+    pieces = [weight._local_tensor.data_ptr() for weight in model.parameters()]
+    assert 0 not in pieces
+    assert len(set(pieces)) == 2
+
+
 def cut_otherwise() -> None:
     """Each rank has a part of every row, or of every expert's matrix."""
     ends = torch.tensor([2, 4])
