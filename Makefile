@@ -4,6 +4,8 @@ BUILD := build
 JOBS ?= $(shell nproc)
 OUT ?= runs/train
 ARGS ?=
+# GPU=sample, for a machine that will not run the kernels: few are compiled (src/gpu/quantize/kernels.h),
+# hardly optimised. It counts only when $(BUILD) is first configured.
 GPU ?= whole
 
 venv := .venv
@@ -18,8 +20,6 @@ help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-# Kernels that will not be run here need not be optimised, nor all be compiled: GPU=sample, from the
-# first command in a new folder on (src/gpu/quantize/kernels.h).
 # --- setup: stamps carry the state; each is redone when what it was made from is newer ------------
 $(BUILD)/.system-packages: tools/system_packages.sh
 	@mkdir -p $(BUILD)
