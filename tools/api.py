@@ -1,5 +1,6 @@
 """Writes docs/api.md from the signatures and docstrings of the package's public names: those of
-`blockscale.__all__`, and the modules of `blockscale.nn`. `--check` only compares."""
+`blockscale.__all__`, the modules of `blockscale.nn`, and the classes of what results hold.
+`--check` only compares."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import blockscale as bs
 import torch
+from blockscale.measure import Operand, Product
 from tables import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -35,10 +37,12 @@ GROUPS: dict[str, list[str]] = {
         "convert", "Report", "revert", "attach", "advance", "rng_state", "set_step",
     ],
     "Recipes": ["recipe", "recipe_names", "Recipe"],
-    "What a recipe costs": ["measure", "Measurement"],
+    "What a recipe costs": ["measure", "Measurement", "Product", "Operand"],
     "Random bits": ["Rng"],
     "What runs where": ["describe", "explain"],
 }  # fmt: skip
+# Classes of what results hold: `bs` itself does not have them.
+HELD: dict[str, type] = {"Product": Product, "Operand": Operand}
 # What those of `blockscale.nn` have in common.
 COMMON = (bs.nn.Layer, bs.nn.WeightLayer)
 # Public by their name alone: what the package itself calls.
@@ -47,13 +51,14 @@ INTERNAL = {"QuantizedTensor.outer_or_empty", "QuantizedWeight.operands_of"}
 HEAD = """# Reference
 
 Every public name of `import blockscale as bs`, with its docstring. Written by `tools/api.py`: edit
-the docstrings, then run it. [guide.md](guide.md) shows how the parts go together."""
+the docstrings, then run it. Classes without `bs.` describe what a result holds.
+[guide.md](guide.md) shows how the parts go together."""
 
 
 def public_names() -> set[str]:
     """What the page has to name, each once."""
     layers = (name for name, value in vars(bs.nn).items() if is_layer(value))
-    return set(bs.__all__) - {"nn"} | {f"nn.{name}" for name in layers}
+    return set(bs.__all__) - {"nn"} | {f"nn.{name}" for name in layers} | set(HELD)
 
 
 def is_layer(value: Any) -> bool:
@@ -87,6 +92,9 @@ def parameters(of: Callable[..., Any]) -> Iterator[str]:
 def signature(name: str, of: Callable[..., Any]) -> str:
     """As Python has it, on one line if it fits."""
     returned = "" if isinstance(of, type) else inspect.signature(of).return_annotation
+    wrapped = inspect.unwrap(of)
+    if inspect.isgeneratorfunction(wrapped) and wrapped is not of:  # by contextlib.contextmanager
+        returned = returned.replace("Iterator", "AbstractContextManager", 1)
     result = f" -> {returned}" if returned not in ("", inspect.Signature.empty) else ""
     listed = list(parameters(of))
     line = f"{name}({', '.join(listed)}){result}"
@@ -191,8 +199,9 @@ def page() -> str:
     for title, names in GROUPS.items():
         parts.append(f"## {title}")
         for name in names:
-            value: Any = functools.reduce(getattr, name.split("."), bs)
-            parts += [f"### `{name}`", signature(f"bs.{name}", value), doc(name, value)]
+            value: Any = HELD.get(name) or functools.reduce(getattr, name.split("."), bs)
+            shown = name if name in HELD else f"bs.{name}"
+            parts += [f"### `{name}`", signature(shown, value), doc(name, value)]
             if isinstance(value, type):
                 parts += members(name, value)
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"

@@ -30,9 +30,9 @@ def _has_no_weight(module: torch.nn.Module) -> bool:
 
 
 def read_past(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module | None, str]:
-    """The modules whose parameters another one of these reads past their forward, and which."""
+    """The modules whose parameters another one of these reads directly, and which."""
     losses = (module for module in modules if isinstance(module, _LOSS))
-    said = "is read by nn.LinearCrossEntropyLoss, past its forward"
+    said = "is read by nn.LinearCrossEntropyLoss directly, bypassing its forward"
     return {loss._modules.get("linear"): said for loss in losses}
 
 

@@ -75,7 +75,7 @@ def why_not_linear(module: torch.nn.Linear) -> str:
     is that of nn.Linear."""
     kind = type(module)
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return f"{kind.__name__} is read by nn.MultiheadAttention, past its forward"
+        return f"{kind.__name__} is read by nn.MultiheadAttention directly, bypassing its forward"
     for name in _FORWARD:
         if getattr(kind, name, None) is not getattr(torch.nn.Linear, name, None):
             where = f"{kind.__module__}.{kind.__qualname__}"

@@ -23,7 +23,7 @@ from blockscale.rng import Rng
 from blockscale.tensor import USUAL
 
 _SHOWN: Final = 6  # names in a line of the table
-_NOT_RUN: Final = "its forward has not run: not used, or its weight is read past it"
+_NOT_RUN: Final = "its forward has not run: not used, or its weight is read directly"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Operand:
     Attributes:
         spec: the spec's text, or "none" in high precision.
         amax: the largest magnitude, after the transform if there is one; NaN if any value is NaN.
-        sqnr: signal-to-quantization-noise ratio in dB: infinite if nothing is lost, minus infinity
-            if an operand of zeros became nonzero or a value overflows.
+        sqnr: signal-to-quantization-noise ratio in dB: inf if nothing is lost, -inf if an operand
+            of zeros became nonzero or a value overflows, NaN if the operand has a NaN or Inf.
         underflow: the share of nonzero elements that become 0.
-        saturation: the share of elements that are clipped to the largest code.
+        saturation: the share of elements that are clipped to the largest code. Those of a block
+            with a NaN or Inf count as neither.
     """
 
     spec: str
@@ -55,8 +56,8 @@ class Product:
             of a module that multiplies by calling functions, such as converted experts.
         gemm: "fprop", "dgrad" or "wgrad".
         recipe: the recipe's name.
-        sqnr: of the result in dB: the product of the quantized operands compared with that of the
-            unquantized ones. 20 dB is an error of a tenth.
+        sqnr: of the result in dB, as of an `Operand`: the product of the quantized operands
+            compared with that of the unquantized ones. 20 dB is an error of a tenth.
         operands: by their names in a `Recipe`.
     """
 
@@ -72,15 +73,13 @@ class Product:
 
 
 class Measurement:
-    """What `measure` has found. Prints as a table. `products` are its rows, each with `layer`,
-    `gemm` ("fprop", "dgrad" or "wgrad"), `recipe`, `sqnr` of the result in dB, and `operands`, by
-    their names in a `Recipe`, with `spec`, `amax`, `sqnr`, `underflow` and `saturation`.
-    `dataclasses.asdict` turns a row into plain data.
+    """What `measure` has found. Prints as a table, with a line for each `Product` in `products`;
+    `dataclasses.asdict` turns one into plain data.
 
     Attributes:
         left_out: names of layers that ran but were not measured, or not in every call, with the
             reason. When the context ends, also of layers that have not run at all, though a module
-            around them has: the model may read their weight past their forward.
+            around them has: the model may read their weight directly, bypassing their forward.
     """
 
     def __init__(self) -> None:

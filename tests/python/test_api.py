@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,16 @@ def example(a: int, *more: str, b: str = "x", **rest: float) -> bool:
 def test_a_signature_is_that_of_the_source() -> None:
     want = 'f(a: int, *more: str, b: str = "x", **rest: float) -> bool'
     assert api.signature("f", example) == f"```python\n{want}\n```"
+
+
+@contextlib.contextmanager
+def context() -> Iterator[int]:
+    yield 1
+
+
+def test_what_a_context_gives_is_a_context_manager() -> None:
+    want = "f() -> AbstractContextManager[int]"
+    assert api.signature("f", context) == f"```python\n{want}\n```"
 
 
 def test_a_public_name_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

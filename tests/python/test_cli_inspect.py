@@ -58,7 +58,7 @@ def rows(output: str) -> dict[tuple[str, str], list[str]]:
 
 
 def largest_share(x: Tensor, y: Tensor, spec: Any) -> Tensor:
-    """Where |x| is cut off: above what the block's scale lets the largest code stand for.
+    """Where |x| is clipped: above what the block's scale lets the largest code stand for.
 
     Independent of the codes: the top of the block's range is its scale times the largest value.
     """
@@ -364,7 +364,7 @@ def test_rates_are_explained(file: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert main(["inspect", *words]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert "other than 0 that become 0" in text
-        assert "cut off at the largest code" in text
+        assert "clipped to the largest code" in text
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (300, 20), (2, 130, 9), (3, 2, 200, 11)])

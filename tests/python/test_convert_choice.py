@@ -214,7 +214,7 @@ def test_what_a_loss_reads_past_its_forward_is_left_alone(monkeypatch: pytest.Mo
         monkeypatch.setattr(_unfit, "_LOSS", LinearLoss)
     model = Model()
     model.loss.linear = bs.nn.Linear(64, 8, recipe="mxfp8")  # built by hand, or by earlier versions
-    said = "is read by nn.LinearCrossEntropyLoss, past its forward"
+    said = "is read by nn.LinearCrossEntropyLoss directly, bypassing its forward"
     report = bs.convert(model, "mxfp8")
     assert [name for name, _ in report.converted] == ["linear"]
     assert report.skipped == [("loss.linear", said)]

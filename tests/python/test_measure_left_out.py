@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-REASON = "its forward has not run: not used, or its weight is read past it"
+REASON = "its forward has not run: not used, or its weight is read directly"
 
 
 class Attention(nn.Module):

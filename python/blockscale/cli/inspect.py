@@ -1,6 +1,6 @@
 """Show what each spec would do to the tensors of safetensors files, as a table and a plot: largest
 magnitude, signal to quantization noise, underflow (the share of the elements other than 0 that
-become 0) and saturation (the share of all elements that are cut off at the largest code). The files
+become 0) and saturation (the share of all elements that are clipped to the largest code). The files
 may be larger than memory; of a folder, as checkpoints in parts are, all of them are read."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Result:
     amax: float
     sqnr: float  # dB
     underflow: float  # share of the nonzero elements that become zero
-    saturation: float  # share of all elements that are cut off at the largest code
+    saturation: float  # share of all elements that are clipped to the largest code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -277,7 +277,7 @@ def inspect_tensor(
     for index, chunk in enumerate(chunks(file_slice, shape)):
         for spec, total in zip(specs, sums, strict=True):
             total.add(chunk, spec, amax if spec.outer else None, bs.Rng(0, index))
-    # A block with a NaN or Inf becomes NaN, whose elements are neither kept, nor 0, nor cut off.
+    # A block with a NaN or Inf becomes NaN, whose elements are neither kept, nor 0, nor clipped.
     rated = math.isfinite(amax)
     return [
         Result(
@@ -297,7 +297,7 @@ def as_table(results: Sequence[Result]) -> Table:
     """A row per tensor and spec; a tensor's name, shape and amax once."""
     table = Table(
         caption="underflow: elements other than 0 that become 0\n"
-        "saturation: elements cut off at the largest code",
+        "saturation: elements clipped to the largest code",
         caption_justify="left",
     )
     for heading in ("tensor", "shape"):
