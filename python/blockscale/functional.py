@@ -56,12 +56,13 @@ def linear(
     Only these are saved for backward: x's wgrad operand (if w needs a gradient) and w's dgrad
     operand (if x does), both quantized, and the key of dy's random bits. Instead of an operand, x
     or w itself is saved where the recipe has that operand in high precision or does not keep it
-    (`keep_x`, `keep_w`), and for w the codes where FSDP2 has gathered them. Recipes without
-    quantized operands call `F.linear` (unless `accumulate_into` is given), and its requirements on
-    arguments apply. Consecutive layers
-    that read the same large x (1 << 23 elements or more) quantize it once and save one operand; in
-    eager code, a change of x between them that PyTorch does not count, such as `x.data.mul_(2)`,
-    goes unnoticed (blockscale/shared_input.py).
+    (`keep_x`, `keep_w`), and for w the codes where FSDP2 has gathered them. Consecutive layers that
+    read the same large x (1 << 23 elements or more) quantize it once and save one operand; in eager
+    code, a change of x between them that PyTorch does not count, such as `x.data.mul_(2)`, goes
+    unnoticed (docs/guide.md).
+
+    Recipes without quantized operands call `F.linear` (unless `accumulate_into` is given), and its
+    requirements on arguments apply.
 
     x, w and bias may be DTensors, with w sharded over the ranks of a mesh by rows or columns; the
     result is then a DTensor (blockscale/distributed.py).
@@ -115,9 +116,11 @@ def grouped_linear(
     Rows past the last end belong to no group: y and x's gradient are 0 there, whatever x and dy
     hold. The matrix of an empty group gets a gradient of 0.
 
-    x, w and dy are each read once per step; the same is saved as for `linear`, plus the offsets, on
-    which a GPU does not synchronize. On a GPU, operands in high precision (all of them with recipe
-    "bf16") are multiplied by PyTorch's grouped GEMM, in bfloat16 only.
+    x, w and dy are each read once for all of their quantized operands. Besides, recipes with outer
+    scales read them for their largest values first, and with `keep_x=False` or `keep_w=False` the
+    backward reads x or w again. The same is saved as for `linear`, plus the offsets, on which a GPU
+    does not synchronize. On a GPU, operands in high precision (all of them with recipe "bf16") are
+    multiplied by PyTorch's grouped GEMM, in bfloat16 only.
 
     Args:
         x: [T, K] float32, bfloat16 or float16, its rows sorted by group.

@@ -329,10 +329,10 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
     bits of stochastic specs differ from the layer's. Several steps or batches are summed. Groups
     are measured one by one.
 
-    Such a step takes about fifteen times as long on a CPU and fifty times on an H200, as products
-    are in float32. It keeps each layer's x until its backward, and synchronizes with the device at
-    every product. What reentrant checkpointing recomputes is measured only if its backward runs
-    within the context too; other backwards may run later.
+    Such a step takes many times as long (docs/guide.md), as products are in float32. It keeps each
+    layer's x until its backward, and synchronizes with the device at every product. What reentrant
+    checkpointing recomputes is measured only if its backward runs within the context too; other
+    backwards may run later.
 
     Args:
         model: a model with converted layers, other layers of `blockscale.nn`, or calls of `linear`

@@ -73,11 +73,11 @@ def quantize(
             Whatever a layout does not cover stays linear; "+" combines a layout of codes with one
             of scales, as in "mfma_16x16+aiter_scale".
         batch_dims: 1 when x is [E, R, C], a batch of separate matrices; else 0.
-        origin: (row, column) of x in the unsharded tensor, so that each shard draws its own bits. A
-            batch is cut between its matrices, or along the contraction axis: the lines of a matrix
-            are counted from those of the matrices before it in x.
+        origin: (row, column) of x in the unsharded tensor, so that each shard draws its own bits.
             It must be a multiple of the block and the transform along the axis, and of the side of
-            a square block across it.
+            a square block across it. In a batch, lines are numbered through all matrices. A shard
+            may therefore hold whole matrices or part of the contraction axis, but not part of each
+            matrix's lines.
         offsets: [G] int32 or int64, contiguous, on x's device: where each group ends. The ends must
             not decrease or pass the last row. On a GPU this is not checked synchronously: wrong
             offsets make the whole result NaN (with the environment variable
@@ -293,18 +293,17 @@ def matmul(
     """A·Bᵀ (+ bias): contracts the axes that `a` and `b` were quantized along. Not differentiable,
     not even in the bias; `linear` is.
 
-    On a GPU most specs are decoded to BF16 without their outer scales, which is exact (except that
-    values below 2^-126 are rounded to multiples of 2^-133), and multiplied with FP32 sums, to which
-    outer scales and bias are applied. That is done by our own BF16 GEMM or PyTorch's on compute
-    capability 9.0 (H100, H200), by PyTorch's on other GPUs (docs/numerics.md says which and why).
+    On a GPU most specs are decoded to BF16 without their outer scales, which is exact except for
+    the smallest values of "mxfp8", and multiplied with FP32 sums, to which outer scales and bias
+    are applied. That is done by our own BF16 GEMM or PyTorch's on compute capability 9.0 (H100,
+    H200), by PyTorch's on other GPUs (docs/numerics.md says which and why).
 
     Specs with FP32 block scales (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: they run in a
     block-scaled FP8 GEMM on compute capability 9.0, and other GPUs refuse them. That GEMM also
-    multiplies two operands of `mxfp4`, 1.8 times as fast as BF16 at 8192 x 8192 x 8192 on an H200:
-    their codes become E5M2 codes, exactly where the scales of a row of b, and of 128 codes of a row
-    of a, are within 2^28 of each other; otherwise with an error of at most 2^-31 of the largest
-    value among those. Within 128 codes the tensor cores add with 13 bits below the largest product
-    or sum.
+    multiplies two operands of `mxfp4`: their codes become E5M2 codes, exactly where the scales of a
+    row of b, and of 128 codes of a row of a, are within 2^28 of each other; otherwise with an error
+    of at most 2^-31 of the largest value among those. Within 128 codes the tensor cores add with 13
+    bits below the largest product or sum.
 
     Args:
         a, b: operands with equal extents along their axes. The other extent of each (leading

@@ -35,7 +35,7 @@ class Spec:
         scale_rounding: how scales are rounded: "nearest" (ties to even), or "up" in two-level
             specs.
         rounding: how elements are rounded: "nearest" (ties to even) or "stochastic".
-        outer: whether a per-tensor FP32 scale multiplies the block scales.
+        outer: whether an outer scale (per-tensor, in FP32) multiplies the block scales.
         hadamard: the size of the Hadamard transform along the axis, in values; 0 for none.
         hadamard_mask: its signs: bit i is set if value i of each run of `hadamard` values is
             negated.
@@ -163,8 +163,8 @@ def spec(name: str | Spec, **changes: Any) -> Spec:
             "floor", "ceil", "even" or "rceil"; FP32 scales: "amax" or "pow2"), scale_rounding=
             "nearest" or "up", outer=False, hadamard=0, 16, 32, 64 or 128, or with a sign mask:
             (32, 0x9e3779b9), and scale=, which must be the scale that the name implies. The
-            attributes of `Spec` explain them. A spec keeps no record of what was stated: where its
-            scale_rounding is its rounding's default, a change of rounding changes both.
+            attributes of `Spec` explain them. A change of rounding also changes scale_rounding if
+            that is the default of the old rounding, even where it was given by name.
 
     Returns:
         A Spec; a Spec passed as `name` is not changed.
@@ -203,7 +203,7 @@ class Recipe:
 
     Args:
         name: a label: recipes are equal when their operands, keep_w and keep_x are. A text that
-            `recipe` takes can only be the label of what it gives.
+            `recipe` accepts cannot be the label of another recipe.
         fprop_x: x [M, K] of y = x·Wᵀ, quantized along axis -1 (K).
         fprop_w: W [N, K] of y = x·Wᵀ, along axis -1 (K).
         dgrad_dy: dy [M, N] of dx = dy·W, along axis -1 (N).
@@ -214,13 +214,11 @@ class Recipe:
             FP8. Otherwise it keeps W itself, which takes no extra memory where W is a parameter,
             and the backward quantizes W again. The results are the same bits. dgrad_w is always
             kept where tensor parallelism has cut W, and in programs of torch.export.
-        keep_x: likewise, whether it keeps wgrad_x, or else x itself. Keeping x takes less memory
-            where x is kept for something else, as attention keeps its result, or can be recomputed
-            from what is kept: `torch.compile` then recomputes the results of norms and gates (also
-            where wgrad_x is None and x is kept anyway). Elsewhere x takes more: two bytes per
-            element in BF16, four in FP32, and for a view the whole tensor that it views. x must not
-            change until the backward has run. wgrad_x is always kept by layers over a mesh and in
-            programs of torch.export.
+        keep_x: likewise, whether it keeps wgrad_x, or else x itself, which must then not change
+            until the backward has run. Keeping x takes less memory where x is kept for something
+            else, or where `torch.compile` can recompute it (also if wgrad_x is None); elsewhere it
+            takes more (docs/guide.md, "Memory"). wgrad_x is always kept by layers over a mesh and
+            in programs of torch.export.
 
     Attributes:
         text: the operands as the operators take them: their texts, in the order of `OPERANDS`.

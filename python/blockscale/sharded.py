@@ -47,11 +47,11 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
             fully_shard(block)
         fully_shard(model)
 
-    The results are the same bits. A gather moves one byte per element in FP8 and 0.5 to 0.6 in FP4
-    instead of two in BF16. Each rank quantizes its piece of a weight instead of the whole. The
-    backward gathers a weight's operand again, where otherwise each layer keeps its quantized
-    operand from the forward on. If a recipe has an outer scale, ranks exchange the largest values
-    of the weights that are gathered together, once per gather.
+    The results are the same bits, and a gather moves fewer bytes (docs/guide.md). Each rank
+    quantizes its piece of a weight instead of the whole. The backward gathers a weight's operand
+    again, where otherwise each layer keeps its quantized operand from the forward on. If a recipe
+    has an outer scale, ranks exchange the largest values of the weights that are gathered together,
+    once per gather.
 
     Call it between `convert` and `fully_shard`, and before the optimizer is made: parameters are
     replaced by new ones with the same values. Checkpoints stay as they are. Weights whose recipe

@@ -217,8 +217,8 @@ class QuantizedTensor:
         codes: element codes, in lines along the contraction axis (for axis -2: transposed); torch's
             FP8 dtype, or uint8 with two FP4 codes (or one FP6 code) per byte.
         scales: block scales (what codes are multiplied by), `spec.scale_dtype`, in `layout`.
-        outer: per-tensor FP32 scale, a scalar or [E], or [G] with groups; None if the spec has
-            none.
+        outer: the outer scale (per-tensor, in FP32), a scalar or [E], or [G] with groups; None if
+            the spec has none.
         spec: how it was quantized.
         axis: -1 (blocks along rows) or -2 (down columns): the contraction axis of its GEMM.
         shape: the logical shape that was quantized.

@@ -159,7 +159,7 @@ def markdown(folder: RunFolder, corpus: Corpus, unigram: float) -> str:
             if key == "instruction_set":
                 shown = processor_name(str(value))
             lines.append(f"| {key} | {shown} |")
-    return "\n".join([*lines, "", "Again:", "", f"    {command(settings)}", ""])
+    return "\n".join([*lines, "", "To repeat:", "", f"    {command(settings)}", ""])
 
 
 def noise_table(folder: RunFolder) -> list[str]:
