@@ -101,11 +101,18 @@ def slower_experts(result: Row) -> str:
     def count(recipe: str) -> int:
         return sum(row[f"{recipe} both"] > row["bf16 both"] for row in rows)
 
-    counts = (f"{named} {count(ours)} and {count(f'{ours} ahead')}" for ours, named in EXPERTS)
+    now = [f"{count(ours)} in {named}" for ours, named in EXPERTS]
+    ahead = [str(count(f"{ours} ahead")) for ours, _ in EXPERTS]
     return (
-        f"Experts, forward and backward, are slower than in BF16 at so many of {len(rows)} shapes "
-        f"with everything quantized in each call, and with the weight ahead: {', '.join(counts)}."
+        f"Of {len(rows)} shapes of experts, this many are slower than in BF16, forward and "
+        f"backward: with everything quantized in each call, {listed(now)}; with the weight "
+        f"quantized ahead, {listed(ahead)}."
     )
+
+
+def listed(items: Sequence[str]) -> str:
+    """As a sentence has them."""
+    return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def origin(of: dict[str, Row]) -> str:

@@ -31,7 +31,7 @@ def support() -> str:
     for name in facts["specs"]:
         spec = bs.spec(name)
         stored = [layout for layout in layouts if not bs.explain(name, layout, "cpu")]
-        outer = " + FP32 tensor scale" if spec.outer else ""
+        outer = " + FP32 outer scale" if spec.outer else ""
         block = "x".join(map(str, spec.block))
         # The rule of `matmul` (binding/matmul.cc), whether or not this machine has a GPU.
         fp4 = spec.element == "e2m1" and spec.scale == "e8m0"

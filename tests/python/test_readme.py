@@ -24,11 +24,14 @@ def test_python_snippet_runs_and_converts_one_layer() -> None:
         "assert y.shape == (1024, 512) and y.dtype == torch.bfloat16\n"
         "exact = x.float() @ w.float().t()\n"
         "assert 0.05 < (y.float() - exact).norm() / exact.norm() < 0.2\n"
-        "assert isinstance(model[0], bs.nn.Linear) and not isinstance(model[2], bs.nn.Linear)\n"
-        "assert model[0].weight.grad is not None\n"
+        "assert isinstance(model.up, bs.nn.Linear)\n"
+        "assert not isinstance(model.lm_head, bs.nn.Linear)\n"
+        "assert model.up.weight.grad is not None and bs.rng_state(model)['step'] == 1\n"
     )
     done = run(sys.executable, "-c", snippet + checks)
     assert done.returncode == 0, done.stderr
+    printed = re.findall(r"^# (.*\n)", snippet, flags=re.MULTILINE)
+    assert done.stdout == "".join(printed)
 
 
 @pytest.mark.parametrize("tool", ["readme", "api"])
