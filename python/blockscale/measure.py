@@ -17,7 +17,7 @@ from blockscale import functional
 from blockscale._errors import fail
 from blockscale._names import by_first_name, names_of, shown
 from blockscale.nn import Layer, WeightLayer, check_model, version_of
-from blockscale.noise import Noise, pieces
+from blockscale.noise import Noise, percent, pieces
 from blockscale.recipe import GEMMS, Recipe
 from blockscale.rng import Rng
 from blockscale.tensor import USUAL
@@ -99,7 +99,8 @@ class Measurement:
         for product in self.products:
             line = [product.layer, product.gemm, f"{product.sqnr:.1f}"]
             for name, of in product.operands.items():
-                line += [name, f"{of.sqnr:.1f}", f"{of.underflow:.2%}", f"{of.saturation:.2%}"]
+                shares = percent(of.underflow, 2), percent(of.saturation, 2)
+                line += [name, f"{of.sqnr:.1f}", *shares]
             lines.append(line)
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = []

@@ -81,13 +81,23 @@ class Noise:
 
     @property
     def underflow(self) -> float:
-        """The share of nonzero elements that become 0."""
-        return self.underflowed / max(1, self.nonzero)
+        """The share of nonzero elements that become 0; NaN unless the amax is finite."""
+        return self._share(self.underflowed, self.nonzero)
 
     @property
     def saturation(self) -> float:
-        """The share of all elements that are clipped to the largest code."""
-        return self.saturated / max(1, self.count)
+        """The share of all elements that are clipped to the largest code; NaN unless the amax is
+        finite."""
+        return self._share(self.saturated, self.count)
+
+    def _share(self, of: int, among: int) -> float:
+        # A block with a NaN or Inf becomes NaN: its elements are neither kept, nor 0, nor clipped.
+        return of / max(1, among) if math.isfinite(self.amax) else math.nan
+
+
+def percent(share: float, digits: int) -> str:
+    """A share as it is printed."""
+    return "nan" if math.isnan(share) else f"{share:.{digits}%}"
 
 
 def pieces(rows: int, columns: int) -> Iterator[slice]:

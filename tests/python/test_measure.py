@@ -320,9 +320,22 @@ def test_nan_shows() -> None:
         layer(x)
         layer(normal(8, 70))
     (product,) = found.products
-    assert math.isnan(product.sqnr)
-    assert math.isnan(product.operands["fprop_x"].amax)
-    assert product.operands["fprop_w"].amax == float(layer.weight.detach().abs().max())
+    of_x, of_w = product.operands["fprop_x"], product.operands["fprop_w"]
+    assert all(map(math.isnan, (product.sqnr, of_x.amax, of_x.underflow, of_x.saturation)))
+    assert (of_w.amax, of_w.saturation) == (float(layer.weight.detach().abs().max()), 0)
+    assert "nan%" not in str(found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("first", [False, True])
+def test_shares_are_of_finite_tensors(value: float, first: bool) -> None:
+    """As `blockscale inspect` prints them, wherever the value is."""
+    noise, x = Noise(), normal(8, 64)
+    x[3, 3] = value
+    for rows in (x, normal(8, 64, seed=1))[:: 1 if first else -1]:
+        noise.add(rows, bs.spec("nvfp4"))
+    assert math.isnan(noise.underflow)
+    assert math.isnan(noise.saturation)
 
 
 def test_another_recipe_within() -> None:

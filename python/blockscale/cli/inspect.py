@@ -35,7 +35,7 @@ from blockscale.cli.output import (
     shortened,
     write_picture,
 )
-from blockscale.noise import Noise
+from blockscale.noise import Noise, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -277,15 +277,10 @@ def inspect_tensor(
     for index, chunk in enumerate(chunks(file_slice, shape)):
         for spec, total in zip(specs, sums, strict=True):
             total.add(chunk, spec, amax if spec.outer else None, bs.Rng(0, index))
-    # A block with a NaN or Inf becomes NaN, whose elements are neither kept, nor 0, nor clipped.
-    rated = math.isfinite(amax)
     return [
-        Result(
-            name, shape, spec.text, float(amax), of.sqnr,
-            of.underflow if rated else math.nan, of.saturation if rated else math.nan,
-        )
+        Result(name, shape, spec.text, of.amax, of.sqnr, of.underflow, of.saturation)
         for spec, of in zip(specs, sums, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def max_of(values: Iterator[Tensor]) -> Tensor:
@@ -316,14 +311,10 @@ def as_table(results: Sequence[Result]) -> Table:
             f"{r.amax:.4g}" if first else "",
             r.spec,
             f"{r.sqnr:.2f}",
-            percent(r.underflow),
-            percent(r.saturation),
+            percent(r.underflow, 3),
+            percent(r.saturation, 3),
         )
     return table
-
-
-def percent(share: float) -> str:
-    return "nan" if math.isnan(share) else f"{share:.3%}"
 
 
 def mark_at_edge(axes: Axes, values: Sequence[float], style: dict[str, Any]) -> None:
