@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _OP = "quantized_all_to_all"
+_GROUP = "a ProcessGroup, a DeviceMesh of one dimension, or None"
 _ops = torch.ops.blockscale
 
 
@@ -71,7 +72,10 @@ def quantized_all_to_all(
     among: Any = group
     if not (among is None or among is outside or isinstance(among, dist.ProcessGroup)):
         if not hasattr(among, "get_group"):  # which compiled code cannot ask a ProcessGroup
-            fail_type(_OP, "group", among, "a ProcessGroup, a DeviceMesh of one dimension, or None")
+            fail_type(_OP, "group", among, _GROUP)
+        if among.ndim != 1:
+            got = f"a DeviceMesh of {among.ndim} dimensions"
+            fail(_OP, "group", got, _GROUP, "pass mesh['name']")
         among = among.get_group()
     if among is None and not dist.is_initialized():
         fail(_OP, "group", "None", "a process group", "call torch.distributed.init_process_group")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import DEVICES, on_ranks
+from refusals import value_error
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,
     all_gather_tensor_autograd,
@@ -89,6 +90,21 @@ def exchange_and_compare(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_two_ranks(device: str, tmp_path: Path) -> None:
     on_ranks(exchange_and_compare, tmp_path, device, device=device)
+
+
+def test_a_dimension_of_a_mesh(one_rank: DeviceMesh) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "experts"))
+    x = torch.randn(4, WIDTH).bfloat16()
+
+    def call(group: DeviceMesh) -> torch.Tensor:
+        return bs.quantized_all_to_all(x, "mxfp8", [4], [4], group)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for run in (call, compiled):
+        assert equal(run(mesh["experts"]), through(x, "mxfp8"))
+    need = "a ProcessGroup, a DeviceMesh of one dimension, or None"
+    said = f"quantized_all_to_all: group = a DeviceMesh of 2 dimensions; need {need}; pass mesh['"
+    value_error(lambda: call(mesh), said)
 
 
 def test_in_compiled_code(one_rank: DeviceMesh) -> None:
