@@ -44,19 +44,19 @@ def over_ranks(
 ) -> torch.Tensor:
     """The same where each rank has some of the experts, and x is this rank's rows."""
     order = chosen.argsort(stable=True)
-    sent = chosen.bincount(minlength=EXPERTS)  # to each expert
-    received = torch.empty_like(sent)  # from each rank for each expert of this one
-    dist.all_to_all_single(received, sent, group=mesh.get_group())
-    out, into = (counts.view(mesh.size(), -1).sum(1).tolist() for counts in (sent, received))
-    rows = all_to_all_single_autograd(x[order], into, out, mesh)
+    to_each = chosen.bincount(minlength=EXPERTS)  # rows for each expert
+    from_each = torch.empty_like(to_each)  # from each rank for each expert of this one
+    dist.all_to_all_single(from_each, to_each, group=mesh.get_group())
+    sent, received = (of.view(mesh.size(), -1).sum(1).tolist() for of in (to_each, from_each))
+    rows = all_to_all_single_autograd(x[order], received, sent, mesh)
     # They come rank by rank, and are wanted expert by expert.
-    of_rank = received.view(mesh.size(), -1)
+    of_rank = from_each.view(mesh.size(), -1)
     expert = torch.arange(of_rank.shape[1], device=x.device).repeat(mesh.size())
-    place = expert.repeat_interleave(received).argsort(stable=True)
+    place = expert.repeat_interleave(from_each).argsort(stable=True)
     made = torch.empty_like(rows)
     made[place] = experts(rows[place], of_rank.sum(0).cumsum(0))
     y = torch.empty_like(x)
-    y[order] = all_to_all_single_autograd(made, out, into, mesh)
+    y[order] = all_to_all_single_autograd(made, sent, received, mesh)
     return y
 
 

@@ -84,10 +84,11 @@ def quantized_all_to_all(
     ranks = dist.get_world_size(among)
     if ranks < 1:
         fail(_OP, "group", "one without this rank", "a group that it is in")
-    out = _splits("output_splits", output_splits, ranks)
-    into = _splits("input_splits", input_splits, ranks)
-    _check(sum(into) == x.shape[0], "input_splits", into, f"{x.shape[0]} in all, the rows of x")
-    y: torch.Tensor = _Exchange.apply(x, (there, back, out, into, among or dist.group.WORLD))  # type: ignore[no-untyped-call]
+    received = _splits("output_splits", output_splits, ranks)
+    sent = _splits("input_splits", input_splits, ranks)
+    _check(sum(sent) == x.shape[0], "input_splits", sent, f"{x.shape[0]} in all, the rows of x")
+    call = there, back, received, sent, among or dist.group.WORLD
+    y: torch.Tensor = _Exchange.apply(x, call)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -122,7 +123,7 @@ def _check(holds: bool, name: str, got: object, need: str) -> None:
 
 
 class _Exchange(torch.autograd.Function):
-    """x [T, K] -> [sum(out), K]; its gradient goes the other way."""
+    """x [T, K] -> [sum(received), K]; its gradient goes the other way."""
 
     @staticmethod
     def forward(
@@ -131,32 +132,33 @@ class _Exchange(torch.autograd.Function):
         call: tuple[Spec, Spec | None, list[int], list[int], dist.ProcessGroup],
     ) -> torch.Tensor:
         ctx.operation, ctx.call = _OP, call
-        there, _, out, into, group = call
-        return _exchanged(x, there, out, into, group)
+        there, _, received, sent, group = call
+        return _exchanged(x, there, received, sent, group)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, back, out, into, group = ctx.call
-        return _exchanged(dy, back, into, out, group), None
+        _, back, received, sent, group = ctx.call
+        return _exchanged(dy, back, sent, received, group), None
 
 
 def _exchanged(
-    x: torch.Tensor, s: Spec | None, out: list[int], into: list[int], group: dist.ProcessGroup
+    x: torch.Tensor, s: Spec | None, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     # Selective checkpointing recognizes these as collectives, but not c10d's own.
     from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
-    def sent(rows: torch.Tensor) -> torch.Tensor:
-        come: torch.Tensor = wait_tensor(all_to_all_single(rows.contiguous(), out, into, group))  # type: ignore[no-untyped-call]
-        return come
+    def exchange(rows: torch.Tensor) -> torch.Tensor:
+        underway = all_to_all_single(rows.contiguous(), received, sent, group)
+        arrived: torch.Tensor = wait_tensor(underway)  # type: ignore[no-untyped-call]
+        return arrived
 
     if not torch.compiler.is_compiling():
         x = check_plain(_OP, "x", x)  # waits for a collective that may still be writing it
     if s is None or x.shape[1] == 0:
-        return sent(x)
+        return exchange(x)
     codes, scales, outer = _ops.quantize(x, s.text, -1, None, None, None, (), "linear", 0)
-    codes, scales = (sent(t.view(torch.uint8)).view(t.dtype) for t in (codes, scales))
-    shape = (sum(out), x.shape[1])
+    codes, scales = (exchange(t.view(torch.uint8)).view(t.dtype) for t in (codes, scales))
+    shape = (sum(received), x.shape[1])
     y: torch.Tensor = _ops.dequantize(codes, scales, outer, s.text, -1, shape, "linear", x.dtype)
     return y
