@@ -42,8 +42,7 @@ def check_type(operation: str, name: str, value: object) -> None:
 def check_layout_of(operation: str, name: str, s: Spec, value: object) -> None:
     if not isinstance(value, str):
         fail_type(operation, name, value, "a layout's name such as 'linear'")
-    if not torch.compiler.is_compiling():  # compiled code cannot ask the core; the operator does
-        check_layout(operation, name, s, value)
+    check_layout(operation, name, s, value)
 
 
 def check_origin(operation: str, value: object) -> list[int]:

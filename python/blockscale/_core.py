@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from blockscale._constant import constant
 from blockscale._errors import fail_type
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def spec_facts_with(text: str, changes: str) -> dict[str, Any]:
     return facts
 
 
+@constant
 @functools.cache
 def layout_refusal(spec: str, layout: str) -> str:
     """What is wrong with a layout, in itself or for operands of `spec`; "" if nothing is."""

@@ -342,6 +342,27 @@ def test_a_refusal_is_caught_in_compiled_code() -> None:
     assert compiled(caught, backend="aot_eager")(normal(4, 64)) == len(texts)
 
 
+def test_a_layout_is_refused_in_the_same_words() -> None:
+    x = normal(32, 64)
+    q = bs.quantize(x, "nvfp4")
+    calls: list[Callable[[], object]] = [
+        lambda: bs.quantize(x, "nvfp4", layout="mn_major").codes,
+        lambda: bs.quantize(x, "nvfp4", layout="diagonal").codes,
+        lambda: bs.quantize_dual(x, "nvfp4", "nvfp4", col_layout="mn_major")[0].codes,
+        lambda: bs.relayout(q, "mn_major").codes,
+    ]
+
+    def said(run: Callable[[], object]) -> str:
+        with pytest.raises(ValueError, match="layout") as error:
+            run()
+        return str(error.value)
+
+    told = [said(call) for call in calls]
+    operations = ["quantize", "quantize", "quantize_dual", "relayout"]
+    assert [text.split(": ")[0] for text in told] == operations
+    assert [said(torch.compile(call, backend="aot_eager")) for call in calls] == told
+
+
 def test_conversion_after_compilation_is_seen() -> None:
     model = Net()
     run = compiled(model, backend="aot_eager")
