@@ -22,15 +22,17 @@ def _recipe_of(text: str) -> Recipe:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, w, bias, *rest = inputs
+    text, *_, quantized_w, quantized_x = rest
     db = bias is not None and ctx.needs_input_grad[2]
     # Saves what a forward would, for one that has already run.
-    call = (lambda *_: output, _recipe_of(rest[0]), tuple(rest), db, None)
+    call = (lambda *_: output, _recipe_of(text), tuple(rest), db, None)
     LinearFunction.forward(ctx, x, w, bias, call)
-    ctx.of_lists = [None if one is None else [None] * len(one) for one in rest[7:]]
+    lists = (quantized_w, quantized_x)
+    ctx.of_lists = [None if one is None else [None] * len(one) for one in lists]
 
 
 def _backward(ctx: Any, dys: list[torch.Tensor]) -> tuple[Any, ...]:
-    _, _, dx, dw, *_ = ctx.call
+    _, _, dx, dw, _, _ = ctx.layer
     needed = ctx.needs_input_grad
     for name, wanted, made in (("x", needed[0], dx), ("w", needed[1], dw)):
         if wanted and not made:
@@ -38,8 +40,9 @@ def _backward(ctx: Any, dys: list[torch.Tensor]) -> tuple[Any, ...]:
             need = "what did so when the program was exported"
             remedy = f"export it in grad mode, with {name} that requires a gradient"
             fail(ctx.operation, name, got, need, remedy)
-    gradients = LinearFunction.backward(ctx, dys[0])[:3]
-    return (*gradients, *[None] * 7, *ctx.of_lists)
+    of_x, of_w, of_bias, _ = LinearFunction.backward(ctx, dys[0])
+    others = [None] * (len(needed) - 3 - len(ctx.of_lists))  # which get none
+    return (of_x, of_w, of_bias, *others, *ctx.of_lists)
 
 
 torch.library.register_autograd("blockscale::linear_exported", _backward, setup_context=_keep)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from blockscale._errors import as_pytorch_raises, fail, fail_type
 from blockscale._layer_arguments import check_shapes
-from blockscale.functional import LinearFunction, asked, first_order
+from blockscale.functional import Arguments, LinearFunction, asked, first_order
 from blockscale.ops import largest_of_ranks
 from blockscale.recipe import OPERANDS, Recipe, Spec
 from blockscale.rng import Key
@@ -220,14 +220,14 @@ class _Linear(torch.autograd.Function):
             bias = bias if adds_bias else None
             return _ops.linear_piece.default(x, w, bias, *call, x_amax, w_amax)
 
-        rest = (recipe.text, dx, dw, seed, offset, None, dtype, None, None)
+        rest: Arguments = (recipe.text, dx, dw, seed, offset, None, dtype, None, None)
         return LinearFunction.forward(ctx, x, w, bias, (forward, recipe, rest, db, None))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, *saved = ctx.saved_tensors
-        text, k, dx, dw, db, dtypes, *_ = ctx.call
+        text, k, dx, dw, db, dtypes = ctx.layer
         recipe, place = ctx.recipe, ctx.place
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         row, column = recipe.dgrad_dy if want_x else None, recipe.wgrad_dy if want_w else None

@@ -35,6 +35,19 @@ _ops = torch.ops.blockscale
 _forward = _ops.linear.default
 _forward_now = _forward._op  # what PyTorch's Python calls in the end; compilers cannot trace it
 _MAKE_IT = "bs.quantize_weight(w, recipe) makes it"
+# The arguments of the operator `linear` after the tensors. (A plain tuple, as is what a forward
+# leaves for its backward: to make a NamedTuple takes a hundredth of a small layer's forward.)
+Arguments = tuple[
+    str,  # recipe: the text of its operands
+    bool,  # dx: whether x needs a gradient
+    bool,  # dw
+    torch.Tensor | None,  # seed
+    torch.Tensor | None,  # offset
+    torch.Tensor | None,  # offsets, of groups
+    torch.dtype | None,  # dtype of y, if not x's
+    list[torch.Tensor] | None,  # quantized_w: operands made in advance
+    list[torch.Tensor] | None,  # quantized_x
+]
 # Called with (x, w, recipe, offsets, y) for every product y = x·Wᵀ while measure.py is at work.
 product_seen: Callable[..., None] | None = None
 
@@ -231,8 +244,6 @@ def _product(
     made_x = None
     if dw and recipe.quantizes_x and not exporting and (compiling or not watched):
         made_x = quantized_input(x, text, offsets)
-    # The operator's arguments after the tensors: recipe, dx, dw, seed, offset, offsets, dtype,
-    # quantized_w, quantized_x.
     rest = (text, dx, dw, seed, offset, offsets, autocast_dtype(x), made, made_x)
     forward = _forward if watched else _forward_now
     y: torch.Tensor
@@ -343,7 +354,11 @@ class LinearFunction(torch.autograd.Function):
     """x [..., K], w [N, K] -> y [..., N]; with offsets x [T, K], w [E, N, K] -> y [T, N]. `call`
     holds the operator, the recipe, the operator's arguments after the tensors, whether the bias
     gets a gradient, and the buffer for w's gradient, in one tuple because each argument costs
-    time."""
+    time.
+
+    `ctx.layer` is what the backward of any layer reads: the recipe's text, K, which of x, w and the
+    bias get a gradient, and the dtypes of these. `ctx.own` is what this one reads besides.
+    """
 
     @staticmethod
     def forward(
@@ -351,7 +366,7 @@ class LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        call: tuple[Callable[..., Any], Recipe, tuple[Any, ...], bool, torch.Tensor | None],
+        call: tuple[Callable[..., Any], Recipe, Arguments, bool, torch.Tensor | None],
     ) -> torch.Tensor:
         forward, recipe, rest, db, into = call
         y: torch.Tensor
@@ -359,7 +374,7 @@ class LinearFunction(torch.autograd.Function):
         # precision are the inputs themselves. (No list is mutated here: PyTorch 2.11's compiler
         # does not trace that.)
         y, *saved = forward(x, w, bias, *rest)
-        text, dx, dw, seed, _, offsets, _, quantized_w, quantized_x = rest
+        text, dx, dw, seed, _offset, offsets, _dtype, quantized_w, quantized_x = rest
         lean = text != recipe.text  # the backward quantizes what the recipe does not keep
         x_later = recipe.later_x if lean and dw else ""
         x_apart = quantized_x is not None or x_later != ""
@@ -367,7 +382,7 @@ class LinearFunction(torch.autograd.Function):
         x_at = len(saved)
         if dw and (x_later or recipe.wgrad_x is None):
             saved = [*saved, _for_later(x, not recipe.keep_x)]
-        elif dw and x_apart:
+        elif dw and quantized_x is not None:
             saved = [*saved, quantized_x[-1]]
         if dx and quantized_w is not None and recipe.dgrad_w is not None:
             # An operand that FSDP2 has gathered is transposed in the backward.
@@ -387,15 +402,16 @@ class LinearFunction(torch.autograd.Function):
         # For experts that lie in memory as [E, K, N]: makes the gradient in that order, which saves
         # a copy.
         transposed = offsets is not None and w.stride(-2) == 1 and w.stride(-1) != 1
-        wanted = (w.shape[-1], dx, dw, db)
-        ctx.call = (recipe.text, *wanted, dtypes, into, transposed, x_later, x_at, x_apart, w_apart)
+        ctx.layer = (recipe.text, w.shape[-1], dx, dw, db, dtypes)
+        ctx.own = (into, transposed, x_later, x_at, x_apart, w_apart)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, *saved = ctx.saved_tensors
-        text, k, dx, dw, db, dtypes, into, transposed, x_later, x_at, *apart = ctx.call
+        text, k, dx, dw, db, dtypes = ctx.layer
+        into, transposed, x_later, x_at, *apart = ctx.own
         want_x, want_w, want_b = wanted = asked(ctx, (dx, dw, db))
         skip_x, skip_w = dx and not want_x, dw and not want_w
         # If saved-tensor hooks have replaced x by one of another shape, the operator refuses it.
@@ -435,7 +451,7 @@ def _linear_exported(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    rest: tuple[Any, ...],
+    rest: Arguments,
     offsets: torch.Tensor | None,
     into: torch.Tensor | None,
 ) -> torch.Tensor:
