@@ -6,7 +6,7 @@ import dataclasses
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import TypeGuard
+from typing import NoReturn, TypeGuard
 
 import torch
 
@@ -129,42 +129,9 @@ def convert(
         [rule for rule in rules or () if all(step.rule != rule for step in plan)],
     )
     if not report.converted:
-        # Layers before modules that never are layers.
-        skipped = sorted(report.skipped, key=lambda of: of[1].endswith(NO_LINEAR))
-        why = "; ".join(f"{shown(name)}: {reason}" for name, reason in skipped[:4])
-        fail(
-            "convert",
-            "model",
-            f"{type(model).__name__} with nothing to convert",
-            "at least one nn.Linear, GroupedLinear or experts= that no rule or skip leaves alone",
-            why or "it has no parameters",
-        )
-    _check_not_inside_another(model)
-    _check_devices(plan)
-    for step in plan:
-        if isinstance(step.module, Layer) and isinstance(step.what, Recipe):
-            check_gathered(step.name, step.module, step.what)
-    left = {step.name: step.module for step in plan if not isinstance(step.what, Recipe)}
-    _check_restorable("convert", model, left)
-
-    state = root_state(model) or _REVERTED.pop(model, None)
-    # Otherwise the state of a converted part, whose count continues, or of layers built by hand.
-    state = state or _joined(states_of(model))
-    state.seed = state.seed if seed is None else any_int("convert", "seed", seed)
-    state.draws = False  # until a layer's recipe draws bits
-    for step in plan:
-        if isinstance(step.what, Recipe):
-            if not isinstance(step.module, Layer):
-                # Bypasses the module's own __setattr__, as Layer.configure does.
-                object.__setattr__(step.module, "__class__", _converted(type(step.module)))
-            assert isinstance(step.module, Layer)
-            step.module.configure(step.what, state, step.name)
-        elif _has_no_plain_form(step.module):
-            step.module.configure(step.module.recipe, state, step.name)
-        else:
-            _restore(step.module)
-    make_root(model, state)
-    _settle_fast_paths(model)
+        _fail_with_nothing(model, report)
+    _check_plan(model, plan)
+    _apply_plan(model, plan, None if seed is None else any_int("convert", "seed", seed))
     return report
 
 
@@ -289,6 +256,52 @@ def _plan(
             yield _Step(name, module, parsed[rule][1] or alone, rule)
         else:
             yield _Step(name, module, default)
+
+
+def _fail_with_nothing(model: torch.nn.Module, report: Report) -> NoReturn:
+    # Layers before modules that never are layers.
+    skipped = sorted(report.skipped, key=lambda of: of[1].endswith(NO_LINEAR))
+    why = "; ".join(f"{shown(name)}: {reason}" for name, reason in skipped[:4])
+    fail(
+        "convert",
+        "model",
+        f"{type(model).__name__} with nothing to convert",
+        "at least one nn.Linear, GroupedLinear or experts= that no rule or skip leaves alone",
+        why or "it has no parameters",
+    )
+
+
+def _check_plan(model: torch.nn.Module, plan: list[_Step]) -> None:
+    """Refuse a plan that cannot be carried out whole: nothing has been changed yet."""
+    _check_not_inside_another(model)
+    _check_devices(plan)
+    for step in plan:
+        if isinstance(step.module, Layer) and isinstance(step.what, Recipe):
+            check_gathered(step.name, step.module, step.what)
+    left = {step.name: step.module for step in plan if not isinstance(step.what, Recipe)}
+    _check_restorable("convert", model, left)
+
+
+def _apply_plan(model: torch.nn.Module, plan: list[_Step], seed: int | None) -> None:
+    """Change the model; refuses nothing."""
+    state = root_state(model) or _REVERTED.pop(model, None)
+    # Otherwise the state of a converted part, whose count continues, or of layers built by hand.
+    state = state or _joined(states_of(model))
+    state.seed = state.seed if seed is None else seed
+    state.draws = False  # until a layer's recipe draws bits
+    for step in plan:
+        if isinstance(step.what, Recipe):
+            if not isinstance(step.module, Layer):
+                # Bypasses the module's own __setattr__, as Layer.configure does.
+                object.__setattr__(step.module, "__class__", _converted(type(step.module)))
+            assert isinstance(step.module, Layer)
+            step.module.configure(step.what, state, step.name)
+        elif _has_no_plain_form(step.module):
+            step.module.configure(step.module.recipe, state, step.name)
+        else:
+            _restore(step.module)
+    make_root(model, state)
+    _settle_fast_paths(model)
 
 
 def _ends_in(module: torch.nn.Module) -> str:
