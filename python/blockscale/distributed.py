@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from blockscale._collectives import largest_of_ranks
 from blockscale._errors import as_pytorch_raises, fail, fail_type
 from blockscale._layer_arguments import check_shapes
 from blockscale.functional import Arguments, LinearFunction, asked, first_order
-from blockscale.ops import largest_of_ranks
 from blockscale.recipe import OPERANDS, Recipe, Spec
 from blockscale.rng import Key
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from blockscale._arguments import (
     check_amax,
@@ -204,21 +203,6 @@ def amax(
     offsets = check_offsets(op, offsets)
     result: torch.Tensor = _ops.amax(check_tensor(op, x), s.text, axis, batch_dims, offsets)
     return result
-
-
-def largest_of_ranks(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Elementwise maximum of `amax` over the ranks; NaN where any rank has NaN. May overwrite
-    `amax`."""
-    bits = amax.view(torch.int32)  # orders the same way, with NaN largest
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
-        dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-        return amax
-    # A compiler can trace this one, and selective checkpointing can save and restore it. It takes
-    # several times as long on the host.
-    from torch.distributed._functional_collectives import all_reduce, wait_tensor
-
-    found: torch.Tensor = wait_tensor(all_reduce(bits, "max", group))  # type: ignore[no-untyped-call]
-    return found.view(torch.float32)
 
 
 @as_pytorch_raises

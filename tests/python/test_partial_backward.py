@@ -11,7 +11,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
-from blockscale.ops import largest_of_ranks
+from blockscale._collectives import largest_of_ranks
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -14,7 +14,7 @@ import blockscale as bs
 import pytest
 import torch
 import torch.distributed as dist
-from blockscale.ops import largest_of_ranks
+from blockscale._collectives import largest_of_ranks
 from ranks import DEVICES, on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
