@@ -10,9 +10,10 @@ from typing import Final
 import torch
 
 from blockscale._errors import check_int, fail, fail_offsets, fail_type, integer, reword
+from blockscale._plain import check_plain
 from blockscale.recipe import Spec, spec
 from blockscale.rng import Rng, tensors_beside
-from blockscale.tensor import QuantizedTensor, check_layout, check_plain
+from blockscale.tensor import QuantizedTensor, check_layout
 
 
 def check_spec(operation: str, name: str, value: object) -> Spec:

@@ -7,8 +7,7 @@ from typing import NoReturn
 import torch
 
 from blockscale._errors import fail, fail_type, kind_of, message, proxy_remedy
-from blockscale.recipe import OPERANDS, Recipe, Spec, any_stochastic, spec
-from blockscale.tensor import (
+from blockscale._plain import (
     FLOATS,
     FLOATS_TEXT,
     check_dense,
@@ -16,6 +15,7 @@ from blockscale.tensor import (
     check_plain,
     is_for_layer,
 )
+from blockscale.recipe import OPERANDS, Recipe, Spec, any_stochastic, spec
 
 
 def check_arguments(

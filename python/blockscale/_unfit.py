@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import torch
 
+from blockscale._plain import FLOATS, FLOATS_TEXT, is_for_layer
 from blockscale.classes import why_not_linear, why_taken
 from blockscale.experts import is_experts, matrices_of, why_not
 from blockscale.fsdp import is_sharded
 from blockscale.nn import Layer, Linear
-from blockscale.tensor import FLOATS, FLOATS_TEXT, is_for_layer
 
 NO_LINEAR: Final = " is not nn.Linear"  # after the kind of a module
 # PyTorch 2.11 has none: nothing is an instance of ().

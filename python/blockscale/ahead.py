@@ -10,9 +10,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from blockscale._errors import fail, fail_type
+from blockscale._plain import KeptWeight, is_dtensor, is_plain
 from blockscale.fsdp import of_fsdp
 from blockscale.nn import GroupedLinear, WeightLayer, converted_layers, got_and_need
-from blockscale.tensor import KeptWeight, is_dtensor, is_plain
 
 
 @contextlib.contextmanager

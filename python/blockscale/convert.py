@@ -12,6 +12,7 @@ import torch
 
 from blockscale._errors import any_int, counted, did_you_mean, fail, fail_type, kind_of
 from blockscale._names import REPLICATORS, by_first_name, is_part, names_of, shown
+from blockscale._plain import values_of
 from blockscale._unfit import NO_LINEAR, has_own_parameters, read_past, unfit
 from blockscale.classes import class_of
 from blockscale.counting import states_of
@@ -21,7 +22,6 @@ from blockscale.nn import Layer, Linear, WeightLayer, check_model
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.sharded import check_gathered, gathered_spec, gathers_codes
-from blockscale.tensor import values_of
 
 # PyTorch's encoder has an inference kernel that reads the parameters of its linear layers without
 # calling their forward: the class and attribute that allow it, and the value that does not.

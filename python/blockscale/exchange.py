@@ -12,9 +12,9 @@ import torch.distributed as dist
 from blockscale._arguments import check_spec
 from blockscale._errors import as_pytorch_raises, fail, fail_type, integer
 from blockscale._layer_arguments import refuse_transforms
+from blockscale._plain import check_plain
 from blockscale.functional import first_order
 from blockscale.recipe import Spec
-from blockscale.tensor import check_plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

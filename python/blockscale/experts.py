@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from blockscale._constant import constant
 from blockscale._errors import fail, message
 from blockscale._layer_arguments import autocast_dtype
+from blockscale._plain import is_dtensor
 from blockscale.classes import why_none
 from blockscale.functional import linear_with_key
 from blockscale.nn import Kept, Layer, Uncopied
 from blockscale.regions import checkpointed_region
 from blockscale.rng import as_tensor, layer_seed
-from blockscale.tensor import is_dtensor
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 _MOST_PRODUCTS: Final = 16  # per forward: seeds exist in advance, compiled code cannot hash names

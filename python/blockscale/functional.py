@@ -23,12 +23,12 @@ from blockscale._layer_arguments import (
     refuse_trace_of_weight,
     refuse_transforms,
 )
+from blockscale._plain import USUAL, is_dtensor
 from blockscale._tracing import is_exporting
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
 from blockscale.shared_input import quantized_in_backward, quantized_input
-from blockscale.tensor import USUAL, is_dtensor
 from blockscale.weight import QuantizedWeight, is_gathered
 
 _ops = torch.ops.blockscale

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from blockscale import functional
 from blockscale._errors import fail
 from blockscale._names import by_first_name, names_of, shown
+from blockscale._plain import USUAL
 from blockscale.nn import Layer, WeightLayer, check_model, version_of
 from blockscale.noise import Noise, percent, pieces
 from blockscale.recipe import GEMMS, Recipe
 from blockscale.rng import Rng
-from blockscale.tensor import USUAL
 
 _SHOWN: Final = 6  # names in a line of the table
 _NOT_RUN: Final = "its forward has not run: not used, or its weight is read directly"

@@ -12,13 +12,13 @@ import torch
 
 from blockscale._errors import any_int, check_int, fail, fail_offsets, fail_type
 from blockscale._layer_arguments import refuse_script
+from blockscale._plain import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain, values_of
 from blockscale._tracing import fake_mode_of, is_fake
 from blockscale.forwards import RngState, make_root
 from blockscale.functional import linear_with_key
 from blockscale.recipe import Recipe, any_stochastic, recipe_names
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Sent, as_tensor, layer_seed, moved, own_tensors, received
-from blockscale.tensor import FLOATS, FLOATS_TEXT, KeptWeight, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight, quantize_weight
 
 __all__ = ["GroupedLinear", "Linear"]

@@ -19,15 +19,10 @@ from blockscale._arguments import (
     check_type,
 )
 from blockscale._errors import as_pytorch_raises, check_int, fail, fail_offsets
+from blockscale._plain import FLOATS, FLOATS_TEXT, check_plain
 from blockscale.recipe import Spec
 from blockscale.rng import Rng
-from blockscale.tensor import (
-    FLOATS,
-    FLOATS_TEXT,
-    QuantizedTensor,
-    check_plain,
-    matrix_extents,
-)
+from blockscale.tensor import QuantizedTensor, matrix_extents
 
 _ops = torch.ops.blockscale
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 
 from blockscale._errors import any_int, fail, fail_type
+from blockscale._plain import check_plain
 from blockscale._tracing import fake_mode_of
-from blockscale.tensor import check_plain
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are far apart

@@ -27,10 +27,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from blockscale._collectives import largest_of_ranks
 from blockscale._errors import fail
 from blockscale._names import shown
+from blockscale._plain import KeptWeight, WeightOfFsdp, is_dtensor, is_plain, values_of
 from blockscale.fsdp import cut_among_fewer, cut_before, gathered_with, of_fsdp
 from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need
 from blockscale.recipe import Recipe, Spec
-from blockscale.tensor import KeptWeight, WeightOfFsdp, is_dtensor, is_plain, values_of
 from blockscale.weight import QuantizedWeight
 
 _ops = torch.ops.blockscale

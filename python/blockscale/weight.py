@@ -7,10 +7,10 @@ import dataclasses
 import torch
 
 from blockscale._errors import any_device, as_pytorch_raises, fail, fail_type
+from blockscale._plain import FLOATS, FLOATS_TEXT, check_plain
 from blockscale.recipe import Recipe, any_stochastic
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Rng, layer_key
-from blockscale.tensor import FLOATS, FLOATS_TEXT, check_plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
