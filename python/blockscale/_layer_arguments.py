@@ -15,7 +15,8 @@ from blockscale._plain import (
     check_plain,
     is_for_layer,
 )
-from blockscale.recipe import OPERANDS, Recipe, Spec, any_stochastic, spec
+from blockscale._recipe_text import OPERANDS
+from blockscale.recipe import Recipe, Spec, any_stochastic, spec
 
 
 def check_arguments(

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from blockscale._collectives import largest_of_ranks
 from blockscale._errors import as_pytorch_raises, fail, fail_type
 from blockscale._layer_arguments import check_shapes
+from blockscale._recipe_text import OPERANDS
 from blockscale.functional import Arguments, LinearFunction, asked, first_order
-from blockscale.recipe import OPERANDS, Recipe, Spec
+from blockscale.recipe import Recipe, Spec
 from blockscale.rng import Key
 
 _ops = torch.ops.blockscale

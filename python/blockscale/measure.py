@@ -17,9 +17,10 @@ from blockscale import functional
 from blockscale._errors import fail
 from blockscale._names import by_first_name, names_of, shown
 from blockscale._plain import USUAL
+from blockscale._recipe_text import GEMMS
 from blockscale.nn import Layer, WeightLayer, check_model, version_of
 from blockscale.noise import Noise, percent, pieces
-from blockscale.recipe import GEMMS, Recipe
+from blockscale.recipe import Recipe
 from blockscale.rng import Rng
 
 _SHOWN: Final = 6  # names in a line of the table

@@ -11,10 +11,14 @@ import torch
 from blockscale import _core
 from blockscale._constant import constant
 from blockscale._errors import did_you_mean, fail, fail_type, message
-from blockscale._recipe_text import GEMMS as GEMMS
-from blockscale._recipe_text import KEPT, refuse_change, split_changes, with_changes
-from blockscale._recipe_text import OPERANDS as OPERANDS
-from blockscale._recipe_text import split_outside_brackets as split_outside_brackets
+from blockscale._recipe_text import (
+    GEMMS,
+    KEPT,
+    OPERANDS,
+    refuse_change,
+    split_changes,
+    with_changes,
+)
 
 
 @dataclasses.dataclass(frozen=True, init=False)

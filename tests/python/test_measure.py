@@ -15,8 +15,8 @@ import pytest
 import torch
 from bits import QUANTIZED, normal
 from blockscale import functional
+from blockscale._recipe_text import GEMMS
 from blockscale.noise import Noise
-from blockscale.recipe import GEMMS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -17,7 +17,7 @@ import blockscale as bs
 import pytest
 import torch
 from bits import assert_same_bits, assert_same_operand
-from blockscale.recipe import OPERANDS
+from blockscale._recipe_text import OPERANDS
 from ranks import DEVICES, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

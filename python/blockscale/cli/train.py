@@ -18,6 +18,7 @@ from rich.console import Console
 
 import blockscale as bs
 from blockscale._core import facts
+from blockscale._recipe_text import split_outside_brackets
 from blockscale.cli import run_folder
 from blockscale.cli.data import Corpus, load_corpus
 from blockscale.cli.doctor import why_not
@@ -39,7 +40,6 @@ from blockscale.cli.report import print_table, seed_range, steps_of, write_repor
 from blockscale.cli.run_folder import RunFolder
 from blockscale.cli.saved import SETTINGS, WHOLE, read_settings
 from blockscale.cli.trainer import Trainer, reproducible_kernels
-from blockscale.recipe import split_outside_brackets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
