@@ -81,8 +81,8 @@ def convert(
     A `blockscale.nn.GroupedLinear` gets the recipe, or keeps its own if it is left alone. Modules
     and parameters stay the same objects, and state_dict keys the same names. Converting again
     changes only what is different and keeps the count of steps, also after `revert`, which undoes
-    the conversion (but a copy of a reverted model knows neither its count nor its seed). Call
-    `attach` next.
+    the conversion (but a copy of a reverted model knows neither its count nor its seed); a layer
+    that becomes plain again is as after `revert`. Call `attach` next.
 
     Experts of other libraries, such as Transformers, are modules that hold matrices [E, N, K] or
     [E, K, N] and multiply by `torch.nn.functional.grouped_mm`. In those named in `experts`,
@@ -141,7 +141,9 @@ def revert(model: torch.nn.Module) -> list[str]:
 
     A `GroupedLinear` stays as it is, and the model continues to count forwards for it. An attached
     optimizer continues to count steps, for a later `convert`. The seed and the count are remembered
-    for this one object: a deep copy or a pickle of the reverted model is a new model.
+    for this one object: a deep copy or a pickle of the reverted model is a new model. Weights that
+    `quantized_all_gather` has replaced are replaced again, by parameters with the same values and
+    gradients: make their optimizer anew.
 
     Args:
         model: a module; if it is a DistributedDataParallel, the module that it wraps is reverted.
@@ -470,6 +472,7 @@ def _restore(module: torch.nn.Module) -> bool:
         own = {"local", "_is_param"}  # attributes of its type
         kept = {name: value for name, value in vars(weight).items() if name not in own}
         vars(made).update(kept)  # such as options for an optimizer
+        made.grad = weight.grad
     object.__setattr__(module, "__class__", module.plain)
     return True
 

@@ -54,7 +54,8 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
     once per gather.
 
     Call it between `convert` and `fully_shard`, and before the optimizer is made: parameters are
-    replaced by new ones with the same values. Checkpoints stay as they are. Weights whose recipe
+    replaced by new ones with the same values and gradients, without hooks. Checkpoints stay as they
+    are. Weights whose recipe
     does not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone,
     and so are weights that modules of `model` share. A weight is gathered as codes only if its
     pieces are whole blocks: the rows of each rank a multiple of 128 in "fp8_blockwise", 32 in
@@ -116,6 +117,7 @@ def _retype(layer: WeightLayer) -> None:
     elif not isinstance(weight, ShardedWeight):
         made = torch.nn.Parameter(ShardedWeight(weight.detach()), weight.requires_grad)
         made.__dict__.update(weight.__dict__)  # such as options for an optimizer
+        made.grad = weight.grad
         # Past the layer's own, which may refuse.
         torch.nn.Module.__setattr__(layer, "weight", made)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import blockscale as bs
 import pytest
@@ -142,9 +143,21 @@ def test_addresses_tell_weights_apart(one_rank: DeviceMesh) -> None:
     bs.quantized_all_gather(model)
     assert [weight.data_ptr() for weight in model.parameters()] == plain
     fully_shard(model, mesh=one_rank)
-    pieces = [weight._local_tensor.data_ptr() for weight in model.parameters()]
+    weights: list[Any] = list(model.parameters())
+    pieces = [weight._local_tensor.data_ptr() for weight in weights]
     assert 0 not in pieces
     assert len(set(pieces)) == 2
+
+
+def test_gradients_stay_where_weights_are_replaced() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    bs.convert(model, "fp8_blockwise")
+    model(torch.ones(2, 64)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for change in (bs.quantized_all_gather, bs.revert):
+        change(model)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert parameter.grad is gradient
 
 
 def cut_otherwise() -> None:
@@ -175,11 +188,13 @@ def kept_by_some() -> None:
     x = torch.ones(4, 64)
     layer = bs.nn.Linear(64, 512)
     bs.quantized_all_gather(layer)
-    few = fully_shard(copy.deepcopy(layer), mesh=mesh, reshard_after_forward=2)
+    few = copy.deepcopy(layer)
+    fully_shard(few, mesh=mesh, reshard_after_forward=2)
     said = "reshard_after_forward = a number; need True or False: FSDP2 gathers no codes from fewer"
     with pytest.raises(ValueError, match=said):
         few(x)
-    fully_shard(layer, mesh=mesh, reshard_after_forward=4)(x).sum().backward()
+    fully_shard(layer, mesh=mesh, reshard_after_forward=4)
+    layer(x).sum().backward()
     assert layer.weight.grad is not None
 
 
