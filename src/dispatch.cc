@@ -163,7 +163,7 @@ std::string explain(std::string_view spec, std::string_view layout, std::string_
     const std::string_view kind = kind_of(device);
     std::vector<std::string> names;
     for (const Backend& backend : backends()) {
-      if (kind == backend.name) return backend.available ? "" : backend.reason;
+      if (kind == backend.name) return backend.reason;
       names.push_back(backend.name);
     }
     fail("explain", "device", quoted(device), "one of " + join(names, ", "));

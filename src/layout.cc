@@ -52,9 +52,6 @@ void validate(const QuantSpec& spec, const StorageLayout& layout) {
   if (!codes.for_codes)
     fail("layout", "codes", quoted(codes.name),
          "a layout of codes: " + names([](const LayoutTraits& t) { return t.for_codes; }));
-  if (!scales.for_scales)
-    fail("layout", "scales", quoted(scales.name),
-         "a layout of scales: " + names([](const LayoutTraits& t) { return t.for_scales; }));
   if (!fits(scales))
     fail("layout", "scales", quoted(scales.name),
          "one of " + names(fits) + " for the " + traits(spec.scale).name + " scales of " +

@@ -46,9 +46,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates) {
   // A candidate that starts with the name is nearer than any other.
   const auto distance = [&](const std::string& candidate) {
-    const size_t length = std::min(name.size(), candidate.size());
-    const bool begins = !name.empty() && length == name.size() &&
-                        edit_distance(name, candidate.substr(0, length)) == 0;
+    const bool begins = !name.empty() && edit_distance(name, candidate.substr(0, name.size())) == 0;
     return begins ? 0 : edit_distance(name, candidate);
   };
   const std::string& nearest =

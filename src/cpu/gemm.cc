@@ -346,7 +346,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options, const Executor& executor) {
   for (const Product& p : products_of(a, b, d, static_cast<const float*>(options.bias)))
     HWY_DYNAMIC_DISPATCH(gemm_blocks)(p, options, executor);
-  if (a.groups && !b.groups && !options.accumulate) clear_rows(d, rows_in(a.groups, d.rows));
+  if (!b.groups && !options.accumulate) clear_rows(d, rows_in(a.groups, d.rows));
 }
 
 }  // namespace blockscale::cpu

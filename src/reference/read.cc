@@ -83,7 +83,7 @@ void gemm(const ConstQuantized& a, const ConstQuantized& b, const Matrix& d,
           const GemmOptions& options) {
   for (const Product& p : products_of(a, b, d, static_cast<const float*>(options.bias)))
     multiply(p, options);
-  if (a.groups && !b.groups && !options.accumulate) clear_rows(d, rows_in(a.groups, d.rows));
+  if (!b.groups && !options.accumulate) clear_rows(d, rows_in(a.groups, d.rows));
 }
 
 }  // namespace blockscale::reference
