@@ -4,7 +4,14 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
 #include "gpu/gpu.h"
+#include "testing.h"
 #include "throws.h"
 
 namespace blockscale::testing {
@@ -36,6 +43,12 @@ TEST(Checks, TilesOfABatchOnAGpu) {
   quantizes(matrix(40, 48, most), operand("mxfp8", 40, 48, -1, most));
   EXPECT_ERROR(quantizes(matrix(40, 48, most + 1), operand("mxfp8", 40, 48, -1, most + 1)),
                "x = 1073741824 matrices of [40, 48]", "fewer than 2^30 tiles");
+  for (const auto& [rows, columns] : {std::pair{129, 48}, std::pair{40, 129}}) {  // two each
+    const int64_t half = kLimit / 4;
+    quantizes(matrix(rows, columns, half - 1), operand("mxfp8", rows, columns, -1, half - 1));
+    EXPECT_ERROR(quantizes(matrix(rows, columns, half), operand("mxfp8", rows, columns, -1, half)),
+                 "fewer than 2^30 tiles");
+  }
   // Operators without x count those of their operands.
   const Quantized from = operand("mxfp8", 40, 48, -1, most + 1);
   Quantized to = from;
@@ -45,6 +58,25 @@ TEST(Checks, TilesOfABatchOnAGpu) {
   // None of them is too large, whatever its matrices would be.
   quantizes(matrix(int64_t{1} << 23, int64_t{1} << 22, 0),
             operand("fp8_128x128", int64_t{1} << 23, int64_t{1} << 22, -1, 0));
+}
+
+TEST(Checks, TilesOfGroupsOnAGpu) {
+  Quantized q = operand("mxfp8", 128, 16384);
+  q.groups = {floats, true, 32765};
+  quantizes(matrix(128, 16384), q);
+  ++q.groups.count;
+  EXPECT_ERROR(quantizes(matrix(128, 16384), q), "32766 groups", "fewer than 2^22 tiles");
+  // None are counted in host memory.
+  const int64_t end = 0, rows = int64_t{1} << 40;
+  check_amax_of(matrix(rows, 1), kMxfp8, -1, floats, {&end, true, 1}, Memory::host);
+}
+
+// With 4096 more rows and columns, for padding, and 4 bytes for each element.
+TEST(Checks, SizesBelow2To60) {
+  const int64_t most = (int64_t{1} << 30) - 4096;
+  check_sizes("quantize", "x", most - 1, most, 1, 0);
+  check_sizes("quantize", "x", most, most - 1, 1, 0);
+  EXPECT_ERROR(check_sizes("quantize", "x", most, most, 1, 0), "below 2^60");
 }
 
 TEST(Checks, ExtentsOnAGpu) {
@@ -59,19 +91,55 @@ TEST(Checks, ExtentsOnAGpu) {
   EXPECT_ERROR(amax_of(1, kLimit - 1, wide, -1), "in whole transforms");
   EXPECT_ERROR(amax_of(kLimit - 1, 1, wide, -2), "in whole transforms");
   amax_of(1, kLimit - 1, wide, -2);
+  check_amax_of(matrix(1, kLimit - 1), wide, -1, floats, {}, Memory::host);
   // Rows of scales may be padded further than lines of codes.
   Quantized q = operand("fp8_1x128", kLimit - 1, 1);
   q.layout.scales = Layout::mn_major;
   EXPECT_ERROR(quantizes(matrix(kLimit - 1, 1), q), "out", "extents below 2^31, in whole blocks");
   q = operand("nvfp4", kLimit / 2, 1);
   q.layout.scales = Layout::nv_128x4;
-  quantizes(matrix(kLimit / 2, 1), q);  // 2^32 scales
+  quantizes(matrix(kLimit / 2, 1), q);                                    // 2^32 scales
+  quantizes(matrix(1, kLimit - 128), operand("mxfp8", 1, kLimit - 128));  // only tiles are shorter
   // Pieces of 4 rows by 8 columns.
   check_dequantize(as_const(operand("mxfp4", kLimit - 1, 24)), written(kLimit - 1, 24),
                    Memory::device);
   EXPECT_ERROR(check_dequantize(as_const(operand("mxfp4", kLimit - 1, 25)), written(kLimit - 1, 25),
                                 Memory::device),
                "fewer than 2^36 elements");
+  check_dequantize(as_const(operand("mxfp4", kLimit - 1, 25)), written(kLimit - 1, 25),
+                   Memory::host);
+  // As those check that call kernels without an operator.
+  check_device_operand("gemm", "q", as_const(operand("mxfp4", kLimit - 1, 25)));
+  EXPECT_ERROR(check_device_operand("gemm", "q", as_const(operand("mxfp4", kLimit, 1))),
+               "gemm: q = [2147483648, 1]", "extents below 2^31");
+}
+
+TEST(Checks, SpecsOfAnAmax) {
+  QuantSpec spec = kNvfp4;
+  spec.block = 32;
+  EXPECT_ERROR(check_amax_of(matrix(40, 48), spec, -1, floats, {}, Memory::host), "blocks of 16");
+}
+
+// Only a number below 0 is no largest magnitude: NaN is data, and -0 is 0.
+TEST(Checks, AmaxesThatAreGiven) {
+  float amax = -1;
+  QuantizeOptions o;
+  o.amax = &amax;
+  const auto given = [&](float value, Memory where) {
+    amax = value;
+    quantizes(matrix(40, 48), operand("nvfp4", 40, 48), o, where);
+  };
+  for (const float fine : {0.0f, -0.0f, 1.0f, HUGE_VALF, float_of(kNanBits), float_of(0xFFC00000)})
+    given(fine, Memory::host);
+  given(-1, Memory::device);  // which is not read
+  const float tiny = float_of(0x80000001);
+  EXPECT_ERROR(given(tiny, Memory::host), "quantize: amax = ", "at least 0");
+#if defined(__SSE__)
+  const unsigned saved = _mm_getcsr();
+  _mm_setcsr(saved | 0x8040);  // to the processor it is 0
+  EXPECT_ERROR(given(tiny, Memory::host), "quantize: amax = ", "at least 0");
+  _mm_setcsr(saved);
+#endif
 }
 
 // Scales of a byte may begin anywhere.
@@ -137,6 +205,13 @@ TEST(Checks, OriginsOfRandomBits) {
   quantizes(matrix(40, 48, 2), two, o);
   o.origin_row = limit - 79;  // lines are counted through the batch
   EXPECT_ERROR(quantizes(matrix(40, 48, 2), two, o), "origin", "below 2^32");
+  const Quantized down = operand("nvfp4[rounding=stochastic]", 48, 40, -2, 2);
+  o.origin_row = 0, o.origin_column = limit - 80;
+  quantizes(matrix(48, 40, 2), down, o);
+  o.origin_column = limit - 79;
+  EXPECT_ERROR(quantizes(matrix(48, 40, 2), down, o), "origin", "below 2^32");
+  o.origin_column = -1;
+  EXPECT_ERROR(quantizes(matrix(48, 40, 2), down, o), "origin = (0, -1)");
 }
 
 TEST(Checks, KeysOnTheDevice) {
@@ -162,6 +237,15 @@ TEST(Checks, WhatIsWidened) {
   Quantized other = q;
   other.spec.element = Format::e4m3fn;
   EXPECT_ERROR(quantizes(matrix(40, 64), other, o), "out = fp8_1x128, mn_major", "one matrix");
+  // Origins are those of what is widened.
+  o.widened->square = true, o.origin_row = 32;
+  quantizes(matrix(40, 64), q, o);
+  o.origin_row = 16;
+  EXPECT_ERROR(quantizes(matrix(40, 64), q, o), "origin = (16, 0)", "of 32 across it");
+  o.widened = parse_spec("mxfp4[scale_rule=rceil,rounding=stochastic]"), o.rng = Rng{};
+  o.origin_row = int64_t{1} << 32;
+  EXPECT_ERROR(quantizes(matrix(40, 64), q, o), "origin", "below 2^32");
+  o = {}, o.widened = kMxfp4;
   other = q, other.batch = 2;
   EXPECT_ERROR(quantizes(matrix(40, 64, 2), other, o), "out = fp8_1x128", "one matrix");
   constexpr int64_t kMost = (int64_t{1} << 31) - 2048;
@@ -215,6 +299,8 @@ TEST(Checks, WhatARelayoutOrTransposeKeeps) {
   };
   Quantized taller = with([](Quantized& q) { q.rows = 96; });
   EXPECT_ERROR(check_relayout(as_const(from), taller, Memory::host), "the operand of from");
+  const Quantized nowhere = with([](Quantized& q) { q.codes = nullptr; });
+  EXPECT_ERROR(check_relayout(as_const(from), nowhere, Memory::host), "to = null codes");
   const auto transposes = [](const Quantized& a, const Quantized& b) {
     check_transpose(as_const(a), b, Memory::device);
   };
@@ -230,6 +316,16 @@ TEST(Checks, WhatARelayoutOrTransposeKeeps) {
   grouped.groups = groups, rotated.spec.hadamard = {16, 0, 0};
   EXPECT_ERROR(transposes(grouped, to), "transpose: from = ", "in groups");
   EXPECT_ERROR(transposes(rotated, to), "transpose: from = ", "without a transform");
+  EXPECT_ERROR(transposes(with([](Quantized& q) { q.codes = nullptr; }), to), "from = null codes");
+  EXPECT_ERROR(transposes(from, with([](Quantized& q) { q.codes = nullptr; })), "to = null codes");
+  Quantized fp4 = from, turned = to;
+  fp4.spec = turned.spec = parse_spec("mxfp4[block=32x32]");
+  transposes(fp4, turned);
+  for (Quantized* tiled : {&fp4, &turned}) {
+    tiled->layout.codes = Layout::mfma_16x16;
+    EXPECT_ERROR(transposes(fp4, turned), "layout = mfma_16x16", "linear codes");
+    tiled->layout = {};
+  }
 }
 
 void multiplies(const Quantized& a, const Quantized& b, const Matrix& d, const GemmOptions& o = {},
@@ -242,11 +338,18 @@ TEST(Checks, ExtentsOfAProduct) {
   multiplies(a, b, written(40, 48));
   EXPECT_ERROR(multiplies(a, b, written(41, 48)), "d = [41, 48]", "extents [40, 48]");
   EXPECT_ERROR(multiplies(a, b, written(40, 49)), "d = [40, 49]", "extents [40, 48]");
+  EXPECT_ERROR(multiplies(operand("fp8_1x128", 40, 64, -1, 2), b, written(40, 48)), "a.batch = 2");
+  Quantized nowhere = b;
+  nowhere.codes = nullptr;
+  EXPECT_ERROR(multiplies(a, nowhere, written(40, 48)), "gemm: b = null codes");
   // A transform fills both of these up to 64.
   const char* wide = "nvfp4[hadamard=64]";
   EXPECT_ERROR(
       multiplies(operand(wide, 40, 60), operand(wide, 48, 64), written(40, 48), {}, Memory::host),
       "gemm: b", "contraction length of a, 60");
+  EXPECT_ERROR(
+      multiplies(operand(wide, 40, 64), operand(wide, 48, 60), written(40, 48), {}, Memory::host),
+      "gemm: b", "contraction length of a, 64");
   const int64_t large = int64_t{1} << 40;
   EXPECT_ERROR(multiplies(operand("mxfp8", large, 1), operand("mxfp8", large, 1),
                           written(large, large), {}, Memory::host),
@@ -271,6 +374,8 @@ TEST(Checks, WhereTheArgumentsOfAProductLie) {
   EXPECT_ERROR(multiplies(a, b, written(40, 48), bias, Memory::host), "bias_dtype", "float32");
   bias.bias_dtype = DType::f32_as_bf16;
   EXPECT_ERROR(multiplies(a, b, written(40, 48), bias), "bias_dtype = float32 read as bfloat16");
+  bias.bias = nullptr;
+  multiplies(a, b, written(40, 48), bias);
 }
 
 TEST(Checks, HowAProductOnAGpuIsStored) {
@@ -285,8 +390,12 @@ TEST(Checks, HowAProductOnAGpuIsStored) {
   multiplies(a, b, d);  // no second matrix
   Quantized ga = operand("fp8_1x128", 64, 40, -2), gb = operand("fp8_1x128", 64, 48, -2);
   ga.groups = gb.groups = {floats, true, 2};
-  d = written(40, 48, 2), d.batch_stride += 48;
-  EXPECT_ERROR(multiplies(ga, gb, d), "d.batch_stride = 1968", "1920 on a GPU");
+  for (const int64_t more : {48, -48}) {
+    d = written(40, 48, 2), d.batch_stride += more;
+    EXPECT_ERROR(multiplies(ga, gb, d), "d.batch_stride = ", "1920 on a GPU");
+  }
+  d.row_stride = 56, d.batch_stride = 40 * 56;
+  multiplies(ga, gb, d);
   // Codes of MXFP4 are moved on the way to FP8, those of other operands are not.
   Quantized tiled = operand("mxfp4", 40, 64);
   tiled.layout.codes = Layout::mfma_16x16;

@@ -77,6 +77,18 @@ TEST(Formats, TheGridsAreTheOnesWrittenDown) {
   EXPECT_EQ(decode(Format::e5m2, 0xFC), -HUGE_VALF);
 }
 
+TEST(Formats, WhatIsNegativeOrFinite) {
+  for (const float x : {0x1p-149f, 0x1p-126f, 1.0f, FLT_MAX}) {
+    EXPECT_TRUE(is_negative(-x) && !is_negative(x)) << x;
+    EXPECT_TRUE(is_finite(-x) && is_finite(x)) << x;
+  }
+  EXPECT_FALSE(is_negative(0.0f) || is_negative(-0.0f));
+  EXPECT_TRUE(is_negative(-HUGE_VALF) && !is_negative(HUGE_VALF));
+  EXPECT_FALSE(is_finite(-HUGE_VALF) || is_finite(HUGE_VALF));
+  for (const uint32_t nan : {kInfBits + 1, kNanBits, 0xFFC00000u, 0xFFFFFFFFu})
+    EXPECT_FALSE(is_negative(float_of(nan)) || is_finite(float_of(nan))) << nan;
+}
+
 TEST(Formats, PowersOfTwoAreExactDownToTheSmallestSubnormal) {
   for (int e = -149; e <= 127; ++e) EXPECT_EQ(exp2i(e), std::ldexp(1.0, e)) << e;
 }

@@ -206,6 +206,22 @@ TEST(GemmGrouped, ExactSumsAreExact) {
   }
 }
 
+TEST(GemmGrouped, MatricesOfDMayLieApart) {
+  Random random(1);
+  const Problem p = exact_problem(random, Form::contraction, 3, 300, 13, 7, false);
+  const int64_t size = p.rows() * p.columns(), apart = size + 5;
+  std::vector<float> close(static_cast<size_t>(3 * size)), far(static_cast<size_t>(3 * apart), 9);
+  gemm(as_const(p.a.view), as_const(p.b.view), p.d(close.data(), DType::f32));
+  Matrix d = p.d(far.data(), DType::f32);
+  d.batch_stride = apart;
+  gemm(as_const(p.a.view), as_const(p.b.view), d);
+  for (int64_t g = 0; g < 3; ++g)
+    for (int64_t i = 0; i < apart; ++i)
+      ASSERT_EQ(far[static_cast<size_t>(g * apart + i)],
+                i < size ? close[static_cast<size_t>(g * size + i)] : 9)
+          << g << " " << i;
+}
+
 TEST(GemmGrouped, Refusals) {
   const Offsets offsets({10, 40}, true), decreasing({30, 20}, true);
   const auto with = [&](int a_axis, const Groups& a_groups, int b_axis, const Groups& b_groups,

@@ -216,8 +216,11 @@ TEST(Gemm, AnEmptyContractionGivesTheBiasOrZeroAndKeepsWhatAccumulates) {
   gemm(a.view(), b.view(), d.view);
   gemm(a.view(), b.view(), with_bias.view, {.bias = bias});
   gemm(a.view(), b.view(), added.view, {.bias = bias, .accumulate = true});
+  Result want(DType::f32, 3, 2, Strides::row_major, 7);
+  reference::gemm(a.view(), b.view(), want.view, {.bias = bias, .accumulate = true});
   for (int64_t r = 0; r < 3; ++r)
     for (int64_t c = 0; c < 2; ++c) {
+      EXPECT_EQ(want.frame.at(0, r, c), 7 + bias[c]);
       EXPECT_EQ(d.frame.at(0, r, c), 0);
       EXPECT_EQ(with_bias.frame.at(0, r, c), bias[c]);
       EXPECT_EQ(added.frame.at(0, r, c), 7 + bias[c]);
@@ -234,13 +237,16 @@ TEST(Gemm, AnEmptyContractionReadsNoOuterScale) {
       added(DType::f32, 3, 2, Strides::row_major, -0.0f);
   gemm(a.view(), b.view(), d.view);
   gemm(a.view(), b.view(), added.view, {.accumulate = true});
-  Result want(DType::f32, 3, 2, Strides::row_major, 7);
+  Result want(DType::f32, 3, 2, Strides::row_major, 7),
+      kept(DType::f32, 3, 2, Strides::row_major, -0.0f);
   reference::gemm(a.view(), b.view(), want.view, {});
+  reference::gemm(a.view(), b.view(), kept.view, {.accumulate = true});
   for (int64_t r = 0; r < 3; ++r)
     for (int64_t c = 0; c < 2; ++c) {
       EXPECT_EQ(d.frame.at(0, r, c), 0);
       EXPECT_EQ(want.frame.at(0, r, c), 0);
       EXPECT_TRUE(std::signbit(added.frame.at(0, r, c)));
+      EXPECT_TRUE(std::signbit(kept.frame.at(0, r, c)));
     }
 }
 

@@ -414,13 +414,14 @@ TEST_P(GroupedTest, OffsetsThatMakeNoSenseGiveNan) {
 // ---- sizes and places ----
 
 TEST(Grouped, BuffersAreLargeEnoughForAnyGroupsAndNoLarger) {
-  for (const QuantSpec& spec : {kFp8_1x128, kFp8_128x128, kMxfp8, kNvfp4}) {
+  const QuantSpec wide = parse_spec("nvfp4[hadamard=64]");
+  for (const QuantSpec& spec : {kFp8_1x128, kFp8_128x128, kMxfp8, kNvfp4, wide}) {
     for (const StorageLayout& layout : layouts_for(spec)) {
       for (int axis : {-1, -2}) {
         for (int64_t rows : {1, 5, 300, 1024}) {
           for (int64_t count : {1, 3, 8}) {
             const StoredShape s = grouped_shape(spec, layout, axis, rows, 200, count);
-            int64_t most_codes = 0, most_scales = 0;
+            int64_t most_codes = 0, most_scales = 0, most_positions = 0;
             // The worst: one row more than whole tiles in every group.
             for (int64_t step : {1, 17, 33, 129, 257}) {
               GroupStart end;
@@ -431,6 +432,7 @@ TEST(Grouped, BuffersAreLargeEnoughForAnyGroupsAndNoLarger) {
               }
               most_codes = std::max(most_codes, end.codes);
               most_scales = std::max(most_scales, end.scales);
+              most_positions = std::max(most_positions, end.position);
             }
             const int64_t codes = axis == -1 ? s.code_rows : s.code_columns;
             const int64_t scales = axis == -1 ? s.scale_rows : s.scale_columns;
@@ -446,6 +448,10 @@ TEST(Grouped, BuffersAreLargeEnoughForAnyGroupsAndNoLarger) {
               SCOPED_TRACE(to_string(spec) + " " + to_string(layout) + std::to_string(axis));
               EXPECT_EQ(room(layout.codes, most_codes, u.per_code), codes);
               EXPECT_EQ(room(layout.scales, most_scales, u.per_scale), scales);
+              if (axis == -2) {
+                EXPECT_EQ(room(Layout::linear, most_positions, 1), s.padded);
+                EXPECT_EQ(s.extent, s.padded);
+              }
             }
           }
         }
@@ -473,6 +479,29 @@ TEST(Grouped, Places) {
   EXPECT_EQ(starts(kFp8_128x128, linear, -1), (List{{0, 0}, {5, 1}, {5, 1}, {135, 3}}));
   EXPECT_EQ(starts(kNvfp4, nv, -1), (List{{0, 0}, {5, 128}, {5, 128}, {135, 384}}));
   EXPECT_EQ(starts(kNvfp4, nv, -2), (List{{0, 0}, {8, 4}, {8, 4}, {80, 16}}));
+}
+
+// As kernels find them, which see them first.
+TEST(Grouped, EndsThatMakeNoSense) {
+  const Offsets offsets({0, 5, 5, 3, 12, 13, -1}, true);
+  const Groups groups = offsets.view();
+  const bool wrong[] = {false, false, false, true, false, true, true};
+  for (int64_t g = 0; g < 7; ++g) EXPECT_EQ(groups.is_wrong(g, 12), wrong[g]) << g;
+  EXPECT_EQ(groups.begin(0), 0);
+  EXPECT_EQ(groups.begin(1), 0);
+  EXPECT_EQ(groups.begin(2), 5);
+  const Offsets below({-1}, false);
+  EXPECT_TRUE(below.view().is_wrong(0, 12));
+}
+
+// However many rows of no group are to become 0.
+TEST(Grouped, RowsWithoutColumnsTakeNoTime) {
+  const Offsets offsets({0}, true);
+  ConstQuantized q;
+  q.spec = kMxfp8, q.rows = int64_t{1} << 40, q.groups = offsets.view();
+  const Matrix none{nullptr, DType::f32, q.rows, 0};
+  dequantize(q, none);
+  reference::dequantize(q, none);
 }
 
 // ---- refusals ----
@@ -504,6 +533,8 @@ TEST_F(RefusedGroups, OffsetsThatAreNoCumulativeEnds) {
   EXPECT_ERROR(with({-1, 30}), "offsets[0] = -1 is smaller than 0", "must not decrease");
   EXPECT_ERROR(with({10, 41}), "quantize: offsets[1] = 41", "at most 40, the rows of x");
   EXPECT_ERROR(with({10, 40}, 2), "batch = 2", "one matrix");
+  EXPECT_ERROR(with({10, 40}, 0), "batch = 0", "one matrix");
+  check_offsets("quantize", {}, 40);  // no groups, no ends
 }
 
 TEST_F(RefusedGroups, InEveryOperatorByItsName) {

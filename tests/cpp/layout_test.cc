@@ -147,6 +147,7 @@ TEST(LayoutText, NamesGoBothWaysAlone) {
   EXPECT_EQ(parse_layout("mfma_16x16"), (StorageLayout{Layout::mfma_16x16, Layout::linear}));
   EXPECT_EQ(parse_layout("mfma_16x16+aiter_scale"),
             (StorageLayout{Layout::mfma_16x16, Layout::aiter_scale}));
+  EXPECT_EQ(parse_layout("mfma_16x16+linear"), parse_layout("mfma_16x16"));
 }
 
 TEST(LayoutText, RefusesWhatMeansNothing) {

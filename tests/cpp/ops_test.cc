@@ -261,6 +261,9 @@ TEST_F(Refused, OperandsThatKernelsCannotCountOnAGpu) {
   const Quantization turned[] = {{x.view(), &down.view, nullptr}, {x.view(), nullptr, &out.view}};
   EXPECT_ERROR(quantize_two(turned[0], {}, NoStream()), "quantize: axis = -2", "-1 of row");
   EXPECT_ERROR(quantize_two(turned[1], {}, NoStream()), "quantize: axis = -1", "-2 of column");
+  Quantization beside{x.view(), &out.view, nullptr};
+  beside.row_values = {&to, DType::f32, 40, 48, 48, 1, 1, 0};
+  EXPECT_ERROR(quantize_two(beside, {}, NoStream()), "quantize: row_values = another matrix");
 }
 
 TEST_F(Refused, MemoryThatKernelsCannotReadOnAGpu) {
@@ -367,7 +370,9 @@ TEST_F(Refused, NumbersThatAreNoEnumerators) {
   odd.dtype = static_cast<DType>(99);
   EXPECT_ERROR(quantize(odd, out.view), "quantize: x = dtype 99");
   for (const int number : {kLayoutCount, 99}) {
-    out.view.layout.scales = static_cast<Layout>(number);
+    out.view.layout = {Layout::linear, static_cast<Layout>(number)};
+    EXPECT_ERROR(quantize(x.view(), out.view), "layout: enumerator = " + std::to_string(number));
+    out.view.layout = {static_cast<Layout>(number), Layout::linear};
     EXPECT_ERROR(quantize(x.view(), out.view), "layout: enumerator = " + std::to_string(number));
   }
   EXPECT_ERROR(amax(x.view(), kNvfp4, -1, nullptr), "amax: out = null");

@@ -10,6 +10,7 @@
 #include "blockscale/philox.h"
 #include "blockscale/rounding.h"
 #include "specs.h"
+#include "text.h"
 #include "throws.h"
 
 namespace blockscale::testing {
@@ -129,14 +130,28 @@ TEST(SpecRefusal, BrokenTextIsNotGuessedAt) {
   EXPECT_ERROR(parse_spec(" nvfp4"), "did you mean 'nvfp4'?");
   EXPECT_ERROR(parse_spec("nvfp4[,]"), "''");
   EXPECT_ERROR(parse_spec("nvfp4[block]"), "block");
+  EXPECT_ERROR(parse_spec("nvfp4[outer]"), "outer = ''");
   EXPECT_ERROR(parse_spec("nvfp4[outer=yes]"), "outer", "true or false");
   EXPECT_ERROR(parse_spec("nvfp4[outer=true,outer=false]"), "'outer'", "each change once");
 }
 
 TEST(SpecText, AsPythonAndPyTorchSpell) {
   EXPECT_EQ(parse_spec("nvfp4[outer=False]"), parse_spec("nvfp4[outer=false]"));
+  EXPECT_EQ(parse_spec("nvfp4[outer=True]"), parse_spec("nvfp4[outer=true]"));
   EXPECT_EQ(parse_spec("mxfp8[element=torch.float8_e5m2]"), parse_spec("mxfp8[element=e5m2]"));
   EXPECT_EQ(parse_spec("mxfp8[element=float8_e4m3fn]"), parse_spec("mxfp8"));
+}
+
+// A suggestion is at most half of the longer word away.
+TEST(SpecRefusal, SuggestsWhatIsNear) {
+  for (const auto& [name, candidate] : {std::pair{"abcd", "abxy"}, std::pair{"ab", "xaby"},
+                                        std::pair{"xaby", "ab"}, std::pair{"ABXZ", "abyz"}})
+    EXPECT_EQ(did_you_mean(name, {candidate}), "did you mean " + quoted(candidate) + "?") << name;
+  for (const auto& [name, candidate] :
+       {std::pair{"abc", "axy"}, std::pair{"a", "xay"}, std::pair{"xay", "a"}})
+    EXPECT_EQ(did_you_mean(name, {candidate}), "") << name;
+  EXPECT_EQ(did_you_mean("A", {"b", "a"}), "did you mean 'a'?");
+  EXPECT_EQ(did_you_mean("Z", {"b", "z"}), "did you mean 'z'?");
 }
 
 // What goes on where the name ends is meant, though another may be nearer.
@@ -152,6 +167,7 @@ TEST(SpecRefusal, ElementsScalesAndBlocksBelongToTheFamily) {
   EXPECT_ERROR(parse_spec("nvfp4[element=e4m3]"), "e4m3");  // a scale format
   EXPECT_ERROR(parse_spec("nvfp4[scale=ue5m3]"), "ue5m3", "e4m3 for nvfp4", "use 'amdfp4'");
   EXPECT_ERROR(parse_spec("mxfp4[scale=e4m3]"), "use 'nvfp4'");
+  EXPECT_ERROR(parse_spec("nvfp4[scale=fp32]"), "what the name means");  // none has e2m1
   EXPECT_ERROR(parse_spec("nvfp4[scale=e9m9]"), "'e9m9'");
   EXPECT_ERROR(parse_spec("nvfp4[scale_rule=rceil]"), "rceil", "two_level", "nvfp4");
   EXPECT_ERROR(parse_spec("mxfp8[scale_rule=two_level]"), "two_level", "mxfp8");
@@ -185,6 +201,7 @@ TEST(SpecRefusal, HadamardSizesAndMasks) {
     EXPECT_ERROR(parse_spec(std::string("nvfp4[hadamard=") + h + "]"), "hadamard", h);
   EXPECT_EQ(parse_spec("nvfp4[hadamard=128:0x80000000000000000000000000000001]").hadamard,
             (Hadamard{128, 1, uint64_t{1} << 63}));
+  EXPECT_EQ(parse_spec("nvfp4[hadamard=128:0x10000000000000002]").hadamard, (Hadamard{128, 2, 1}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=16:55272]").hadamard, (Hadamard{16, 0xD7E8, 0}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=16:0XD7E8]").hadamard, (Hadamard{16, 0xD7E8, 0}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=64:18446744073709551615]").hadamard,
@@ -209,6 +226,20 @@ TEST(SpecRefusal, SpecsPutTogetherByHandAreCheckedToo) {
   spec = kFp8_1x128;
   spec.rule = ScaleRule::rceil;
   EXPECT_ERROR(validate(spec), "scale_rule", "rceil");
+}
+
+TEST(SpecRefusal, PairsThatNoGemmMultiplies) {
+  const auto pair = [](const Hadamard& a, const Hadamard& b) {
+    QuantSpec left = kNvfp4, right = kNvfp4;
+    left.hadamard = a, right.hadamard = b;
+    validate_pair("gemm", left, right);
+  };
+  pair({128, 1, 2}, {128, 1, 2});
+  for (const Hadamard& other : {Hadamard{128, 1, 3}, Hadamard{128, 2, 2}, Hadamard{64, 1, 0}})
+    EXPECT_ERROR(pair({128, 1, 2}, other), "gemm: b = nvfp4", "Hadamard transform of a");
+  EXPECT_ERROR(pair({64, 1, 0}, {128, 1, 0}), "gemm: b = nvfp4", "Hadamard transform of a");
+  EXPECT_ERROR(validate_pair("gemm", kMxfp4, kNvfp4), "gemm: b = nvfp4", "blocks of 32");
+  EXPECT_ERROR(validate_pair("gemm", kNvfp4, kMxfp4), "gemm: b = mxfp4", "blocks of 16");
 }
 
 // As of a file that is read: none of them may be looked up.
