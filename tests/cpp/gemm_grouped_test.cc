@@ -206,6 +206,23 @@ TEST(GemmGrouped, ExactSumsAreExact) {
   }
 }
 
+TEST(GemmGrouped, EveryMatrixOfBHasItsOwnScales) {
+  const Values a = [](int64_t, int64_t r, int64_t c) { return static_cast<float>(r - c); };
+  const Values b = [&](int64_t batch, int64_t r, int64_t c) {
+    return std::ldexp(a(0, r, c), static_cast<int>(3 * batch));
+  };
+  for (const QuantSpec& spec : {kFp8_1x128, kMxfp8, kNvfp4}) {
+    const Problem p(Form::rows, spec, spec, {}, {}, {5, 5, 40}, 40, 70, 7, true, a, b);
+    Guarded got(p.elements() * 4), want(p.elements() * 4);
+    gemm(as_const(p.a.view), as_const(p.b.view), p.d(got.data(), DType::f32));
+    p.by_pieces(p.d(want.data(), DType::f32), {},
+                [](const auto& left, const auto& right, const Matrix& d, const GemmOptions& o) {
+                  gemm(left, right, d, o);
+                });
+    ASSERT_EQ(got.difference(want), "") << to_string(spec);
+  }
+}
+
 TEST(GemmGrouped, MatricesOfDMayLieApart) {
   Random random(1);
   const Problem p = exact_problem(random, Form::contraction, 3, 300, 13, 7, false);

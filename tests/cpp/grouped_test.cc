@@ -535,6 +535,7 @@ TEST_F(RefusedGroups, OffsetsThatAreNoCumulativeEnds) {
   EXPECT_ERROR(with({10, 40}, 2), "batch = 2", "one matrix");
   EXPECT_ERROR(with({10, 40}, 0), "batch = 0", "one matrix");
   check_offsets("quantize", {}, 40);  // no groups, no ends
+  EXPECT_ERROR(check_offsets("quantize", {nullptr, true, -1}, 40), "offsets = a negative count");
 }
 
 TEST_F(RefusedGroups, InEveryOperatorByItsName) {

@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <locale>
 #include <stdexcept>
+#include <thread>
 
 #include "buffers.h"
 #include "checks.h"
@@ -463,6 +465,14 @@ TEST(Executors, AnExceptionOfABodyReachesTheCaller) {
                  std::runtime_error);
     expect_covers(*executor, 10);  // and it works afterwards
   }
+}
+
+// Its threads, which all get a piece here, are in use then.
+TEST(Executors, TheDefaultOneServesItsOwnBodies) {
+  default_executor().parallel_for(64, [](int64_t begin, int64_t end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    for (int64_t i = begin; i < end; ++i) expect_covers(default_executor(), 10 + i);
+  });
 }
 
 // Which has none of the pool's threads.

@@ -1,4 +1,4 @@
-// What the Hopper GEMM decides on the host: its tile, and how kernels divide.
+// What the Hopper GEMM decides on the host: its tile, how kernels divide, what devices are asked.
 #include "cuda/tiles.h"
 
 #include <gtest/gtest.h>
@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "divisor.h"
+#include "per_device.h"
 #include "testing.h"
 
 namespace blockscale::cuda {
@@ -190,6 +191,26 @@ TEST(Divisor, DividesExactly) {
         ASSERT_EQ(divisor.divide(rest), m / by) << m << " / " << by;
         ASSERT_EQ(rest, m % by) << m << " / " << by;
       }
+  }
+}
+
+// Devices are asked until they answer, each for itself; those beyond the table each time.
+TEST(PerDevice, IsAskedOnce) {
+  PerDevice numbers;
+  int asked = 0;
+  const auto get = [&](int device, int answer) {
+    return numbers.get(device, [&] { return ++asked, answer; });
+  };
+  for (const int device : {0, 1, 63}) {
+    asked = 0;
+    EXPECT_EQ(get(device, 0), 0);  // such as after a failure
+    EXPECT_EQ(get(device, 5 + device), 5 + device);
+    EXPECT_EQ(get(device, 7), 5 + device);
+    EXPECT_EQ(asked, 2) << device;
+  }
+  for (const int device : {-1, 64, 1000}) {
+    EXPECT_EQ(get(device, 8), 8) << device;
+    EXPECT_EQ(get(device, 9), 9) << device;
   }
 }
 
