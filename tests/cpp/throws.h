@@ -25,6 +25,7 @@ template <class Body>
   for (const std::string& part : wanted)
     if (message.find(part) == std::string::npos)
       return ::testing::AssertionFailure() << "no \"" << part << "\" in: " << message;
+  if (message.ends_with("; ")) return ::testing::AssertionFailure() << "cut short: " << message;
   return ::testing::AssertionSuccess();
 }
 
