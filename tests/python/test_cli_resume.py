@@ -23,15 +23,17 @@ from commands import Command, refusal
 
 
 def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = tmp_path / "gone"
+    gone, file = tmp_path / "gone", tmp_path / "file"
+    file.write_text("kept")
     assert refusal(capsys, "train", "--resume") == (
         "blockscale train: --out = nothing; need the folder of the run to --resume; add --out "
         "FOLDER"
     )
-    assert refusal(capsys, "train", "--resume", "--out", str(gone)) == (
-        f"blockscale train: --resume = {gone} (holds no run); need the --out folder of an earlier "
-        "run; leave --resume out to start one"
-    )
+    for out in (gone, file):
+        assert refusal(capsys, "train", "--resume", "--out", str(out)) == (
+            f"blockscale train: --resume = {out} (holds no run); need the --out folder of an "
+            "earlier run; leave --resume out to start one"
+        )
     assert not gone.exists()
 
 
@@ -292,6 +294,10 @@ SETTINGS: list[tuple[Change, str]] = [
     (with_(data=[3]), "data [3], not a list of paths"),
     (with_(recipes=["bf17"]), f'recipes ["bf17"], not {NAMES}'),
     (with_(recipes=["bf16", "bf16"]), f'recipes ["bf16", "bf16"], not {NAMES}'),
+    (
+        with_(recipes=["mxfp8", "mxfp8[keep_w=True]"]),
+        f'recipes ["mxfp8", "mxfp8[keep_w=True]"], not {NAMES}',
+    ),
     (with_(recipes=[]), f"recipes [], not {NAMES}"),
     (with_(recipes=[[]]), f"recipes [[]], not {NAMES}"),
     (with_(steps="4"), f'steps "4", not {WHOLE} 1 {MOST}'),
@@ -304,6 +310,10 @@ SETTINGS: list[tuple[Change, str]] = [
     (with_(seed=-1), f"seed -1, not {WHOLE} 0 {MOST}"),
     (with_(seeds=10**11), f"seeds {10**11}, not a whole number from 1 to 1000"),
     (with_(lr=float("nan")), "lr NaN, not a finite number above 0"),
+    (with_(lr=float("inf")), "lr Infinity, not a finite number above 0"),
+    (with_(lr=0.0), "lr 0.0, not a finite number above 0"),
+    (with_(lr="0.1"), 'lr "0.1", not a finite number above 0'),
+    (with_(lr=True), "lr true, not a finite number above 0"),
     (with_(device="cupboard"), 'device "cupboard", not cpu or cuda'),
     (with_(data_sha256=None), "data_sha256 null, not a text"),
     (with_(environment=None), "environment null, not an object"),
@@ -338,6 +348,16 @@ def test_settings_that_are_no_json(
     assert refusal(capsys, "train", "--out", str(run_folder), "--resume") == (
         f"blockscale train: --resume = {file} (damaged); need the file the run wrote; start again "
         "in another folder"
+    )
+
+
+def test_settings_that_cannot_be_read(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_folder / "settings.json"
+    file.unlink()
+    file.mkdir()
+    assert refusal(capsys, "train", "--out", str(run_folder), "--resume") == (
+        f"blockscale train: --resume = {file} (Is a directory); need the file the run wrote; start "
+        "again in another folder"
     )
 
 
