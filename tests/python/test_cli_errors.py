@@ -172,6 +172,17 @@ def test_out_that_cannot_be_a_folder(
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def test_folders_made_for_one_that_cannot_be_are_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "er" / ("x" * 300)
+    assert refusal(capsys, "train", "--out", str(out)) == (
+        f"blockscale train: --out = {out} (File name too long); need a folder that can be written; "
+        "choose another"
+    )
+    assert os.listdir(tmp_path) == []
+
+
 def test_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     """/proc refuses new folders to everyone."""
     line = refusal(capsys, "train", "--out", "/proc/run")

@@ -11,12 +11,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from blockscale.cli import bench_chart
 from blockscale.cli.bench import print_tables
 from blockscale.cli.bench_read import fault_of
+from blockscale.cli.files import write_atomically
 from blockscale.cli.inspect import Result, as_table
 from blockscale.cli.output import Output
 from blockscale.cli.progress import LiveProgress
@@ -90,6 +92,18 @@ def test_files_beside_a_picture_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
     held = {path.name for path in tmp_path.iterdir()}
     assert held == {*own, "a.safetensors", "p.png", longest}
     assert {name: (tmp_path / name).read_text() for name in own} == own
+
+
+def test_files_written_at_the_same_time_stay_apart(tmp_path: Path) -> None:
+    """As by two commands with pictures in one folder."""
+
+    def write_both(file: BinaryIO) -> None:
+        file.write(b"outer")
+        write_atomically(tmp_path / "inner", lambda other: other.write(b"inner"))
+
+    write_atomically(tmp_path / "outer", write_both)
+    held = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert held == {"inner": "inner", "outer": "outer"}
 
 
 def test_names_are_printed_as_they_are() -> None:

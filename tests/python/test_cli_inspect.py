@@ -468,6 +468,15 @@ def test_bad_options(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
+def test_a_plot_in_a_folder_that_takes_nothing(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before the long work; /proc refuses new files to everyone."""
+    line = refusal(capsys, "inspect", str(file), "--out", "/proc/self/plot.png")
+    assert line.startswith("blockscale inspect: --out = /proc/self/plot.png (")
+    assert line.endswith("); need a folder that can be written; choose another")
+
+
 def test_doctor_speaks_of_avx_512() -> None:
     """describe() has the names of Highway, which counts AVX-512 as a third AVX."""
     about = bs.describe() | {"instruction_sets": ["AVX3_SPR", "AVX3", "AVX2", "SSE4"]}
