@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from blockscale.cli import report
-from blockscale.cli.report import command, deviation_of, draw, results, smoothed
+from blockscale.cli.data import Corpus
+from blockscale.cli.report import (
+    command,
+    deviation_of,
+    draw,
+    markdown,
+    noise_table,
+    results,
+    smoothed,
+)
 from blockscale.cli.run_folder import Cell, RunFolder, create_run
 
 if TYPE_CHECKING:
@@ -35,6 +45,7 @@ def test_gap_is_taken_seed_by_seed(tmp_path: Path) -> None:
     assert nvfp4.gap == 0.5
     assert nvfp4.spread == pytest.approx(math.sqrt(0.125))  # deviations of .25 and .75
     assert nvfp4.cells() == ("nvfp4", "3.0000", "4.3281", "+0.5000 ± 0.3536", "30")
+    assert noise_table(folder) == []  # none was measured
 
 
 def test_a_diverged_seed_leaves_no_deviation() -> None:
@@ -81,6 +92,55 @@ def test_the_gap_is_drawn_at_every_validation(tmp_path: Path, figures: list[Figu
     draw(folder, UNIGRAM)
     (line, _) = figures[0].axes[1].lines  # the other is at zero
     assert np.asarray(line.get_xydata()).tolist() == [[1, 0.5], [2, 0.25]]
+
+
+def test_means_over_the_seeds_are_drawn(tmp_path: Path, figures: list[Figure]) -> None:
+    recipes = ["bf16", "nvfp4", "mxfp8"]
+    folder = create_run(tmp_path / "run", settings(steps=20, recipes=recipes))
+    for cell in folder.cells():
+        up = float(cell.seed == 5)
+        for step in range(1, 21):
+            folder.append(cell, step, train_loss=step % 2 + up, seconds=1.0)
+        for step, gap in ((10, 0.5), (20, 0.25)):
+            above = gap * (1 + up) if cell.recipe == "nvfp4" else 0.0
+            folder.append(cell, step, validation_loss=2.0 + up + above)
+    draw(folder, UNIGRAM)
+    left, right = figures[0].axes
+    lines = [np.asarray(line.get_xydata()) for line in left.lines]
+    losses, points, _, others, *_, unigram = lines
+    smooth = smoothed([step % 2 + 0.5 for step in range(1, 21)])
+    assert losses == pytest.approx(np.array([*enumerate(smooth, 1)]))
+    assert points.tolist() == [[10, 2.5], [20, 2.5]]
+    assert others.tolist() == [[10, 3.25], [20, 2.875]]
+    assert unigram[:, 1].tolist() == [UNIGRAM, UNIGRAM]
+    # Each bar from its lower end to its upper.
+    bars, beside = (gaps[2][0].get_segments() for gaps in right.containers)
+    assert all(bar[0, 0] != other[0, 0] for bar, other in zip(bars, beside, strict=True))
+    for bar, step, values in zip(bars, (10, 20), ((0.5, 1.0), (0.25, 0.5)), strict=True):
+        mean, deviation = np.mean(values), np.std(values, ddof=1)
+        assert bar[:, 0] == pytest.approx(step, abs=0.2)
+        assert bar[:, 1] == pytest.approx([mean - deviation, mean + deviation])
+    assert right.get_title() == "Gap to BF16, mean ± deviation"
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_a_picture_without_a_gap_says_what_it_needs(
+    recipe: str, tmp_path: Path, figures: list[Figure]
+) -> None:
+    folder = create_run(tmp_path / "run", settings(seeds=1, recipes=[recipe]))
+    for cell in folder.cells():
+        for step in (1, 2):
+            folder.append(cell, step, train_loss=3.0, seconds=1.0)
+        folder.append(cell, 2, validation_loss=2.0)
+    draw(folder, UNIGRAM)
+    left, right = figures[0].axes
+    assert [text.get_text() for text in right.texts] == [
+        "needs bf16 and one more recipe in --recipes"
+    ]
+    (line,) = right.lines
+    assert np.asarray(line.get_ydata()).tolist() == [0.0, 0.0]
+    assert all(float(step).is_integer() for step in left.get_xticks())
+    assert right.get_title() == "Gap to BF16"
 
 
 @pytest.mark.parametrize(
@@ -184,3 +244,43 @@ def test_reported_command_repeats_the_run() -> None:
         "blockscale train --recipes bf16,nvfp4 --steps 2 --seeds 2 --seed 4 --batch-size 3 "
         "--seq-len 5 --data '/a b' /c --lr 0.5"
     )
+    assert "--data" not in command(settings(data=[]))
+
+
+def test_the_page_of_a_run_without_a_baseline(tmp_path: Path) -> None:
+    about = {"torch": "9", "instruction_set": "AVX3"}
+    folder = create_run(
+        tmp_path / "run",
+        settings(recipes=["mxfp8", "nvfp4"], preset="tiny", data=["/a"], environment=about),
+    )
+    for cell in folder.cells():
+        for step in (1, 2):
+            folder.append(cell, step, train_loss=3.0, seconds=1.0)
+        noise = {"fprop_db": 6.0 * cell.seed} if cell.recipe == "nvfp4" else {}
+        folder.append(cell, 2, validation_loss=float(cell.seed), **noise)
+    three, two = torch.zeros(3, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)
+    lines = markdown(folder, Corpus(three, two, 2, 1, "", "the text"), math.log(2)).splitlines()
+    assert lines[0] == "# mxfp8, nvfp4: preset tiny, 2 steps, seeds 4 to 5"
+    assert [line for line in lines if line.startswith("|")] == [
+        "| recipe | validation (nats) | bits per byte | gap to BF16 (nats) | tokens/s |",
+        "|---|---:|---:|---:|---:|",
+        "| mxfp8 | 4.5000 | 6.4921 | – | 15 |",
+        "| nvfp4 | 4.5000 | 6.4921 | – | 15 |",
+        "| recipe | y | dx | dW |",
+        "|---|---:|---:|---:|",
+        "| nvfp4 | 27.0 | – | – |",
+        "| setting | value |",
+        "|---|---|",
+        "| recipes | mxfp8, nvfp4 |",
+        "| steps | 2 |",
+        "| seeds | 2 |",
+        "| seed | 4 |",
+        "| batch_size | 3 |",
+        "| seq_len | 5 |",
+        "| preset | tiny |",
+        "| torch | 9 |",
+        "| instruction_set | AVX-512 |",
+    ]
+    assert any(line.endswith("scores 0.6931 nats, 1.0000 bits per byte.") for line in lines)
+    assert "Text: the text; 2 files, of which 1 is held out for validation; 3 and 2 bytes." in lines
+    assert lines[-2:] == ["", f"    {command(folder.settings)}"]
