@@ -180,18 +180,27 @@ def damaged_checkpoint(kind: str, path: Path) -> str:
         state = torch.load(path, weights_only=True)
         torch.save(state | {"run_id": "0123"}, path)
         return "(run_id '0123')"
-    elif kind == "no step":
+    elif kind == "other training":
         state = torch.load(path, weights_only=True)
-        del state["step"]
-        torch.save(state, path)
+        torch.save(state | {"cell": "nvfp4-seed0"}, path)
+        return "(cell 'nvfp4-seed0')"
+    elif kind == "step as text":
+        state = torch.load(path, weights_only=True)
+        torch.save(state | {"step": "2"}, path)
         return "(without its step)"
+    elif kind.startswith("no "):
+        state = torch.load(path, weights_only=True)
+        del state[kind[3:]]
+        torch.save(state, path)
+        return f"(without its {kind[3:]})"
     return "truncated, damaged or not a checkpoint)"
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["truncated", "empty", "text", "tensor", "pickle", "other run", "no step"],
-)
+    ["truncated", "empty", "text", "tensor", "pickle", "other run", "other training",
+     "step as text", "no step", "no rng", "no model", "no optimizer"],
+)  # fmt: skip
 def test_damaged_or_foreign_checkpoint(
     kind: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,9 +384,12 @@ FIRST = {"seed": 0, "recipe": "bf16", "step": 1, "train_loss": 5.5, "grad_norm":
 DAMAGES: list[dict[str, Any]] = [
     {"step": None}, {"step": "1"}, {"step": 1.0}, {"step": [1]}, {"seed": "0"}, {"seed": [0]},
     {"recipe": "bf17"}, {"recipe": {}}, {"train_loss": "5"}, {"seconds": 0}, {"seconds": None},
-    {"validation_loss": 5.5},
+    {"validation_loss": 5.5}, {"train_loss": True}, {"seed": False},
 ]  # fmt: skip
 LINES = ["3", "null", "[]", '"step"', "{}", "[" * 99999, '{"seed": 0']
+LINES += [
+    json.dumps({k: v for k, v in FIRST.items() if k != key}) for key in FIRST if key != "grad_norm"
+]
 LINES += [json.dumps(FIRST | damage) for damage in DAMAGES]
 
 
@@ -486,12 +498,8 @@ def test_more_steps_than_there_are(
 
 
 def test_a_run_in_use(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import fcntl
-
-    with open(run_folder / "settings.json") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        line = refusal(capsys, "train", "--out", str(run_folder), "--resume")
-    assert line == (
+    open_run(run_folder, json.loads((run_folder / "settings.json").read_text()))
+    assert refusal(capsys, "train", "--out", str(run_folder), "--resume") == (
         f"blockscale train: --out = {run_folder}; need a folder that no other process is training "
         "in; wait for it or choose another folder"
     )

@@ -29,6 +29,7 @@ from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
 from blockscale.cli.trainer import Trainer, learning_rate, reproducible_kernels
 from commands import Command, refusal
 from rich.console import Console
+from safetensors import safe_open
 
 RECIPES = "bf16,nvfp4"
 SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
@@ -92,8 +93,10 @@ def test_run_leaves_report_plot_metrics_and_weights(whole: tuple[Path, str]) -> 
     report = (folder / "report.md").read_text()
     assert f"| instruction_set | {processor_name(about)} |" in report
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert kept == ["bf16-seed0.safetensors", "nvfp4-seed0.safetensors"]
+    kept = sorted((folder / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["bf16-seed0.safetensors", "nvfp4-seed0.safetensors"]
+    with safe_open(kept[1], framework="pt") as weights:
+        assert weights.metadata() == {"trained_as": "nvfp4-seed0"}
 
 
 def wait_for(path: Path, running: Command) -> None:
@@ -386,6 +389,7 @@ def test_date_and_commit_are_stated_and_decide_nothing(whole: tuple[Path, str]) 
     later = before | {"date": "2031-01-01T00:00:00+00:00", "commit": "1234"}
     assert run_id(saved) == run_id(saved | {"environment": later})
     assert run_id(saved) != run_id(saved | {"environment": later | {"threads": 99}})
+    assert run_id(saved) == run_id(dict(reversed(saved.items())))
     console = Console(file=io.StringIO(), record=True)
     cli_train.warn_of_changes(before, later, console)
     assert console.export_text() == ""
@@ -431,6 +435,37 @@ def test_the_choice_of_kernels_is_restored(chosen: tuple[bool, bool], filled: bo
         assert now() == (chosen, filled)
     finally:
         choose(*before)
+
+
+def test_long_names_of_trainings_stay_apart() -> None:
+    """As long as no file's name can be, and different at the end only."""
+    recipe = "mxfp8" + "[keep_w=False]" * 20
+    names = {Cell(0, f"{recipe}[keep_x={keep}]").file_name for keep in (False, True)}
+    assert len(names) == 2
+    assert all(len(name) < 200 for name in names)
+
+
+def test_a_run_begins_where_none_has_begun(tmp_path: Path) -> None:
+    """What a kill left of one that had no settings yet does not matter; another run that began in
+    the meantime does."""
+    path, values = tmp_path / "run", {"recipes": ["bf16"], "seeds": 1, "seed": 4}
+    path.mkdir()
+    temporary_of(path / "settings.json").write_bytes(b"{")
+    create_run(path, values)
+    with pytest.raises(CliError, match="holds a run"):
+        create_run(path, values | {"seed": 5})
+    assert json.loads((path / "settings.json").read_text()) == values
+
+
+def test_settings_alone_are_text(tmp_path: Path) -> None:
+    """Folders of runs are left out of the text, but not those of other programs."""
+    (tmp_path / "a.txt").write_text("0123456789" * 20)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "settings.json").write_text("0123456789" * 20)
+    assert load_corpus([str(tmp_path)], 16).files == 2
+    (other / "checkpoints").mkdir()
+    assert load_corpus([str(tmp_path)], 16).files == 1
 
 
 def test_metrics_reach_as_far_as_the_checkpoint(tmp_path: Path) -> None:

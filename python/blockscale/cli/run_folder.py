@@ -127,11 +127,10 @@ class RunFolder:
                 os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
-        """Closes the metrics, until more are appended."""
-        metrics, self._metrics = self._metrics, None
-        if metrics is not None:
+        """Closes the metrics."""
+        if self._metrics is not None:
             with naming(self.metrics_path):
-                metrics.close()
+                self._metrics.close()
 
     def save_checkpoint(self, cell: Cell, state: dict[str, Any]) -> None:
         """Writes a training's state, after its metrics; the previous state stays until then."""
@@ -196,7 +195,7 @@ class RunFolder:
 def run_id(settings: dict[str, Any]) -> str:
     """An identifier that is the same for runs that do the same, whatever their date and commit."""
     where = {k: v for k, v in settings.get("environment", {}).items() if k not in ORIGIN}
-    what = settings | ({"environment": where} if "environment" in settings else {})
+    what = settings | {"environment": where}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
