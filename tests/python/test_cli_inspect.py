@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blockscale as bs
+import numpy as np
 import pytest
 import torch
 from blockscale.cli import doctor, inspect
 from blockscale.cli.main import main
+from blockscale.noise import Noise
 from commands import refusal
 from rich.console import Console
 from safetensors import safe_open
@@ -143,6 +145,38 @@ def test_what_is_not_finite_has_no_rates(
         assert found["x", spec] == [f"{value:.4g}", "nan", "nan", "nan"]
 
 
+def test_the_largest_of_numbers_and_nan() -> None:
+    for order in itertools.permutations((1.0, math.nan, 2.0)):
+        assert math.isnan(inspect.max_of(torch.tensor(value) for value in order))
+
+
+def test_chunks_are_rounded_by_bits_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
+    save_file({"x": half.repeat(2, 1)}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(inspect, "CHUNK_ELEMENTS", half.numel())
+    spec, noise = bs.spec("mxfp4[rounding=stochastic,scale_rule=rceil]"), Noise()
+    for index in range(2):
+        noise.add(half, spec, None, bs.Rng(0, index))
+    assert main(["inspect", str(tmp_path / "x.safetensors"), "--spec", spec.text]) == 0
+    _, sqnr, underflow, _ = rows(capsys.readouterr().out)["x", spec.text]
+    assert (sqnr, underflow) == (f"{noise.sqnr:.2f}", f"{noise.underflow:.3%}")
+
+
+def test_each_spec_is_drawn_with_its_own_figures(figures: list[Figure]) -> None:
+    specs = [bs.spec("mxfp8"), bs.spec("nvfp4")]
+    of = {("a", 0): (30.0, 0.1, 0.2), ("a", 1): (20.0, 0.3, 0.4)}
+    of |= {("b", 0): (35.0, 0.0, 0.5), ("b", 1): (25.0, 0.6, 0.7)}
+    found = [inspect.Result(n, (2, 2), specs[i].text, 1.0, *share) for (n, i), share in of.items()]
+    inspect.draw(found, specs)
+    for panel, (axes, factor) in enumerate(zip(figures[0].axes, (1, 100, 100), strict=True)):
+        for index, line in enumerate(axes.lines):
+            want = [factor * of[name, index][panel] for name in "ab"]
+            x, y = np.asarray(line.get_xydata()).T.tolist()
+            assert (x, y) == (pytest.approx(want), [0, 1])
+
+
 def test_what_has_no_place_in_the_plot_is_marked(figures: list[Figure]) -> None:
     nan, inf = math.nan, math.inf
     values = {"a": (30.0, 0.0, 0.0), "b": (nan, nan, nan), "c": (inf, 0, 0), "d": (-inf, 0, 0)}
@@ -170,8 +204,9 @@ def test_brackets_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     save_file({"layers[0]": torch.ones(16, 16)}, tmp_path / "a.safetensors")
     words = ["--spec", "nvfp4", "--spec", "nvfp4[block=16x16]"]
     assert main(["inspect", str(tmp_path / "a.safetensors"), *words]) == 0
-    found = rows(capsys.readouterr().out)
-    assert list(found) == [("layers[0]", "nvfp4"), ("layers[0]", "nvfp4[block=16x16]")]
+    out = capsys.readouterr().out
+    assert list(rows(out)) == [("layers[0]", "nvfp4"), ("layers[0]", "nvfp4[block=16x16]")]
+    assert out.count("layers[0]") == 1
 
 
 def test_brackets_and_overflows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +316,8 @@ def indexed(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in "abc":
         save_file({name: torch.ones(4, 32)}, folder / f"{name}.safetensors")
-    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in "abc"}}
+    files = {name: f"{name}.safetensors" for name in "abc"}
+    index = {"metadata": {}, "weight_map": {**files, "another": files["b"]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
@@ -323,7 +359,9 @@ def test_the_index_of_a_variant_that_was_left_out(
     assert tensors_of(indexed, capsys) == ["all"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[" * 99999, '{"weight_map": []}', '{"weight_map": {"a": 3}}']
+)
 def test_an_index_that_is_none(
     text: str, indexed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +372,16 @@ def test_an_index_that_is_none(
             f"blockscale inspect: file = {index} (damaged); need the index of a checkpoint in "
             "parts; fetch it again, or name the files to inspect"
         )
+
+
+def test_an_index_that_cannot_be_read(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = indexed / "model.safetensors.index.json"
+    index.unlink()
+    index.mkdir()
+    assert refusal(capsys, "inspect", str(indexed)) == (
+        f"blockscale inspect: file = {index} (Is a directory); need the index of a checkpoint in "
+        "parts; fetch it again, or name the files to inspect"
+    )
 
 
 def test_an_index_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
