@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 
 from blockscale._plain import FLOATS, FLOATS_TEXT, is_for_layer
-from blockscale.classes import why_not_linear, why_taken
-from blockscale.experts import is_experts, matrices_of, why_not
+from blockscale.classes import linear_refusal, name_clash
+from blockscale.experts import experts_refusal, is_experts, matrices_of
 from blockscale.fsdp import is_sharded
 from blockscale.nn import Layer, Linear
 
@@ -48,7 +48,7 @@ def unfit(module: torch.nn.Module, as_experts: bool) -> str:
         held = "FSDP has made its parameters part of a flat one"
         return f"{held}: convert before that, or wrap with use_orig_params=True"
     elif type(module) is torch.nn.Linear:
-        if reason := why_taken(Linear, module):
+        if reason := name_clash(Linear, module):
             return reason
         matrices = [module.weight]
     elif isinstance(module, torch.nn.LazyLinear):
@@ -58,7 +58,7 @@ def unfit(module: torch.nn.Module, as_experts: bool) -> str:
     elif isinstance(module, torch.nn.Linear) and torch.nn.utils.parametrize.is_parametrized(module):
         return f"{kind} is parametrized: convert it first, then parametrize it"
     elif isinstance(module, torch.nn.Linear):
-        if reason := why_not_linear(module):
+        if reason := linear_refusal(module):
             return reason
         matrices = [module.weight]
     elif not as_experts:
@@ -70,7 +70,7 @@ def unfit(module: torch.nn.Module, as_experts: bool) -> str:
         return f"{kind}{NO_LINEAR}{'; experts= converts what it multiplies' if experts else ''}"
     elif is_sharded(module):
         return f"{kind} is sharded by itself: convert before fully_shard"
-    elif reason := why_not(module):
+    elif reason := experts_refusal(module):
         return reason
     else:
         matrices = [*matrices_of(module)]

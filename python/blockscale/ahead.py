@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from blockscale._errors import fail, fail_type
 from blockscale._plain import KeptWeight, is_dtensor, is_plain
-from blockscale.fsdp import of_fsdp
+from blockscale.fsdp import managed_parameters
 from blockscale.nn import GroupedLinear, WeightLayer, converted_layers, got_and_need
 
 
@@ -55,7 +55,7 @@ def quantized_weights(model: torch.nn.Module, backward: bool = True) -> Iterator
     if not isinstance(backward, bool):
         fail_type("quantized_weights", "backward", backward, "a bool")
     layers = converted_layers("quantized_weights", model)
-    cut = of_fsdp(model)
+    cut = managed_parameters(model)
     for name, layer in layers.items():
         if layer._kept is not None:
             need = "no other quantized_weights() around it, in any thread"

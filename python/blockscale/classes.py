@@ -45,7 +45,7 @@ def _names(ours: type[Layer]) -> frozenset[str]:
     return frozenset(names - {"weight", "__prepare_scriptable__"})
 
 
-def why_taken(ours: type[Layer], module: torch.nn.Module) -> str:
+def name_clash(ours: type[Layer], module: torch.nn.Module) -> str:
     """Which attributes of a module have names that a class of ours uses; "" if none."""
     kind, names = type(module), _names(ours)  # type: ignore[arg-type]  # classes are hashable
     own = (vars(module), module._parameters, module._buffers, module._modules)
@@ -58,10 +58,10 @@ def why_taken(ours: type[Layer], module: torch.nn.Module) -> str:
     return ""
 
 
-def why_none(ours: type[Layer], module: torch.nn.Module) -> str:
+def subclass_refusal(ours: type[Layer], module: torch.nn.Module) -> str:
     """Why a class of ours cannot precede a module's class; "" if it can."""
     kind = type(module)
-    if reason := why_taken(ours, module):
+    if reason := name_clash(ours, module):
         return reason
     try:  # now: nothing may fail once convert has begun to change a model
         class_of(ours, kind)
@@ -70,7 +70,7 @@ def why_none(ours: type[Layer], module: torch.nn.Module) -> str:
     return ""
 
 
-def why_not_linear(module: torch.nn.Linear) -> str:
+def linear_refusal(module: torch.nn.Linear) -> str:
     """Why `convert` cannot take a module of a subclass of nn.Linear; "" if it can, as its forward
     is that of nn.Linear."""
     kind = type(module)
@@ -80,4 +80,4 @@ def why_not_linear(module: torch.nn.Linear) -> str:
         if getattr(kind, name, None) is not getattr(torch.nn.Linear, name, None):
             where = f"{kind.__module__}.{kind.__qualname__}"
             return f"{where} is a subclass of nn.Linear with a {name} of its own"
-    return why_none(Linear, module)
+    return subclass_refusal(Linear, module)

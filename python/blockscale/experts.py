@@ -20,7 +20,7 @@ from blockscale._constant import constant
 from blockscale._errors import fail, message
 from blockscale._layer_arguments import autocast_dtype
 from blockscale._plain import is_dtensor
-from blockscale.classes import why_none
+from blockscale.classes import subclass_refusal
 from blockscale.functional import linear_with_key
 from blockscale.nn import Kept, Layer, Uncopied
 from blockscale.regions import checkpointed_region
@@ -46,7 +46,7 @@ def is_experts(module: torch.nn.Module) -> bool:
     return isinstance(module, Experts) or (not theirs and len(matrices_of(module)) > 0)
 
 
-def why_not(module: torch.nn.Module) -> str:
+def experts_refusal(module: torch.nn.Module) -> str:
     """Why `convert` cannot take a module that holds matrices for experts; "" if it can."""
     kind = type(module)
     if is_parametrized(module) and not isinstance(module, Experts):
@@ -56,7 +56,7 @@ def why_not(module: torch.nn.Module) -> str:
     if kind.forward is torch.nn.Module.forward:
         return f"{kind.__name__} has no forward: whoever reads its parameters multiplies"
     _let_modes_see_grouped_mm()
-    return why_none(Experts, module)
+    return subclass_refusal(Experts, module)
 
 
 @dataclasses.dataclass(frozen=True)

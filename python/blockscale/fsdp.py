@@ -20,7 +20,7 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def of_fsdp(model: torch.nn.Module) -> set[int]:
+def managed_parameters(model: torch.nn.Module) -> set[int]:
     """The parameters that fully_shard has cut, by identity, whatever their current state: those of
     the outermost module stay gathered after a forward without a backward, and then look plain."""
     found: set[int] = set()
@@ -55,7 +55,7 @@ def cut_among_fewer(module: torch.nn.Module) -> bool:
     return group is not None and group._use_post_forward_mesh
 
 
-def cut_before(module: torch.nn.Module) -> bool:
+def was_dtensor(module: torch.nn.Module) -> bool:
     """Whether the module's weight was a DTensor already when fully_shard cut it, such as one of
     tensor parallelism, even over a single rank: FSDP2 then makes the gathered weight one too."""
     found = (p for p in gathered_with(module) if p._module_info.module is module)

@@ -92,7 +92,7 @@ def without_type(weight: torch.Tensor) -> torch.Tensor:
 
 def got_and_need(weight: torch.Tensor) -> tuple[str, str]:
     """The message's parts for a weight that is not whole and plain, or only seems so
-    (`of_fsdp`)."""
+    (`managed_parameters`)."""
     if is_plain(weight):
         return "gathered by FSDP2 for now", "a weight that fully_shard has not cut"
     return f"a {type(weight).__name__}", "a plain tensor"

@@ -28,7 +28,7 @@ from blockscale._collectives import largest_of_ranks
 from blockscale._errors import fail
 from blockscale._names import shown
 from blockscale._plain import KeptWeight, WeightOfFsdp, is_dtensor, is_plain, values_of
-from blockscale.fsdp import cut_among_fewer, cut_before, gathered_with, of_fsdp
+from blockscale.fsdp import cut_among_fewer, gathered_with, managed_parameters, was_dtensor
 from blockscale.nn import Layer, WeightLayer, converted_layers, got_and_need
 from blockscale.recipe import Recipe, Spec
 from blockscale.weight import QuantizedWeight
@@ -80,7 +80,7 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
             number.
     """
     layers = converted_layers("quantized_all_gather", model)
-    cut = of_fsdp(model)
+    cut = managed_parameters(model)
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -296,7 +296,7 @@ class ShardedWeight(KeptWeight):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What a rank sends, and the metadata that it keeps: FSDP2's extension point, called with
         the weight's module."""
-        s = None if cut_before(module) else _spec_of(module, outer_size)
+        s = None if was_dtensor(module) else _spec_of(module, outer_size)
         piece, dtype = self.local, mp_policy.param_dtype or self.dtype
         n, ranks = outer_size[0], mesh.size()
         if piece.shape[1:] != outer_size[1:]:
