@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch.nn.modules import module as hooks
+from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from blockscale import functional
@@ -351,9 +351,9 @@ def measure(model: torch.nn.Module) -> Iterator[Measurement]:
         fail("measure", "model", "measured within another measure", "one at a time")
     watch = _Watch(by_first_name("measure", names_of(model)))
     handles = [
-        hooks.register_module_forward_pre_hook(watch.begin),
-        hooks.register_module_forward_hook(watch.end, always_call=True),
-        hooks.register_module_forward_hook(watch.completed),
+        module_hooks.register_module_forward_pre_hook(watch.begin),
+        module_hooks.register_module_forward_hook(watch.end, always_call=True),
+        module_hooks.register_module_forward_hook(watch.completed),
     ]
     functional.product_seen = watch.product
     try:
