@@ -25,7 +25,8 @@ __all__ = ["GroupedLinear", "Linear"]
 
 
 class Uncopied:
-    """What copies of a layer do not get, however they are made: None takes its place."""
+    """What deep copies and pickles of a layer do not get: None takes its place, also where all
+    attributes are copied past `Layer.__getstate__`, as parametrizations do."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -138,8 +139,7 @@ class Layer(torch.nn.Module):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy made within quantized_weights() has another weight, and nothing would remove its
-        # operands.
+        # Operands kept are `Uncopied`, but copy.copy() shares what is in the state.
         state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         state.pop("_kept", None)
         return state | {"_seed": Sent(self._seed)} if "_seed" in state else state

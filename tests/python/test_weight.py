@@ -340,6 +340,19 @@ def test_copies_of_all_attributes_are_models_like_others() -> None:
         assert torch.equal(other(x), want)
 
 
+def test_a_shallow_copy_keeps_no_operands() -> None:
+    """It has the weight, but nothing would remove its operands: they would outlast the context."""
+    model, x = converted("mxfp8"), normal_bf16(11, 70).float()
+    layer = model.get_submodule("0")
+    with bs.quantized_weights(model):
+        assert "_kept" in vars(layer)
+        other = copy.copy(layer)
+    assert "_kept" not in vars(other)
+    with torch.no_grad():
+        layer.get_parameter("weight").mul_(2)
+    assert torch.equal(other(x), layer(x))
+
+
 def test_a_layer_that_takes_no_attributes_is_quantized_once() -> None:
     class Frozen(torch.nn.Linear):
         def __setattr__(self, name: str, value: Any) -> None:
