@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import blockscale as bs
 import numpy as np
@@ -249,10 +250,13 @@ def test_a_shared_module_is_known_by_all_its_names() -> None:
 
 def test_seeds_and_steps_of_numpy() -> None:
     m = nn.Sequential(nn.Linear(32, 32))
-    bs.convert(m, "nvfp4", seed=np.int64(3))  # type: ignore[arg-type]
-    bs.set_step(m, np.int32(2))  # type: ignore[arg-type]
+    seed: Any = np.int64(3)
+    step: Any = np.int32(2)
+    largest: Any = np.int64(2**63 - 1)
+    bs.convert(m, "nvfp4", seed=seed)
+    bs.set_step(m, step)
     assert bs.rng_state(m) == {"step": 2, "forward": 0, "seed": 3}
-    assert bs.Rng(np.int64(2**63 - 1)).role("x").seed == bs.Rng(2**63 - 1).role("x").seed  # type: ignore[arg-type]
+    assert bs.Rng(largest).role("x").seed == bs.Rng(2**63 - 1).role("x").seed
 
 
 def test_a_refused_seed_leaves_the_count_of_a_reverted_model() -> None:

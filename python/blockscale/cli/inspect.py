@@ -248,7 +248,8 @@ def pieces(file_slice: Any, shape: Sequence[int], prefix: tuple[int, ...] = ()) 
         return
     step = max(1, CHUNK_ELEMENTS // inner)
     for start in range(0, left[0], step):
-        part = file_slice[(*prefix, slice(start, min(start + step, left[0])))]
+        place = (*prefix, slice(start, min(start + step, left[0])))
+        part = file_slice[place]
         yield part.reshape(-1, shape[-1])
 
 
