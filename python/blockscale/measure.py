@@ -36,9 +36,8 @@ class Operand:
         amax: the largest magnitude, after the transform if there is one; NaN if any value is NaN.
         sqnr: signal-to-quantization-noise ratio in dB: inf if nothing is lost, -inf if an operand
             of zeros became nonzero or a value overflows, NaN if the operand has a NaN or Inf.
-        underflow: the share of nonzero elements that become 0.
-        saturation: the share of elements that are clipped to the largest code. Those of a block
-            with a NaN or Inf count as neither.
+        underflow: the share of nonzero elements that become 0; NaN if the operand has a NaN or Inf.
+        saturation: the share of elements that are clipped to the largest code; likewise.
     """
 
     spec: str
