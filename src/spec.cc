@@ -119,7 +119,7 @@ Hadamard parse_hadamard(std::string_view value) {
   }
   std::string_view mask = value.substr(colon + 1);
   std::optional<uint64_t> low, high = 0;
-  if (mask.starts_with("0x") && mask.size() > 18) {
+  if ((mask.starts_with("0x") || mask.starts_with("0X")) && mask.size() > 18) {
     high = parse_number("0x" + std::string(mask.substr(2, mask.size() - 18)));
     low = parse_number("0x" + std::string(mask.substr(mask.size() - 16)));
   } else {

@@ -21,7 +21,7 @@ from blockscale.forwards import RngState, drop_root, make_root, root_state
 from blockscale.nn import Layer, Linear, WeightLayer, check_model
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
-from blockscale.sharded import check_gathered, gathered_spec, gathers_codes
+from blockscale.sharded import check_gathered, gathered_spec, gathers_codes, inherit
 
 # PyTorch's encoder has an inference kernel that reads the parameters of its linear layers without
 # calling their forward: the class and attribute that allow it, and the value that does not.
@@ -81,8 +81,8 @@ def convert(
     A `blockscale.nn.GroupedLinear` gets the recipe, or keeps its own if it is left alone. Modules
     and parameters stay the same objects, and state_dict keys the same names. Converting again
     changes only what is different and keeps the count of steps, also after `revert`, which undoes
-    the conversion (but a copy of a reverted model knows neither its count nor its seed); a layer
-    that becomes plain again is as after `revert`. Call `attach` next.
+    the conversion (but a copy of a reverted model knows neither its count nor its seed). A layer
+    that becomes plain again may get a new weight, as `revert` says. Call `attach` next.
 
     Experts of other libraries, such as Transformers, are modules that hold matrices [E, N, K] or
     [E, K, N] and multiply by `torch.nn.functional.grouped_mm`. In those named in `experts`,
@@ -468,11 +468,8 @@ def _restore(module: torch.nn.Module) -> bool:
     if isinstance(module, WeightLayer) and module.__dict__.pop("_retype", None):
         weight = module.weight  # replaced by quantized_all_gather()
         made = torch.nn.Parameter(values_of(weight), weight.requires_grad)
+        inherit(made, weight)
         torch.nn.Module.__setattr__(module, "weight", made)  # past its own, too
-        own = {"local", "_is_param"}  # attributes of its type
-        kept = {name: value for name, value in vars(weight).items() if name not in own}
-        vars(made).update(kept)  # such as options for an optimizer
-        made.grad = weight.grad
     object.__setattr__(module, "__class__", module.plain)
     return True
 

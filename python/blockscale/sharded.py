@@ -55,13 +55,12 @@ def quantized_all_gather(model: torch.nn.Module) -> list[str]:
 
     Call it between `convert` and `fully_shard`, and before the optimizer is made: parameters are
     replaced by new ones with the same values and gradients, without hooks. Checkpoints stay as they
-    are. Weights whose recipe
-    does not quantize W in square blocks, once for both products ("mxfp8" does not), are left alone,
-    and so are weights that modules of `model` share. A weight is gathered as codes only if its
-    pieces are whole blocks: the rows of each rank a multiple of 128 in "fp8_blockwise", 32 in
-    "mxfp4", 16 in "nvfp4" and "amdfp4"; for experts, equally many matrices on every rank. Other
-    weights are gathered as values, as usual, and so are those that `parallelize_module` cuts
-    afterwards.
+    are. Weights whose recipe does not quantize W in square blocks, once for both products ("mxfp8"
+    does not), are left alone, and so are weights that modules of `model` share. A weight is
+    gathered as codes only if its pieces are whole blocks: the rows of each rank a multiple of 128
+    in "fp8_blockwise", 32 in "mxfp4", 16 in "nvfp4" and "amdfp4"; for experts, equally many
+    matrices on every rank. Other weights are gathered as values, as usual, and so are those that
+    `parallelize_module` cuts afterwards.
 
     After `fully_shard` a layer's spec of W cannot change, as FSDP2 has sized its buffers.
     `fully_shard` must shard along dimension 0, with `reshard_after_forward` True or False, not a
@@ -116,10 +115,18 @@ def _retype(layer: WeightLayer) -> None:
             weight._local_tensor = ShardedWeight(weight._local_tensor)
     elif not isinstance(weight, ShardedWeight):
         made = torch.nn.Parameter(ShardedWeight(weight.detach()), weight.requires_grad)
-        made.__dict__.update(weight.__dict__)  # such as options for an optimizer
-        made.grad = weight.grad
+        inherit(made, weight)
         # Past the layer's own, which may refuse.
         torch.nn.Module.__setattr__(layer, "weight", made)
+
+
+def inherit(made: torch.Tensor, weight: torch.Tensor) -> None:
+    """Give what takes a weight's place its gradient, and its attributes, such as options for an
+    optimizer."""
+    made.grad_dtype = weight.grad_dtype
+    made.grad = weight.grad
+    own = {"local", "_is_param"}  # attributes of its type
+    vars(made).update({name: value for name, value in vars(weight).items() if name not in own})
 
 
 @functools.cache
@@ -255,9 +262,14 @@ class ShardedWeight(KeptWeight):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
         # PyTorch's own would copy the storage of whatever has an address.
+        if not self.is_leaf:
+            super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # refuses it
         if id(self) not in memo:
-            made = ShardedWeight(copy.deepcopy(self.local, memo)).requires_grad_(self.requires_grad)
+            made = ShardedWeight(self.local.clone())
+            made.requires_grad_(self.requires_grad)
+            inherit(made, self)
             made.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self.local)] = made.local
             made.__dict__.update(copy.deepcopy(self.__dict__, memo))
             memo[id(self)] = made
         copied: ShardedWeight = memo[id(self)]
@@ -460,6 +472,6 @@ class GatheredWeight(WeightOfFsdp):
         need = "nothing but its layer: FSDP2 has gathered codes, no values"
         remedy = (
             "call reshard() of the FSDP2 module first: cut, it has values; if the model's forward "
-            "reads it past its layer, leave that layer out: skip= of convert"
+            "reads it directly, bypassing its layer, leave that layer out: skip= of convert"
         )
         return fail("quantized_all_gather", "weight", f"read by {func}", need, remedy)

@@ -47,7 +47,8 @@ inline Error_t take_failure() {
 inline void check_launch(const char* op) {
   const Error_t e = take_failure();
   if (e == kSuccess) return;
-  if (failure() == error_text(e))  // which launches nothing
+  // failure() launches nothing: where it fails alike, an earlier kernel has failed.
+  if (failure() == error_text(e))
     fail(op, "device", error_text(e), "a GPU on which no earlier kernel has failed",
          "start a new process, and find that kernel with compute-sanitizer");
   fail(op, "device", error_text(e),

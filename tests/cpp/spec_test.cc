@@ -202,6 +202,8 @@ TEST(SpecRefusal, HadamardSizesAndMasks) {
   EXPECT_EQ(parse_spec("nvfp4[hadamard=128:0x80000000000000000000000000000001]").hadamard,
             (Hadamard{128, 1, uint64_t{1} << 63}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=128:0x10000000000000002]").hadamard, (Hadamard{128, 2, 1}));
+  EXPECT_EQ(parse_spec("nvfp4[hadamard=128:0X80000000000000000000000000000001]").hadamard,
+            (Hadamard{128, 1, uint64_t{1} << 63}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=16:55272]").hadamard, (Hadamard{16, 0xD7E8, 0}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=16:0XD7E8]").hadamard, (Hadamard{16, 0xD7E8, 0}));
   EXPECT_EQ(parse_spec("nvfp4[hadamard=64:18446744073709551615]").hadamard,

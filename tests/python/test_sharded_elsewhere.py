@@ -150,14 +150,22 @@ def test_addresses_tell_weights_apart(one_rank: DeviceMesh) -> None:
 
 
 def test_gradients_stay_where_weights_are_replaced() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.bfloat16))
     bs.convert(model, "fp8_blockwise")
-    model(torch.ones(2, 64)).sum().backward()
+    model[1].weight.grad_dtype = torch.float32
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter, dtype=parameter.grad_dtype)
     gradients = [parameter.grad for parameter in model.parameters()]
     for change in (bs.quantized_all_gather, bs.revert):
         change(model)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert parameter.grad is gradient
+
+
+def test_what_is_computed_from_a_weight_is_not_copied() -> None:
+    bs.quantized_all_gather(layer := bs.nn.Linear(64, 64))
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(layer.weight.view(64, 64))
 
 
 def cut_otherwise() -> None:

@@ -90,7 +90,7 @@ struct Tile {
 // Where columns share a scale and blocks are not short, the copy engine loads A's scales with the
 // codes, and threads load B's themselves. Otherwise a warp copies both.
 template <class T, bool kSquare>
-inline constexpr bool kBringsScales = T::kScaled&& T::kRows >= 128 && kSquare;
+inline constexpr bool kBringsScales = (T::kScaled && T::kRows >= 128 && kSquare);
 template <class T, bool kSquare>
 inline constexpr bool kScaleWarp = T::kScaled && !kBringsScales<T, kSquare>;
 inline constexpr int kBarrierBytes = 16;       // of a stage: full, empty
