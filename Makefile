@@ -14,7 +14,7 @@ requirements := requirements.txt requirements-dev.txt
 cxx_files = $(shell find include src binding bench tests examples cmake -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build train test bench lint format asan arm archs hip oldest wheel clean
+.PHONY: help setup build train test bench lint format asan arm archs hip waits oldest wheel clean
 
 help:  ## this list
 	@echo "usage: make COMMAND [ARGS=...]"
@@ -110,6 +110,9 @@ arm: $(venv)/.requirements  ## the C++ tests on AArch64, in an emulator
 	@$(python) tools/test.py --under qemu-aarch64-static --gtest build-arm/blockscale_tests
 
 # The headers of a newer PyTorch have macros that the oldest lacks. (From PyPI it comes with CUDA.)
+waits: build  ## check in the machine code that kernels wait before they touch memory (needs cuobjdump)
+	@$(python) tools/waits.py python/blockscale/lib/libblockscale_torch.so
+
 oldest: $(venv)/.requirements  ## build the wheel and run the Python tests with PyTorch 2.11 (gigabytes to download)
 	@test -d build-oldest/torch || $(python) -m pip install --quiet --target build-oldest torch==2.11.0
 	@PYTHONPATH=$(CURDIR)/build-oldest $(python) -m pip wheel --quiet --no-build-isolation --no-deps \

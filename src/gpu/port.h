@@ -97,8 +97,9 @@ BLOCKSCALE_DEVICE void after_previous() {
 }
 
 // The same for a kernel with parameters p, which the thread blocks that a device holds at once
-// (some hundreds) bring meanwhile. Only parameters are read before the wait: the compiler may move
-// a load across it if it knows that the memory never changes (load_once()), and so far has not.
+// (some hundreds) bring meanwhile. Only parameters are read before the wait. The compiler may move
+// a load across it if it takes the memory for constant (load_once()); `make waits` shows that it
+// has not.
 template <class P>
 BLOCKSCALE_DEVICE void after_previous([[maybe_unused]] const P& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

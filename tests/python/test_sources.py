@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+from waits import WAIT, first_touches
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU, CUDA = ROOT / "src" / "gpu", ROOT / "src" / "cuda"
@@ -33,6 +37,23 @@ def test_the_gemm_reads_nothing_as_constant() -> None:
     assert len(sources) > 8
     for source in sources:
         assert not re.search(r"__ldg\((?!\))|load_once\(", source.read_text()), source.name
+
+
+def test_what_touches_memory_before_a_wait_is_found() -> None:
+    code = """
+\t\tFunction : late
+        /*0010*/                   LDC R1, c[0x0][0x28] ;    /* 0x00000a00ff017b82 */
+        /*0020*/              @!P0 LDS.128 R4, [R2] ;        /* 0x0000000002048984 */
+        /*0030*/                   ACQBULK ;                 /* 0x000000000000782e */
+        /*0040*/                   LDG.E R2, desc[UR4][R2.64] ;
+\t\tFunction : early
+        /*0010*/          @!UP1 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0020*/              @P0 LDG.E.CONSTANT R3, desc[UR4][R2.64] ;
+        /*0030*/                   ACQBULK ;
+\t\tFunction : nothing
+        /*0010*/                   EXIT ;
+"""
+    assert list(first_touches(code.splitlines())) == [("late", WAIT), ("early", "LDG")]
 
 
 def test_the_binding_compiles_with_the_oldest_pytorch() -> None:
