@@ -198,7 +198,8 @@ void check_widened(const char* op, const Quantized& out, const QuantSpec& spec, 
     fail(op, "out", to_string(out.spec) + ", " + to_string(out.layout),
          "one matrix in " + to_string(gpu::kWidened) + ", " + to_string(layout));
   if (const int64_t codes = out.shape().padded; codes > gpu::kMostWidened)
-    fail(op, "widened", std::to_string(codes) + " codes in a line", "at most 2^31 - 2048",
+    fail(op, "widened", std::to_string(codes) + " codes in a line",
+         "at most " + std::to_string(gpu::kMostWidened),
          "quantize parts of x, and add up their products");
 }
 

@@ -157,7 +157,7 @@ struct Room {
     if (from.axis == -1 || !from.groups) q.axis = -1, q.rows = s.lines, q.columns = s.extent;
     const StoredShape m = q.shape();
     if (m.padded > kMostWidened)
-      fail(op, "k", s.extent, "at most 2^31 - " + std::to_string(kTogether) + " for MXFP4 on a GPU",
+      fail(op, "k", s.extent, "at most " + std::to_string(kMostWidened) + " for MXFP4 on a GPU",
            "multiply parts of it, and add up");
     padded = static_cast<int>(m.padded);
     side.to = take(q.batch * s.lines * padded);

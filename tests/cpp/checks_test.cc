@@ -256,7 +256,7 @@ TEST(Checks, WhatIsWidened) {
   };
   quantizes(matrix(4, kMost), of_columns(kMost), o);
   EXPECT_ERROR(quantizes(matrix(4, kMost + 1), of_columns(kMost + 1), o),
-               "widened = 2147481728 codes in a line", "at most 2^31 - 2048");
+               "widened = 2147481728 codes in a line", "at most " + std::to_string(kMost));
   q.groups = {memory, true, 2};
   quantizes(matrix(40, 64), q, o);
   o.widened->square = true;

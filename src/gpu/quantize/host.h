@@ -20,8 +20,8 @@ inline Source source_of(const ConstMatrix& x) {
           x.dtype};
 }
 
-// Whether the bytes of a tile's rows are counted in 32 bits, unsigned, as compiled kernels do.
-// Other inputs, and those whose rows come in descending order, go to the general kernels.
+// Whether 32 bits, unsigned, hold the bytes of a tile's rows, as compiled kernels count them. Other
+// inputs, and those whose rows come in descending order, go to the general kernels.
 template <class Input>
 bool rows_are_near(const Input& x) {
   return x.row_stride >= 0 && x.row_stride < (int64_t{1} << 32) / kTile / dtype_bytes(x.dtype);

@@ -199,7 +199,8 @@ TEST(Widen, LinesThatCannotBeCountedIn31Bits) {
   EXPECT_EQ(gpu::widened_bytes(q) / q.columns, 1);
   for (const int64_t columns : {q.columns + 1, (int64_t{1} << 31) - 32}) {
     q.columns = columns;
-    EXPECT_ERROR(gpu::widened_bytes(q), "gemm: k = ", "at most 2^31 - 2048", "parts");
+    EXPECT_ERROR(gpu::widened_bytes(q),
+                 "gemm: k = ", "at most " + std::to_string(gpu::kMostWidened), "parts");
   }
 }
 
