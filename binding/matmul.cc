@@ -57,13 +57,13 @@ ConstQuantized without_outer(const ConstQuantized& q) {
   return view;
 }
 
-// Memory for both, [lines, extent] and b's as a batch. Rows are at multiples of 16 bytes, which the
-// fast kernels of both sides ask for, and both are parts of one piece, which costs the host less
-// than two.
-Decoded room_for(const Context& at, const ConstQuantized& left, const ConstQuantized& right) {
+// Memory for the values of both, [lines, extent] and b's as a batch, or without `right` for a's.
+// Rows are at multiples of 16 bytes, which the fast kernels of both sides ask for, and both are
+// parts of one piece, which costs the host less than two.
+Decoded room_for(const Context& at, const ConstQuantized& left, const ConstQuantized* right) {
   const int64_t stride = std::max<int64_t>(round_up(left.columns, 8), 8);
   const int64_t first = round_up(left.rows * stride, 128);
-  const int64_t bytes = 2 * (first + right.batch * right.rows * stride);
+  const int64_t bytes = 2 * (first + (right ? right->batch * right->rows * stride : 0));
   std::optional<Allocation> memory;
   uint8_t* values = at.memory().take_small(bytes);
   if (!values) values = memory.emplace(at.device(), bytes).data();
@@ -71,16 +71,29 @@ Decoded room_for(const Context& at, const ConstQuantized& left, const ConstQuant
     return Matrix{values + 2 * at_element, DType::bf16, q.rows, q.columns, stride, 1, q.batch,
                   q.rows * stride};
   };
-  return {std::move(memory), view(left, 0), view(right, first)};
+  return {std::move(memory), view(left, 0), right ? view(*right, first) : Matrix{}};
 }
 Decoded decoded(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                 const Stream& stream) {
   const ConstQuantized left = without_outer(a), right = without_outer(b);
   check_decodable(at.op(), "a", left);
   check_decodable(at.op(), "b", right);
-  Decoded values = room_for(at, left, right);
+  Decoded values = room_for(at, left, &right);
   gpu::dequantize_two(left, values.left, right, values.right, stream);
   return values;
+}
+Decoded left_decoded(const Context& at, const ConstQuantized& a, const Stream& stream) {
+  const ConstQuantized left = without_outer(a);
+  check_decodable(at.op(), "a", left);
+  Decoded values = room_for(at, left, nullptr);
+  gpu::dequantize(left, values.left, stream);
+  return values;
+}
+// Whether any product of such operands, such as one of a single row, decodes b itself.
+bool may_decode_within(const QuantSpec& spec) {
+  constexpr int64_t kSide = 4096;
+  const ConstQuantized b{.spec = spec, .rows = kSide, .columns = kSide};
+  return gpu::decodes_within(without_outer(b), {1, kSide, kSide, 0, false});
 }
 // As PyTorch's products read them: a, [lines, extent], and the transpose of b, with `batched` a
 // batch. The core's read the memory itself, as a tensor costs the host more than a microsecond.
@@ -198,18 +211,24 @@ gpu::Epilogue epilogue_of(const Context& at, const ConstQuantized& a, const Cons
   return epilogue;
 }
 
-// Decoded, and all of the rest in one kernel.
+// Decoded, and all of the rest in one kernel; b `within` that kernel, or before.
 Tensor bf16_matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
                    const std::optional<Tensor>& bias, const Target& target, const Decoded* given,
-                   const Stream& stream) {
+                   bool within, const Stream& stream) {
   std::optional<Decoded> made;
-  const Decoded& values = given ? *given : made.emplace(decoded(at, a, b, stream));
+  if (!given) made.emplace(within ? left_decoded(at, a, stream) : decoded(at, a, b, stream));
+  const Decoded& values = given ? *given : *made;
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = target.into.has_value();
+  const ConstMatrix left = as_const(values.left);
   return from_core(at, target, [&](Tensor& out) {
-    gpu::multiply_bf16(as_const(values.left), as_const(values.right), result_view(at, a, b, out),
-                       a.groups, a.rows, b.groups ? a.spec.unit() : 0, epilogue, stream);
+    const Matrix d = result_view(at, a, b, out);
+    if (within)
+      gpu::multiply_bf16(left, without_outer(b), d, a.groups, a.rows, epilogue, stream);
+    else
+      gpu::multiply_bf16(left, as_const(values.right), d, a.groups, a.rows,
+                         b.groups ? a.spec.unit() : 0, epilogue, stream);
   });
 }
 
@@ -267,9 +286,12 @@ Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuan
   const StoredShape sa = a.shape(), sb = b.shape();
   const bool finished = torch_finishes(a, b, bias, target);
   const bool f32 = target.into || target.dtype != ScalarType::BFloat16;
-  if (sa.lines * sb.lines * sa.extent != 0 &&
-      gpu::multiplies_bf16({sa.lines, sb.lines, sa.extent, a.groups.count, f32}, !finished))
-    return bf16_matmul(at, a, b, bias, target, given, stream);
+  if (sa.lines * sb.lines * sa.extent != 0) {
+    const gpu::ProductSize size{sa.lines, sb.lines, sa.extent, a.groups.count, f32};
+    const bool within = !given && !b.groups && gpu::decodes_within(without_outer(b), size);
+    if (within || gpu::multiplies_bf16(size, !finished))
+      return bf16_matmul(at, a, b, bias, target, given, within, stream);
+  }
 
   std::optional<Ends> ends;
   if (a.groups) ends = group_ends(at, a.groups, a.rows, b.groups ? a.spec.unit() : 1, stream);
@@ -349,13 +371,16 @@ std::string matmul_path(const std::string& op, const QuantSpec& spec, std::strin
     return renamed(error, op);
   }
   const std::string bf16 = "the BF16 GEMM for compute capability 9.0";
+  const std::string within =
+      may_decode_within(spec) ? "; where few rows meet b, that GEMM decodes b itself" : "";
   if (spec.outer && gpu::has_gemm_device())
     return "decoded to BF16, then " + bf16 +
-           ", with outer scales (PyTorch's where that is faster)" + groups;
+           ", with outer scales (PyTorch's where that is faster)" + groups + within;
   std::string path = "decoded to BF16, then PyTorch's ";
   path += grouped ? "grouped GEMM, which rounds its sums to BF16" + groups : "GEMM with FP32 sums";
   if (!grouped && gpu::has_gemm_device()) path += ", or where little is multiplied " + bf16;
-  return path + (spec.outer ? ", then outer scales in one pass" : "");
+  if (grouped && !within.empty()) path += ", or " + bf16;
+  return path + (spec.outer ? ", then outer scales in one pass" : "") + within;
 }
 
 std::optional<Decoded> room_for_values(const Context& at, const ConstQuantized& a,
@@ -365,7 +390,8 @@ std::optional<Decoded> room_for_values(const Context& at, const ConstQuantized& 
            q.layout == StorageLayout{};
   };
   if (!at.cuda() || !plain(a) || !plain(b) || multiplies_codes(a, b)) return std::nullopt;
-  return room_for(at, without_outer(a), without_outer(b));
+  const ConstQuantized right = without_outer(b);
+  return room_for(at, without_outer(a), &right);
 }
 
 Tensor matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,

@@ -275,7 +275,8 @@ def matmul(
     On a GPU most specs are decoded to BF16 without their outer scales, which is exact except for
     the smallest values of "mxfp8", and multiplied with FP32 sums, to which outer scales and bias
     are applied. That is done by our own BF16 GEMM or PyTorch's on compute capability 9.0 (H100,
-    H200), by PyTorch's on other GPUs (docs/numerics.md says which and why).
+    H200), by PyTorch's on other GPUs (docs/numerics.md says which and why). Where few rows of `a`
+    meet `b`, our GEMM decodes `b` itself, and its values are written nowhere.
 
     Specs with FP32 block scales (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: they run in a
     block-scaled FP8 GEMM on compute capability 9.0, and other GPUs refuse them. That GEMM also
@@ -331,9 +332,9 @@ def grouped_matmul(
     Each group is multiplied as `matmul` would multiply its operands alone, outer scales included:
     bit for bit on the CPU. On a GPU, specs with FP32 block scales, and `mxfp4`, run in the
     block-scaled GEMM for H100 and H200. Other specs are decoded to BF16: with outer scales, a bias,
-    a float32 result or an N that is not a multiple of 8 they run in our BF16 GEMM for H100 and
-    H200, and otherwise in PyTorch's grouped GEMM, which rounds its sums to BF16 before outer scales
-    and bias are applied.
+    a float32 result, an N that is not a multiple of 8 or few rows for each matrix of b they run in
+    our BF16 GEMM for H100 and H200, and otherwise in PyTorch's grouped GEMM, which rounds its sums
+    to BF16 before outer scales and bias are applied.
 
     Args:
         a, b: operands with equal contraction lengths.

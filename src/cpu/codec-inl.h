@@ -81,22 +81,19 @@ HWY_INLINE VU bf16_high(VF x) {
   const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
   return hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), odd);
 }
-// Turns any NaN into one that bf16_high() accepts.
-HWY_INLINE VF shorten_nan(VF x) {
-  const DU du;
-  const VU bits = hn::BitCast(du, x);
-  const VU quiet = hn::And(hn::Or(bits, hn::Set(du, 1u << 22)), hn::Set(du, 0xFFFF0000u));
-  return hn::IfThenElse(hn::IsNaN(x), hn::BitCast(DF(), quiet), x);
+// Turns any NaN into the definition's, which bf16_high() accepts.
+HWY_INLINE VF define_nan(VF x) {
+  return hn::IfThenElse(hn::IsNaN(x), hn::BitCast(DF(), hn::Set(DU(), kNanBits)), x);
 }
 // The nearest BF16.
 HWY_INLINE VF nearest_short(VF x) {
-  return hn::BitCast(DF(), hn::And(bf16_high(shorten_nan(x)), hn::Set(DU(), 0xFFFF0000u)));
+  return hn::BitCast(DF(), hn::And(bf16_high(define_nan(x)), hn::Set(DU(), 0xFFFF0000u)));
 }
 HWY_INLINE void store_values(VF x, float* p) { hn::StoreU(x, DF(), p); }
 HWY_INLINE void store_short(VF x, uint16_t* bf16) {
   hn::StoreU(hn::TruncateTo(DU16(), hn::ShiftRight<16>(bf16_high(x))), DU16(), bf16);
 }
-HWY_INLINE void store_values(VF x, uint16_t* bf16) { store_short(shorten_nan(x), bf16); }
+HWY_INLINE void store_values(VF x, uint16_t* bf16) { store_short(define_nan(x), bf16); }
 // Stores 2 * lanes() consecutive values; NaNs must be short.
 HWY_INLINE void store_pair(VF a, VF b, float* p) {
   store_values(a, p);

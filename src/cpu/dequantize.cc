@@ -65,7 +65,8 @@ HWY_INLINE void decode_pair(const HalfDecoder<kM>& decoder, VH top, bool exact, 
   VF a, b;
   if (HWY_UNLIKELY(exact)) {
     decoder.exact(top, a, b);
-    return store_pair(hn::Mul(scale_a, a), hn::Mul(scale_b, b), out);
+    // Scales may be any NaN, and a product of 0 and Inf is the processor's.
+    return store_pair(define_nan(hn::Mul(scale_a, a)), define_nan(hn::Mul(scale_b, b)), out);
   }
   decoder.fast(top, a, b);
   a = hn::Mul(scale_a, a), b = hn::Mul(scale_b, b);
@@ -100,7 +101,7 @@ HWY_INLINE void dequantize_line(const Reader& reader, const Matrix& x, int64_t b
     for (int64_t i = 0; i < count / block; i += lanes()) {
       const VF scale = hn::Mul(outer, reader.block_scales(line, pos / block + i));
       exact |= !is_moderate(scale);
-      hn::StoreU(shorten_nan(scale), DF(), scales + i);
+      hn::StoreU(scale, DF(), scales + i);
     }
     const VF factor = hn::Set(DF(), exact ? 1.0f : decoder.factor);
     for (int64_t i = 0; i < count / block; i += lanes())
@@ -164,8 +165,8 @@ HWY_INLINE void dequantize_columns(const Reader& reader, const Matrix& x, int64_
       for (int64_t i = 0; i < blocks; ++i) {
         const VF a = reader.line_scales(line + c, pos / block + i);
         const VF b = reader.line_scales(line + c + kPair / 2, pos / block + i);
-        scale_a[i] = shorten_nan(hn::Mul(outer, a));
-        scale_b[i] = shorten_nan(hn::Mul(outer, b));
+        scale_a[i] = hn::Mul(outer, a);
+        scale_b[i] = hn::Mul(outer, b);
         exact |= !is_moderate(scale_a[i]) || !is_moderate(scale_b[i]);
       }
       const VF factor = hn::Set(DF(), exact ? 1.0f : decoder.factor);

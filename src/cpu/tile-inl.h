@@ -100,7 +100,7 @@ HWY_INLINE TileView<T> load_tile(const ConstMatrix& x, const TileArea& area, int
 // ---- Hadamard transform (specification, section 8) ----
 
 // Loads values with short NaNs; the transform's NaNs are then short too, as bf16_high() requires.
-HWY_INLINE VF load_short(const float* p) { return shorten_nan(load_values(p)); }
+HWY_INLINE VF load_short(const float* p) { return define_nan(load_values(p)); }
 HWY_INLINE VF load_short(const uint16_t* p) { return load_values(p); }
 HWY_INLINE VF hadamard_finish(VF x, VF norm) { return hn::Add(hn::Mul(x, norm), hn::Zero(DF())); }
 

@@ -86,6 +86,27 @@ ConstQuantized in_linear(const ConstQuantized& q, const Stream& stream) {
   return as_const(to);
 }
 
+void divide(sm90::Gemm& g, sm90::Grouping grouping, const Groups& groups, int64_t rows) {
+  g.grouping = grouping;
+  g.groups = static_cast<int>(groups.count);
+  g.group_rows = rows;
+  g.offsets = groups.offsets;
+  g.int64_offsets = groups.int64_offsets;
+}
+
+// All but B and the groups.
+sm90::Bf16Gemm bf16_arguments(const ConstMatrix& a, const Matrix& d, const Epilogue& e) {
+  sm90::Bf16Gemm g;
+  g.m = a.rows, g.k = a.columns;
+  g.a = a.data, g.stride = a.row_stride;
+  g.d = d.data, g.d_stride = d.row_stride, g.d_f32 = d.dtype == DType::f32;
+  g.accumulate = e.accumulate;
+  g.previous = Previous::operands;
+  g.alpha = e.alpha, g.a_outer = e.a_outer, g.b_outer = e.b_outer;
+  g.bias = e.bias, g.bias_dtype = e.bias_dtype;
+  return g;
+}
+
 // FP8 operands; `b_factors` belong to the lines of b, or are null.
 void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_factors,
               const Matrix& d, const GemmOptions& options, const Stream& stream) {
@@ -95,13 +116,9 @@ void multiply(const ConstQuantized& a, const ConstQuantized& b, const float* b_f
   g.n = sb.lines;
   g.k = sa.extent;
   if (a.groups) {
-    g.grouping = b.groups ? sm90::Grouping::contraction : sm90::Grouping::rows;
-    g.groups = static_cast<int>(a.groups.count);
-    g.group_rows = a.rows;
+    divide(g, b.groups ? sm90::Grouping::contraction : sm90::Grouping::rows, a.groups, a.rows);
     g.a_scale_line = padded_rows(Layout::mn_major, sa.scale_rows);
     g.a_scale_unit = a.layout.scales == Layout::mn_major && !b_factors ? 4 : 1;
-    g.offsets = a.groups.offsets;
-    g.int64_offsets = a.groups.int64_offsets;
   }
   g.a = a.codes;
   g.b = b.codes;
@@ -190,25 +207,32 @@ bool multiplies_bf16(const ProductSize& s, bool needs_pass) {
   return needs_pass ? sm90::pays(g) : sm90::is_brief(g);
 }
 
+bool decodes_within(const ConstQuantized& b, const ProductSize& s) {
+  if (s.groups > sm90::kMaxGroups || s.k >= int64_t{1} << 30 || !has_gemm_device()) return false;
+  if (!sm90::takes_coded(b)) return false;
+  sm90::CodedGemm g;
+  g.m = s.m, g.n = s.n, g.k = s.k, g.d_f32 = s.f32, g.coded = b;
+  if (s.groups) g.grouping = sm90::Grouping::rows, g.groups = static_cast<int>(s.groups);
+  return sm90::pays(g);
+}
+
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
                    const Groups& groups, int64_t rows, int64_t unit, const Epilogue& e,
                    const Stream& stream) {
-  sm90::Bf16Gemm g;
-  g.m = a.rows, g.n = b.rows, g.k = a.columns;
-  g.a = a.data, g.b = b.data, g.stride = a.row_stride;
-  g.d = d.data, g.d_stride = d.row_stride, g.d_f32 = d.dtype == DType::f32;
-  g.accumulate = e.accumulate;
-  g.previous = Previous::operands;
-  g.alpha = e.alpha, g.a_outer = e.a_outer, g.b_outer = e.b_outer;
-  g.bias = e.bias, g.bias_dtype = e.bias_dtype;
-  if (groups) {
-    g.grouping = unit ? sm90::Grouping::contraction : sm90::Grouping::rows;
-    if (unit) g.storage_unit = static_cast<int>(unit);
-    g.groups = static_cast<int>(groups.count);
-    g.group_rows = rows;
-    g.offsets = groups.offsets, g.int64_offsets = groups.int64_offsets;
-  }
+  sm90::Bf16Gemm g = bf16_arguments(a, d, e);
+  g.n = b.rows, g.b = b.data;
+  if (groups) divide(g, unit ? sm90::Grouping::contraction : sm90::Grouping::rows, groups, rows);
+  if (unit) g.storage_unit = static_cast<int>(unit);
   note_failure(sm90::bf16_gemm(g, native(stream)));
+  check_launch("gemm");
+}
+
+void multiply_bf16(const ConstMatrix& a, const ConstQuantized& b, const Matrix& d,
+                   const Groups& groups, int64_t rows, const Epilogue& e, const Stream& stream) {
+  sm90::CodedGemm g{bf16_arguments(a, d, e), b};
+  g.n = b.rows;
+  if (groups) divide(g, sm90::Grouping::rows, groups, rows);
+  note_failure(sm90::coded_gemm(g, native(stream)));
   check_launch("gemm");
 }
 

@@ -21,8 +21,13 @@ constexpr double kMeeting = 1.05;     // factor for two warpgroups, see step_cos
 constexpr double kJoin = 2000;        // a cluster's parts meet and are added
 constexpr double kPromotion = 0.047;  // per element with a scale per column: registers are busy
 constexpr double kInTurn = 0.042;     // the same where four waves (with_scales()) share the scales
-constexpr double kF32Bytes = 20;      // of FP32 output that a multiprocessor writes per cycle
-constexpr double kRound = 300;        // until a staged round of it has left
+// Of a line of B in a block, in codes of half a byte or of a byte: what the warps that decode take
+// for it, and how long shared memory, of which the L1 cache is a part, is busy with its codes.
+constexpr double kDecodeHalf = 7.5, kDecodeByte = 9;
+constexpr double kLoadHalf = 1, kLoadByte = 2.3;
+constexpr double kMemoryBytes = 13;  // that a multiprocessor gets from memory per cycle
+constexpr double kF32Bytes = 20;     // of FP32 output that a multiprocessor writes per cycle
+constexpr double kRound = 300;       // until a staged round of it has left
 
 // Clusters that fit on these multiprocessors; of clusters of four, fewer than the count says (30 on
 // an H200).
@@ -40,7 +45,10 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const double tensor = t.rows() * t.columns() / 32.0;
   const double wgmmas = t.groups * t.waves;
   const double arriving = (t.rows() + t.columns()) * 128.0;
-  const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes;
+  const double lines = s.code_bytes > 0 ? t.columns() : 0;  // to decode
+  const double decoding = lines * (s.code_bytes < 1 ? kDecodeHalf : kDecodeByte);
+  const double codes = lines * (s.code_bytes < 1 ? kLoadHalf : kLoadByte);
+  const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes + codes;
   // One warpgroup by itself: its wgmmas and promotions follow each other. Without scales the next
   // block's wgmmas are queued before this one's have ended.
   const double promotion = s.scaled ? t.n / 2 * (square ? 1.0 : 2.5) + kLatency : 0;
@@ -52,7 +60,7 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
       square || !s.scaled ? 0 : t.rows() * t.columns() * (t.waves == 2 ? kInTurn : kPromotion);
   // Two warpgroups contend for the tensor cores now and then; of three, one is always ready.
   const double meeting = t.groups == 2 ? kMeeting : 1;
-  return std::max({tensor, shared, chain, promoting, own * 128.0 / l2_bytes}) * meeting;
+  return std::max({tensor, shared, chain, promoting, decoding, own * 128.0 / l2_bytes}) * meeting;
 }
 
 // Cycles in which a tile of output is written and nothing else happens.
@@ -64,8 +72,15 @@ double store_cost(const TileShape& t, const GemmSize& s) {
   return elements * 4 / kF32Bytes + static_cast<double>(rounds - 1) * kRound;
 }
 
-// The cost of a BF16 product with the tile that is chosen for it.
-double least_cost(const GemmSize& s) { return tile_cost(kBf16Tiles[choose_tile(s)], s); }
+std::span<const TileShape> tiles_of(const GemmSize& s) {
+  if (s.scaled) return kTiles;
+  return s.code_bytes > 0 ? std::span<const TileShape>(kCodedTiles) : kBf16Tiles;
+}
+
+// The cost of a product with the tile that is chosen for it.
+double least_cost(const GemmSize& s) {
+  return tile_cost(tiles_of(s)[static_cast<size_t>(choose_tile(s))], s);
+}
 
 }  // namespace
 
@@ -86,8 +101,7 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
 }
 
 int choose_tile(const GemmSize& s) {
-  const std::span<const TileShape> tiles =
-      s.scaled ? std::span<const TileShape>(kTiles) : std::span<const TileShape>(kBf16Tiles);
+  const std::span<const TileShape> tiles = tiles_of(s);
   int best = 0;
   double least = tile_cost(tiles[0], s);
   for (int i = 1; i < static_cast<int>(tiles.size()); ++i) {
@@ -99,7 +113,6 @@ int choose_tile(const GemmSize& s) {
 }
 
 bool pays(const GemmSize& s) {
-  constexpr double kMemoryBytes = 13;             // that a multiprocessor gets per cycle
   constexpr double kTensor = 1.3, kMemory = 1.1;  // actual cycles relative to the least possible
   constexpr double kPasses = 14600;               // kernels that add the parts and finish the sums
   constexpr double kPassBytes = 10;               // that those kernels move per element
@@ -109,6 +122,15 @@ bool pays(const GemmSize& s) {
       std::max(kTensor * tensor, kMemory * memory) * static_cast<double>(s.blocks);
   const double passes = rows * columns * kPassBytes / kMemoryBytes;
   return least_cost(s) <= (divided + passes) / s.multiprocessors + kPasses;
+}
+
+bool pays_to_decode(const GemmSize& s) {
+  GemmSize values = s;
+  values.code_bytes = 0;
+  if (!s.grouped && !pays(values)) return false;
+  const auto codes = static_cast<double>(s.groups * s.columns * s.blocks * 64);
+  const double pass = codes * (s.code_bytes + 2) / kMemoryBytes / s.multiprocessors;
+  return least_cost(s) < least_cost(values) + pass;
 }
 
 bool is_brief(const GemmSize& s) {

@@ -20,6 +20,8 @@ struct TileShape {
   // Of FP8 operands:
   int line_stages = 0;  // stages where every column has a scale
   bool e5m2 = false;    // also compiled for any E5M2 operands
+  // Of BF16 operands: B is decoded in the kernel.
+  bool decodes = false;
 
   // With two E5M2 operands and 128x128 scales, which is what MXFP4 becomes, every tile is compiled.
   constexpr bool compiled(bool square, bool a_e5m2, bool b_e5m2) const {
@@ -81,11 +83,22 @@ inline constexpr TileShape kBf16Tiles[] = {
 };
 inline constexpr int kBf16TileCount = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
 
+// The same where B is decoded in the kernel: two tiles for many rows, two for few.
+inline constexpr TileShape kCodedTiles[] = {
+    {2, false, 2, 128, 4, 1, false, 0, false, true},  // 256 x 128
+    {2, false, 1, 128, 6, 1, false, 0, false, true},  // 128 x 128
+    {2, true, 1, 32, 12, 1, false, 0, false, true},   // 64 x 64
+    {2, true, 1, 16, 16, 1, false, 0, false, true},   // 64 x 32
+};
+inline constexpr int kCodedTileCount = sizeof(kCodedTiles) / sizeof(kCodedTiles[0]);
+
 // The input of the choice. Groups count as equal parts.
 struct GemmSize {
   int64_t rows = 0, columns = 0, blocks = 0;  // of one group; blocks of 128 bytes along K
   int64_t groups = 1;
   bool scaled = true;  // FP8; else BF16
+  // BF16, of which B is decoded in the kernel: bytes per code; else 0.
+  double code_bytes = 0;
   bool square = true;  // scales of B: 128x128, else 1x128
   bool a_e5m2 = false, b_e5m2 = false;
   bool f32 = false;      // the output
@@ -95,11 +108,14 @@ struct GemmSize {
 
 // Estimated cycles of the whole product.
 double tile_cost(const TileShape& tile, const GemmSize& size);
-// Index into kTiles or kBf16Tiles of the cheapest tile compiled for these formats.
+// Index into kTiles, kBf16Tiles or kCodedTiles of the cheapest tile compiled for these formats.
 int choose_tile(const GemmSize& size);
 // Whether a dense BF16 product with these tiles is likely to take no longer than another library's
 // plus a pass over its sums. For few tiles with a long K that library splits K.
 bool pays(const GemmSize& size);
+// Whether a product that decodes B itself is likely to take less time than a pass that decodes B
+// and then this GEMM, where that one is the choice for B's values.
+bool pays_to_decode(const GemmSize& size);
 // Whether the product takes the device less time than the host needs to find and launch a library's
 // kernel.
 bool is_brief(const GemmSize& size);

@@ -16,7 +16,7 @@ inline float load(const ConstMatrix& x, int64_t b, int64_t r, int64_t c) {
   return load_element(x, offset_of(b, r, c, x));
 }
 inline void store(const Matrix& x, int64_t b, int64_t r, int64_t c, float value) {
-  store_element(x, offset_of(b, r, c, x), value);
+  store_element(x, offset_of(b, r, c, x), value != value ? bit_cast<float>(kNanBits) : value);
 }
 
 // One stored scale as the FP32 number it represents; `s` is its offset in the scales buffer.

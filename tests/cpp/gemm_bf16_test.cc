@@ -5,6 +5,8 @@
 // scales, bias and the rounding to D follow in double, so the result must be equal to the bit.
 // Random values: the tensor cores add 16 products and the sum so far at once, each cut to 23 bits
 // below the largest of them, which is at most the sum of all magnitudes.
+//
+// B in its codes, for the GEMM that decodes it, has values and scales likewise.
 #ifdef BLOCKSCALE_CUDA
 #include <cmath>
 #include <vector>
@@ -17,6 +19,7 @@ namespace blockscale::testing {
 namespace {
 
 using sm90::Bf16Gemm;
+using sm90::CodedGemm;
 using sm90::Grouping;
 using sm90::Schedule;
 
@@ -30,6 +33,7 @@ struct Case {
   DType bias_dtype = DType::f32;
   bool exact = true;
   int tile = -1;
+  const char* coded = nullptr;  // the spec of B in its codes
   Schedule schedule = Schedule::chosen;
   int64_t pad = 0;  // elements before D and between its rows: odd ones are not for the copy engine
 };
@@ -53,13 +57,17 @@ class Product {
     batch_ = c.unit ? 1 : groups_;
     matrices_ = c.unit ? groups_ : 1;
     stride_ = round_up(std::max<int64_t>(c_.k, 1), 8);
-    a_ = values(c_.m), b_ = values(batch_ * c_.n);
+    a_ = values(c_.m);
+    if (c.coded)
+      draw_codes(parse_spec(c.coded));
+    else
+      b_ = values(batch_ * c_.n);
     for (int64_t g = 0; g < groups_; ++g) a_outer_.push_back(scale()), b_outer_.push_back(scale());
     for (int64_t i = 0; i < groups_ * c_.n; ++i) bias_.add(scale());
   }
 
   void run() {
-    const Memory a(a_), b(b_), a_outer(a_outer_), b_outer(b_outer_);
+    const Memory a(a_), b(b_), codes(codes_), scales(scales_), a_outer(a_outer_), b_outer(b_outer_);
     const Memory bias = bias_.on_device(c_.bias_dtype);
     std::vector<int64_t> ends = ends_;
     const int64_t rows = c_.unit ? c_.k : c_.m;  // that the groups divide
@@ -67,7 +75,7 @@ class Product {
     const Memory wide(ends), narrow(std::vector<int32_t>(ends.begin(), ends.end()));
     GuardedD d(matrices_ * c_.m, c_.n, c_.pad, c_.f32, c_.accumulate);
     d.run([&](void* to, Previous previous) {
-      Bf16Gemm g;
+      CodedGemm g;
       g.m = c_.m, g.n = c_.n, g.k = c_.k, g.stride = stride_;
       g.a = a.as<void>(), g.b = b.as<void>();
       g.d = to;
@@ -82,7 +90,11 @@ class Product {
       g.offsets = c_.int64_offsets ? wide.as<void>() : narrow.as<void>(),
       g.int64_offsets = c_.int64_offsets;
       g.tile = c_.tile, g.schedule = c_.schedule, g.previous = previous;
-      return sm90::bf16_gemm(g, nullptr);
+      if (!c_.coded) return sm90::bf16_gemm(g, nullptr);
+      g.coded = coded_;
+      g.coded.codes = codes.as<uint8_t>(), g.coded.scales = scales.as<uint8_t>();
+      EXPECT_TRUE(sm90::takes_coded(g.coded));
+      return sm90::coded_gemm(g, nullptr);
     });
     if (::testing::Test::HasFatalFailure()) return;
     check(d);
@@ -97,6 +109,32 @@ class Product {
         all[static_cast<size_t>(i)] = to_bf16(c_.exact ? static_cast<float>(random_.below(5)) - 2
                                                        : static_cast<float>(random_.normal()));
     return all;
+  }
+  // B in codes, and their values.
+  void draw_codes(const QuantSpec& spec) {
+    coded_.spec = spec, coded_.batch = batch_, coded_.rows = c_.n, coded_.columns = c_.k;
+    const StoredShape s = coded_.shape();
+    codes_.resize(static_cast<size_t>(batch_ * s.code_bytes));
+    scales_.resize(static_cast<size_t>(batch_ * s.scale_count));
+    for (uint8_t& code : scales_)
+      code = static_cast<uint8_t>(
+          encode(spec.scale, c_.exact ? std::ldexp(1.0f, static_cast<int>(random_.below(3)) - 1)
+                                      : static_cast<float>(0.1 + random_.uniform())));
+    b_.assign(static_cast<size_t>(batch_ * c_.n * stride_), 0x7FC0);
+    const bool half = traits(spec.element).bits() == 4;
+    for (int64_t line = 0; line < batch_ * c_.n; ++line) {
+      const int64_t matrix = line / c_.n, row = line % c_.n / s.scale_lines;
+      for (int64_t k = 0; k < c_.k; ++k) {
+        const uint32_t code =
+            encode(spec.element, c_.exact ? static_cast<float>(random_.below(5)) - 2
+                                          : static_cast<float>(random_.normal()));
+        uint8_t& byte = codes_[static_cast<size_t>(line * s.line_bytes + (half ? k / 2 : k))];
+        byte = static_cast<uint8_t>(byte | code << (half && k % 2 ? 4 : 0));
+        const int64_t scale = matrix * s.scale_count + row * s.blocks + k / spec.block;
+        b_[static_cast<size_t>(line * stride_ + k)] = to_bf16(
+            decode(spec.element, code) * decode(spec.scale, scales_[static_cast<size_t>(scale)]));
+      }
+    }
   }
   float scale() { return static_cast<float>(0.01 * (1 + random_.uniform())); }
 
@@ -160,6 +198,8 @@ class Product {
   int64_t groups_ = 1, stride_ = 0;
   int64_t batch_ = 1, matrices_ = 1;  // of B and of D
   std::vector<uint16_t> a_, b_;
+  ConstQuantized coded_;
+  std::vector<uint8_t> codes_, scales_;
   std::vector<float> a_outer_, b_outer_;
   BiasValues bias_;
 };
@@ -171,7 +211,8 @@ void run(const Case& c, uint64_t seed) {
                std::to_string(c.n) + " x " + std::to_string(c.k) + ", " +
                std::to_string(c.groups.size()) + " groups, tile " + std::to_string(c.tile) +
                ", schedule " + std::to_string(static_cast<int>(c.schedule)) +
-               (c.f32 ? ", FP32" : ", BF16") + (c.exact ? ", exact" : ", random"));
+               (c.f32 ? ", FP32" : ", BF16") + (c.coded ? ", " + std::string(c.coded) : "") +
+               (c.exact ? ", exact" : ", random"));
   Product(c, seed).run();
 }
 
@@ -210,6 +251,30 @@ TEST_F(Bf16GemmTest, EveryTileEveryTail) {
   }
 }
 
+// B in every format that is decoded, in rows and in squares.
+TEST_F(Bf16GemmTest, Coded) {
+  constexpr const char* kSpecs[] = {"nvfp4", "nvfp4[block=16x16]", "amdfp4",
+                                    "mxfp8", "mxfp8[block=32x32]", "mxfp6"};
+  for (const char* spec : kSpecs) {
+    for (int tile = -1; tile < cuda::kCodedTileCount; ++tile) {
+      for (uint64_t seed = 0; seed < 6; ++seed) {
+        Random random(seed * 100 + static_cast<uint64_t>(tile + 1));
+        Case c = drawn(random, tile);
+        c.coded = spec;
+        c.k = 64 * (1 + static_cast<int64_t>(random.below(5)));
+        if (seed == 0) c.m = 520, c.n = 400, c.pad = 0;  // several tiles, whole ones too
+        if (seed == 1) c.k = 1344;                       // more stages than any ring has
+        run(c, seed);
+        c.m = 0, c.n = std::min<int64_t>(c.n, 129), c.k = std::min<int64_t>(c.k, 192);
+        c.groups = drawn_groups(random);
+        c.behind = random.one_in(2) ? 0 : 37;
+        run(c, seed);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // More tiles than a device has multiprocessors, so that clusters have several each.
 TEST_F(Bf16GemmTest, EverySchedule) {
   Case c;
@@ -220,6 +285,13 @@ TEST_F(Bf16GemmTest, EverySchedule) {
     run(c, 1);
     c.groups = {400, 0, 1, 499, 200}, c.behind = 37;
     run(c, 2);
+    for (int tile = 0; tile < cuda::kCodedTileCount; ++tile) {
+      Case coded = c;
+      coded.tile = tile, coded.coded = "nvfp4", coded.k = 128;
+      run(coded, 4);
+      coded.groups.clear(), coded.m = 1100;
+      run(coded, 5);
+    }
     c.groups = {30, 0, 5, 35}, c.unit = 16, c.m = 300;
     run(c, 3);
   }
@@ -262,6 +334,34 @@ TEST_F(Bf16GemmTest, RefusesWhatItHasNoKernelFor) {
   EXPECT_EQ(sm90::bf16_gemm(g, nullptr), cudaErrorInvalidValue);
   g.groups = 1, g.grouping = Grouping::contraction, g.storage_unit = 8;
   EXPECT_EQ(sm90::bf16_gemm(g, nullptr), cudaErrorInvalidValue);
+}
+
+TEST_F(Bf16GemmTest, TakesOnlyCodesThatItDecodes) {
+  const auto operand = [](const char* spec, int64_t columns = 128) {
+    ConstQuantized q;
+    q.spec = parse_spec(spec), q.rows = 48, q.columns = columns;
+    return q;
+  };
+  EXPECT_TRUE(sm90::takes_coded(operand("nvfp4")));
+  EXPECT_TRUE(sm90::takes_coded(operand("nvfp4", 64)));
+  EXPECT_FALSE(sm90::takes_coded(operand("nvfp4", 96)));
+  EXPECT_FALSE(sm90::takes_coded(operand("mxfp4")));
+  EXPECT_FALSE(sm90::takes_coded(operand("fp8_1x128")));
+  EXPECT_FALSE(sm90::takes_coded(operand("mxfp8[element=e5m2]")));
+  ConstQuantized q = operand("nvfp4");
+  q.layout.scales = Layout::nv_128x4;
+  EXPECT_FALSE(sm90::takes_coded(q));
+  q = operand("nvfp4"), q.codes = reinterpret_cast<const uint8_t*>(8);
+  EXPECT_FALSE(sm90::takes_coded(q));
+  q = operand("nvfp4"), q.scales = reinterpret_cast<const uint8_t*>(1);
+  EXPECT_FALSE(sm90::takes_coded(q));
+  q = operand("nvfp4"), q.groups.count = 2;
+  EXPECT_FALSE(sm90::takes_coded(q));
+  CodedGemm g;
+  g.m = g.n = 8, g.k = 96, g.coded = operand("nvfp4", 96);
+  EXPECT_EQ(sm90::coded_gemm(g, nullptr), cudaErrorInvalidValue);
+  g.k = 128, g.coded = operand("nvfp4"), g.grouping = Grouping::contraction;
+  EXPECT_EQ(sm90::coded_gemm(g, nullptr), cudaErrorInvalidValue);
 }
 
 }  // namespace

@@ -324,6 +324,42 @@ TEST_P(QuantizeTest, DequantizeIsTheReferenceInAnyStrides) {
   }
 }
 
+// Operands that no quantizer makes: scales and outer scales that are any NaN or Inf, codes of Inf.
+TEST_P(QuantizeTest, DequantizeStoresOneNan) {
+  constexpr int64_t kSide = 160;
+  constexpr uint32_t kBits[] = {0xFFC00000, 0x7FBD1C03, 0xFFFFFFFF, kInfBits, 0xFF800000, 0};
+  for (const char* name : {"fp8_1x128", "fp8_1x128[element=e5m2]", "mxfp8", "nvfp4"})
+    for (const int axis : {-1, -2})
+      for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+        SCOPED_TRACE(std::string(name) + " axis " + std::to_string(axis));
+        Random random(seed());
+        const QuantSpec spec = parse_spec(name);
+        const Input x(DType::bf16, 1, kSide, kSide, Strides::row_major, random_values(random));
+        Output q(spec, {}, axis, kSide, kSide);
+        reference::quantize(x.view(), q.view, {});
+        const StoredShape s = q.view.shape();
+        const auto any = [&] { return bit_cast<float>(random.pick(kBits)); };
+        if (spec.scale == Format::fp32)
+          for (int64_t i = 0; i < s.scale_count; i += 3)
+            reinterpret_cast<float*>(q.view.scales)[i] = any();
+        if (spec.outer) *q.view.outer = any();
+        if (spec.element == Format::e5m2)
+          for (int64_t i = 0; i < s.code_bytes; i += 7) q.view.codes[i] = 0x7C | (i % 2 << 7);
+        Guarded want(kSide * kSide * dtype_bytes(dtype)), got(kSide * kSide * dtype_bytes(dtype));
+        const auto matrix = [&](Guarded& g) {
+          return Matrix{g.data(), dtype, kSide, kSide, kSide, 1, 1, 0};
+        };
+        reference::dequantize(as_const(q.view), matrix(want));
+        runner->dequantize(q, matrix(got), got, seed());
+        ASSERT_EQ(got.difference(want), "");
+        const ConstMatrix values = as_const(matrix(want));
+        for (int64_t i = 0; i < kSide * kSide; ++i) {
+          const float v = load_element(values, i);
+          if (v != v) ASSERT_EQ(bit_cast<uint32_t>(v), kNanBits);
+        }
+      }
+}
+
 // BF16 rows that are wider than what a GPU's warp stores of one, each at another address.
 TEST_P(QuantizeTest, DequantizeStoresRowsThatStartAnywhere) {
   constexpr int64_t kRows = 135, kColumns = 523;

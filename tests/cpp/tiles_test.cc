@@ -253,5 +253,41 @@ TEST(Tiles, OfBf16) {
   EXPECT_FALSE(is_brief(size(128, 4096, 4096)));
 }
 
+// Where each row of B meets few rows of A, it is decoded in the kernel; the measured times are in
+// docs/performance/gemm.md.
+TEST(Tiles, ThatDecode) {
+  const auto size = [](int64_t m, int64_t n, int64_t k, int64_t groups, double code_bytes) {
+    GemmSize s;
+    s.grouped = groups > 0, s.groups = std::max<int64_t>(groups, 1);
+    s.rows = m / s.groups, s.columns = n, s.blocks = k / 64;
+    s.scaled = false, s.code_bytes = code_bytes;
+    return s;
+  };
+  const auto shape = [&](int64_t m, int64_t n, int64_t k, int64_t groups) {
+    const TileShape& t = kCodedTiles[choose_tile(size(m, n, k, groups, 0.5))];
+    return std::pair(t.rows(), t.columns());
+  };
+  EXPECT_EQ(shape(4096, 4096, 4096, 8), std::pair(256, 128));
+  EXPECT_EQ(shape(1024, 4096, 4096, 0), std::pair(256, 128));
+  EXPECT_EQ(shape(512, 4096, 4096, 0), std::pair(128, 128));
+  EXPECT_EQ(shape(8192, 768, 2048, 128), std::pair(128, 128));
+  EXPECT_EQ(shape(128, 4096, 4096, 0), std::pair(64, 64));
+  EXPECT_EQ(shape(16, 4096, 4096, 0), std::pair(64, 32));
+  const auto pays_of = [&](int64_t m, int64_t n, int64_t k, int64_t groups, double code_bytes) {
+    return pays_to_decode(size(m, n, k, groups, code_bytes));
+  };
+  for (const double bytes : {0.5, 1.0}) {
+    EXPECT_TRUE(pays_of(16, 4096, 4096, 0, bytes)) << bytes;
+    EXPECT_TRUE(pays_of(128, 14336, 4096, 0, bytes)) << bytes;
+    EXPECT_TRUE(pays_of(4096, 4096, 4096, 8, bytes)) << bytes;
+    EXPECT_TRUE(pays_of(8192, 768, 2048, 128, bytes)) << bytes;
+    EXPECT_FALSE(pays_of(256, 4096, 4096, 0, bytes)) << bytes;
+    EXPECT_FALSE(pays_of(8192, 8192, 8192, 0, bytes)) << bytes;
+    EXPECT_FALSE(pays_of(128, 512, 8192, 0, bytes)) << bytes;  // another library divides K
+  }
+  EXPECT_TRUE(pays_of(16384, 4096, 4096, 8, 0.5));
+  EXPECT_FALSE(pays_of(16384, 4096, 4096, 8, 1));
+}
+
 }  // namespace
 }  // namespace blockscale::cuda

@@ -125,6 +125,30 @@ def test_what_follows_the_sums(cuda: torch.device, random: torch.Generator) -> N
             assert torch.equal(got, want.float().to(out)), (m, n, k, bias_type, out)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4[block=16x16]", "amdfp4", "mxfp8", "mxfp6"])
+def test_few_rows_have_b_decoded_as_it_is_multiplied(
+    name: str, cuda: torch.device, random: torch.Generator
+) -> None:
+    """The same bits as for many rows, for which b is decoded before, and no memory for b's values.
+    (With a bias in FP32 both run in the core's GEMM.)"""
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("needs the core's BF16 GEMM, on compute capability 9.0")
+    n, k = 4096, 2048
+    x, w = normal(random, 4096, k).to(cuda), normal(random, n, k).to(cuda)
+    bias = normal(random, n).to(cuda)
+    b = bs.quantize(w, name)
+    amax = 8.0 if bs.spec(name).outer else None  # of the whole x and of part of it
+    results, memory = [], []
+    for rows in (4096, 16):
+        a = bs.quantize(x[:rows], name.replace("16x16", "1x16"), amax=amax)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results.append(bs.matmul(a, b, bias))
+        memory.append(torch.cuda.max_memory_allocated() - before)
+    assert torch.equal(results[1], results[0][:16])
+    assert memory[0] > 2 * n * k > 8 * memory[1]
+
+
 def test_fp8_matmul_reads_any_layout(device: torch.device, random: torch.Generator) -> None:
     x, w = normal(random, 133, 390).to(device), normal(random, 300, 390).to(device)
     for spec in ("fp8_1x128", "fp8_128x128"):

@@ -388,8 +388,13 @@ def test_explain_names_the_path_of_a_product_on_a_gpu(cuda: torch.device) -> Non
     if torch.cuda.get_device_capability(cuda) == (9, 0):
         assert path("nvfp4", "matmul") == (
             "decoded to BF16, then the BF16 GEMM for compute capability 9.0, with outer scales "
-            "(PyTorch's where that is faster)"
+            "(PyTorch's where that is faster); where few rows meet b, that GEMM decodes b itself"
         )
+        assert path("mxfp8").endswith(
+            ", or the BF16 GEMM for compute capability 9.0; where few rows meet b, that GEMM "
+            "decodes b itself"
+        )
+        assert "itself" not in path("mxfp8[element=e5m2]", "matmul")
         assert path("mxfp4", "matmul") == (
             "codes of E5M2 that hold the scales' differences, then the block-scaled FP8 GEMM for "
             "compute capability 9.0"

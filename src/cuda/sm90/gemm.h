@@ -78,6 +78,17 @@ struct Bf16Gemm : Gemm {
   int tile = -1;  // index into kBf16Tiles; negative: chosen
 };
 
+// The same with B in its codes, which the kernel decodes: `b` is not used, nor are groups of the
+// contraction axis. The product is that of B decoded to BF16, to the bit.
+struct CodedGemm : Bf16Gemm {
+  ConstQuantized coded;
+};
+// Whether coded_gemm takes this B: linear, with whole stages of 64 codes in every line.
+bool takes_coded(const ConstQuantized& b);
+// Whether that is likely to be faster than a pass that decodes B and then bf16_gemm, where that is
+// the choice for B's values.
+bool pays(const CodedGemm& g);
+
 // Whether this GEMM is likely to be faster than another library's plus a pass over its sums; and
 // whether it finishes before the host has launched the other.
 bool pays(const Bf16Gemm& g);
@@ -85,5 +96,6 @@ bool is_brief(const Bf16Gemm& g);
 // Return cudaSuccess, or why the launch failed.
 cudaError_t fp8_gemm(const Fp8Gemm& g, cudaStream_t stream);
 cudaError_t bf16_gemm(const Bf16Gemm& g, cudaStream_t stream);
+cudaError_t coded_gemm(const CodedGemm& g, cudaStream_t stream);
 
 }  // namespace blockscale::sm90

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "blockscale/spec.h"
@@ -56,10 +57,12 @@ inline void choose_order(Gemm& g, const cuda::TileShape& tile, const cuda::GemmS
 template <int kIndex, bool kSquare>
 struct Fp8Shape {
   static constexpr cuda::TileShape kShape = cuda::kTiles[kIndex].with_scales(kSquare);
+  static constexpr CodedFormat kCoded{};
 };
 template <int kIndex>
 struct Bf16Shape {
   static constexpr cuda::TileShape kShape = cuda::kBf16Tiles[kIndex];
+  static constexpr CodedFormat kCoded{};
 };
 
 // Describes operands as bytes: lines of `extent`, `row` apart. False where the copy engine cannot
@@ -68,11 +71,12 @@ template <class T>
 bool set_maps(GemmParams& p, const Gemm& g, int64_t extent, int64_t row) {
   const int64_t batch = g.grouping == Grouping::rows ? g.groups : 1;
   const int a_rows = static_cast<int>(std::min<int64_t>(T::kRows, round_up(g.m, 8)));
-  p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + T::kBBytes);
+  p.stage_bytes = static_cast<uint32_t>(a_rows * kBlock + (T::kDecodes ? 0 : T::kBBytes));
   if (extent == 0) return true;
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   return make_map(p.a, bytes, g.a, {{extent, g.m, 1}, {row, row * g.m}}, kBlock, a_rows) &&
-         make_map(p.b, bytes, g.b, {{extent, g.n, batch}, {row, row * g.n}}, kBlock, T::kColumns);
+         (T::kDecodes ||
+          make_map(p.b, bytes, g.b, {{extent, g.n, batch}, {row, row * g.n}}, kBlock, T::kColumns));
 }
 
 template <class T, bool kSquare>
@@ -96,6 +100,21 @@ bool set_operands(GemmParams& p, const Bf16Gemm& g) {
   p.out.b_outer = g.b_outer;
   p.problem.storage_unit = g.storage_unit;
   return set_maps<T>(p, g, 2 * g.k, 2 * g.stride);
+}
+
+// B's codes are read where they lie.
+template <class T, bool kSquare>
+bool set_operands(GemmParams& p, const CodedGemm& g) {
+  const ConstQuantized& b = g.coded;
+  const StoredShape s = b.shape();
+  p.coded = {.codes = b.codes,
+             .scales = b.scales,
+             .code_batch = s.code_bytes,
+             .scale_batch = s.scale_count,
+             .code_line = static_cast<int>(s.code_columns),
+             .scale_line = static_cast<int>(s.scale_columns),
+             .line_shift = std::countr_zero(static_cast<uint64_t>(s.scale_lines))};
+  return set_operands<T, kSquare>(p, static_cast<const Bf16Gemm&>(g));
 }
 
 template <class T>
@@ -165,7 +184,7 @@ cudaError_t prepare(int device) {
   return e;
 }
 
-// `Arguments`: Fp8Gemm or Bf16Gemm.
+// `Arguments`: Fp8Gemm, Bf16Gemm or CodedGemm.
 template <class T, bool kSquare, bool kAE5m2, bool kBE5m2, class Arguments>
 cudaError_t launch(const Arguments& g, int device, int multiprocessors, cudaStream_t stream) {
   constexpr auto kKernel = gemm_kernel<T, kSquare, kAE5m2, kBE5m2>;

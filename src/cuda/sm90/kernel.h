@@ -19,6 +19,7 @@
 #include "cuda/sm90/scheduler.h"
 #include "cuda/sm90/wgmma.h"
 #include "cuda/tiles.h"
+#include "gpu/dequantize/decode.h"
 
 namespace blockscale::sm90 {
 
@@ -39,6 +40,21 @@ struct Output {
   bool pairs = false;  // pairs of neighbouring elements of D are aligned to their size
 };
 
+// What is decoded where B is in codes (decode.h).
+struct CodedFormat {
+  gpu::Codec codec;
+  Format element, scale;
+  int block;
+};
+// B's codes and scales there, linear.
+struct CodedLines {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t code_batch, scale_batch;  // bytes from one group to the next
+  int code_line, scale_line;        // and from one line of codes, or row of scales, to the next
+  int line_shift;                   // log2 of the lines that share a row of scales
+};
+
 struct GemmParams {
   CUtensorMap a, b, d;
   // mn_major: one line of scales per block along K. A line has one scale per row of A, and one per
@@ -50,32 +66,41 @@ struct GemmParams {
   uint32_t stage_bytes;   // of codes; with few rows, less than there is room for
   Problem problem;
   Output out;
+  CodedLines coded;  // in place of b
 };
 
 // A tile of output: kGroups math warpgroups, side by side along N (kSideBySide) or one below the
 // other, each with kWaves wgmmas of 64 x kN. The waves' rows alternate between the warpgroups, so
 // that all of them have less to do where a group of rows ends early. Clusters of two share the
 // operand they have in common; with kSplit each CTA of a cluster sums a part of K instead.
-// `Shape` holds the TileShape, as kShape.
+// `Shape` holds the TileShape, as kShape, and the format of B that is decoded, as kCoded.
 template <class Shape, bool kScaled_>
 struct Tile {
   static constexpr cuda::TileShape kShape = Shape::kShape;
   static constexpr int kGroups = kShape.groups, kWaves = kShape.waves, kN = kShape.n;
   static constexpr int kStages = kShape.stages, kCluster = kShape.cluster;
   static constexpr bool kSplit = kShape.split, kSideBySide = kShape.side_by_side;
-  static constexpr bool kScaled = kScaled_;  // FP8 in blocks; else BF16, 64 values per block
+  static constexpr bool kScaled = kScaled_;         // FP8 in blocks; else BF16, 64 values per block
+  static constexpr bool kDecodes = kShape.decodes;  // one more warpgroup, see decode.h
+  static constexpr CodedFormat kCoded = Shape::kCoded;
   static constexpr int kSharing = kShape.sharing();                   // CTAs that share an operand
   static constexpr bool kInTurn = kSideBySide && kWaves > 1;          // see multiply_in_turn()
   static constexpr int kWaveRows = 64 * (kSideBySide ? 1 : kGroups);  // from wave to wave
   static constexpr int kRows = kShape.rows(), kColumns = kShape.columns();
   static constexpr bool kPairsColumns = kShape.pairs_columns();
   static constexpr int kUnitRows = kShape.unit_rows(), kUnitColumns = kShape.unit_columns();
-  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kThreads = 128 * (kGroups + 1 + kDecodes);
   // Two waves of sums need every register that the threads that load can spare.
-  static constexpr int kMathRegisters = kGroups == 3 ? 152 : kWaves > 1 ? 232 : 224;
+  static constexpr int kMathRegisters = kDecodes       ? (kWaves > 1 ? 184 : 176)
+                                        : kGroups == 3 ? 152
+                                        : kWaves > 1   ? 232
+                                                       : 224;
   // What is left of the launch's, as many per thread as a multiprocessor has: 168 or 128.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kCopyRegisters = (kGroups + 1) * kLaunchRegisters - kGroups * kMathRegisters;
+  static constexpr int kOtherRegisters =
+      (kGroups + 1 + kDecodes) * kLaunchRegisters - kGroups * kMathRegisters;
+  static constexpr int kCopyRegisters = kDecodes ? 40 : kOtherRegisters;
+  static constexpr int kDecodeRegisters = kOtherRegisters - kCopyRegisters;
 
   // Shared memory, in bytes.
   static constexpr int kABytes = kRows * kBlock, kBBytes = kColumns * kBlock;
@@ -216,7 +241,7 @@ BLOCKSCALE_DEVICE void bring_tiles(const GemmParams& p, const Shared<T, kSquare>
         copy_bytes<kShareA>(shared.a_scales(stage), a_scales + int64_t{1} * block * p.a_scale_line,
                             scale_bytes, full);
       if (!kShareA || scheduler.first()) copy_box<kShareA>(shared.a(stage), p.a, full, k, row, 0);
-      if (!kShareB || scheduler.first())
+      if (!T::kDecodes && (!kShareB || scheduler.first()))
         copy_box<kShareB>(shared.b(stage), p.b, full, k, column, b_batch);
     };
   });

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/sm90/decode.h"
 #include "cuda/sm90/output.h"
 #include "cuda/sm90/promote.h"
 
@@ -278,14 +279,17 @@ BLOCKSCALE_DEVICE void multiply_tiles(const GemmParams& p, const Shared<T, kSqua
 template <class T, bool kSquare>
 BLOCKSCALE_DEVICE void set_up(const GemmParams& p, const Shared<T, kSquare>& shared,
                               const Mailbox& mailbox) {
+  // Warps that fill a stage of B by themselves.
+  constexpr int kDecoders = T::kDecodes ? T::kColumns / 32 : 0;
   for (int i = 0; i < T::kStages; ++i) {
-    // Arrivals: the thread that loads codes, and the warp that loads scales.
-    barrier_init(shared.full(i), kScaleWarp<T, kSquare> ? 1 + 32 : 1);
+    // Arrivals: the thread that loads codes, those warps, and the warp that loads scales.
+    barrier_init(shared.full(i), 1 + kDecoders + (kScaleWarp<T, kSquare> ? 32 : 0));
     barrier_init(shared.empty(i), T::kSharing * T::kGroups * 4);
   }
-  mailbox.init(T::kGroups * 4 + kScaleWarp<T, kSquare>);
+  mailbox.init(T::kGroups * 4 + kScaleWarp<T, kSquare> + 4 * T::kDecodes);
   barrier_init_done();
-  if (p.problem.k_blocks > 0) prefetch_map(p.a), prefetch_map(p.b);
+  if (p.problem.k_blocks > 0) prefetch_map(p.a);
+  if (p.problem.k_blocks > 0 && !T::kDecodes) prefetch_map(p.b);
   if (p.out.boxes) prefetch_map(p.d);
 }
 
@@ -324,7 +328,13 @@ BLOCKSCALE_DEVICE void multiply_all(const GemmParams& p) {
     __syncthreads();
   }
 
-  if (threadIdx.x >= 128 * T::kGroups) {
+  if (T::kDecodes && threadIdx.x >= 128 * (T::kGroups + 1)) {
+    if constexpr (T::kDecodes) {
+      registers_down<T::kDecodeRegisters>();
+      decode_tiles(p, shared, mailbox, warp % 4);
+      __syncwarp();
+    }
+  } else if (threadIdx.x >= 128 * T::kGroups) {
     registers_down<T::kCopyRegisters>();
     const int copying = warp - 4 * T::kGroups;
     if (copying == 0 && elect_one())

@@ -16,7 +16,7 @@ struct Decoder {
   uint32_t inf;        // the magnitude of Inf, or none (~0)
   bool negative_zero;  // NaN is the code of -0
 
-  static Decoder of(Format f) {
+  static BLOCKSCALE_HD constexpr Decoder of(Format f) {
     const FormatTraits t = traits(f);
     Decoder d{t.magnitude_mask(),
               t.sign_bit(),
