@@ -38,3 +38,12 @@ def _is_recording() -> bool:
 def is_outside_backward() -> bool:
     """Whether this is no recomputation: those run inside the autograd engine."""
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
+def is_compiling_a_transform() -> bool:
+    """Whether a transform of torch.func is active; only for code that is being compiled."""
+    return torch._C._are_functorch_transforms_active()
+
+
+# torch.compiler.assume_constant_result without importing the compiler: its graphs keep no call.
+is_compiling_a_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]

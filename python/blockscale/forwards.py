@@ -18,7 +18,14 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _disable_current_modes
 
 from blockscale import _core as _core  # loads the operators
-from blockscale._tracing import fake_mode, is_exporting, is_fake, is_outside_backward
+from blockscale._errors import fail
+from blockscale._tracing import (
+    fake_mode,
+    is_compiling_a_transform,
+    is_exporting,
+    is_fake,
+    is_outside_backward,
+)
 from blockscale.regions import Regions
 from blockscale.rng import Sent, moved, own_tensors, received
 
@@ -175,6 +182,10 @@ class RngState:
                 return None
             if not self.follows:
                 self._follow_weights(module)
+        if compiling and is_compiling_a_transform():  # which compiled code cannot step out of
+            got = f"{type(module).__name__} within torch.func, compiled"
+            remedy = "compile nothing that torch.func transforms"
+            fail("forward", "model", got, "eager code, where its forwards can count", remedy)
         if not compiling and torch._C._are_functorch_transforms_active():
             with torch._C._DisableFuncTorch():  # a count is not an argument of the function
                 begun = self._begin()

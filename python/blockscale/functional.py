@@ -24,7 +24,7 @@ from blockscale._layer_arguments import (
     refuse_transforms,
 )
 from blockscale._plain import USUAL, is_dtensor
-from blockscale._tracing import is_exporting
+from blockscale._tracing import is_compiling_a_transform, is_exporting
 from blockscale.recipe import Recipe
 from blockscale.recipe import recipe as recipe_named
 from blockscale.rng import Key, Rng, layer_key
@@ -231,6 +231,9 @@ def _product(
         check_into(into, x, w, dw, offsets)
     compiling = torch.compiler.is_compiling()
     traced = not compiling and torch._C._get_tracing_state() is not None  # by torch.jit.trace
+    # In compiled code `requires_grad` is False of what such a transform differentiates.
+    if compiling and torch.is_grad_enabled() and is_compiling_a_transform():
+        refuse_transforms(operation_of(offsets))
     made = None
     if quantized is not None:
         if traced:
@@ -238,7 +241,8 @@ def _product(
         made = quantized.operands_of(w, recipe, dx, operation_of(offsets))
     if forward_ad._current_level >= 0:
         refuse_tangents(operation_of(offsets), x, w, bias)
-    watched = _is_watched()
+    # (Not in a function: PyTorch compiles one that it could not compile with its caller by itself.)
+    watched = compiling or torch._C._are_functorch_transforms_active()
     exporting = watched and is_exporting()
     text = recipe.text if exporting else recipe.forward_text
     made_x = None
@@ -303,8 +307,11 @@ def _linear_over_mesh(
         if value is not None:
             fail("linear", name, "given", "none where w is a DTensor", "leave it out")
     grad = torch.is_grad_enabled()
-    # A compiler cannot trace all of the checks; it checks the pieces when it traces the operator.
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        # It cannot trace all of the checks, but checks the pieces when it traces the operator.
+        if is_compiling_a_transform():
+            refuse_transforms("linear")
+    else:
         if torch._C._are_functorch_transforms_active():
             refuse_transforms("linear")
         _explain(x, w, bias, recipe, key, None)

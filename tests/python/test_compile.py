@@ -386,3 +386,36 @@ def test_a_number_of_groups_that_a_compiler_does_not_know() -> None:
         ends = torch.empty(groups, dtype=torch.int32, device="cuda")
         made = torch.ops.blockscale.quantize_input(x, bs.recipe("mxfp4").text, True, ends)
     assert [t.device.type for t in made] == ["cuda", "cuda"]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_transforms_of_functions_are_refused_in_compiled_code(recipe: str) -> None:
+    """There they would give gradients of 0: PyTorch does not know yet that they are needed."""
+    model, x = nn.Sequential(nn.Linear(64, 32)), normal(4, 64)
+    bs.convert(model, recipe)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(x)
+        return y.sum()
+
+    def without_gradient(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = loss(x)
+        return x.sum() + y
+
+    def compiled_gradient(of: Callable[..., Any], **others: Any) -> torch.Tensor:
+        made: torch.Tensor = torch.compile(torch.func.grad(of), backend="aot_eager", **others)(x)
+        return made
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"within torch\.func"):
+        compiled_gradient(loss, fullgraph=True)
+    with pytest.raises(ValueError, match=r"^linear: x = within torch\.func; need torch\.no_grad"):
+        compiled_gradient(loss)
+    assert torch.equal(compiled_gradient(without_gradient), torch.ones_like(x))
+    # A function that PyTorch then gives up to compile goes on as before.
+    called = torch.compile(loss, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"within torch\.func"):
+        torch.func.grad(called)(x)
+    with torch.no_grad():
+        assert torch.equal(called(x), loss(x))
+    called(x).backward()  # type: ignore[no-untyped-call]
