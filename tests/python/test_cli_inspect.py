@@ -177,6 +177,18 @@ def test_each_spec_is_drawn_with_its_own_figures(figures: list[Figure]) -> None:
             assert (x, y) == (pytest.approx(want), [0, 1])
 
 
+def test_many_specs_are_drawn_apart(figures: list[Figure]) -> None:
+    """More than there are colours, whose marks may lie one on another: the later the smaller."""
+    rules, names = ("floor", "ceil", "even"), ("mxfp8", "mxfp6", "mxfp4")
+    specs = [bs.spec(f"{name}[scale_rule={rule}]") for name in names for rule in rules]
+    found = [inspect.Result("x", (2, 2), spec.text, 1.0, 30.0, 0.0, 0.0) for spec in specs]
+    inspect.draw(found, specs)
+    for axes in figures[0].axes:
+        assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 9
+        sizes = [line.get_markersize() for line in axes.lines]
+        assert sizes == sorted({*sizes}, reverse=True)
+
+
 def test_what_has_no_place_in_the_plot_is_marked(figures: list[Figure]) -> None:
     nan, inf = math.nan, math.inf
     values = {"a": (30.0, 0.0, 0.0), "b": (nan, nan, nan), "c": (inf, 0, 0), "d": (-inf, 0, 0)}
@@ -186,6 +198,10 @@ def test_what_has_no_place_in_the_plot_is_marked(figures: list[Figure]) -> None:
     marked = [{(text.get_text(), text.xy) for text in panel} for panel in texts]
     nothing = {("NaN", (0, 1))}
     assert marked == [nothing | {("exact", (1, 2)), ("overflows", (0, 3))}, nothing, nothing]
+    marks = [line for axes in figures[0].axes for line in axes.lines[1:]]
+    places = {tuple(np.asarray(line.get_xydata()).ravel()) for line in marks}
+    assert places == {(0, 1), (1, 2), (0, 3)}
+    assert not any(line.get_clip_on() for line in marks)  # whole, though half outside
 
 
 def test_a_name_does_not_reach_the_terminal_as_a_command(
@@ -206,7 +222,8 @@ def test_brackets_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["inspect", str(tmp_path / "a.safetensors"), *words]) == 0
     out = capsys.readouterr().out
     assert list(rows(out)) == [("layers[0]", "nvfp4"), ("layers[0]", "nvfp4[block=16x16]")]
-    assert out.count("layers[0]") == 1
+    table = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines()]
+    assert [row for row in table if row] == [["layers[0]", "16x16", "1"], ["", "", ""]]
 
 
 def test_brackets_and_overflows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,18 +312,17 @@ def test_long_specs_leave_the_panels_their_size(figures: list[Figure]) -> None:
         assert axes.bbox.height > 2.0 * figures[0].dpi
 
 
-def test_a_checkpoint_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = [tmp_path / f"model-{i}-of-2.safetensors" for i in (1, 2)]
+def test_a_checkpoint_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = [f"{i}-of-2.safetensors" for i in (1, 2)]
     save_file({"b": torch.eye(4), "d": torch.eye(8)}, parts[0])
     save_file({"a": torch.eye(16), "c": torch.eye(4), "d": torch.eye(2)}, parts[1])
-    tensors = ["a", "b", "c", f"d ({parts[0]})", f"d ({parts[1]})"]
-    for given in ([tmp_path], parts, [parts[1], tmp_path]):
-        assert main(["inspect", *map(str, given), "--spec", "mxfp8"]) == 0
-        found = {
-            name.replace("\n", ""): row for (name, _), row in rows(capsys.readouterr().out).items()
-        }
-        assert len(found) == 5
-        assert [*found][:3] == tensors[:3]
+    for given in (["."], parts, [parts[1], "."], parts[::-1]):
+        assert main(["inspect", *given, "--spec", "mxfp8"]) == 0
+        found = [name for name, _ in rows(capsys.readouterr().out)]
+        assert found == ["a", "b", "c", f"d ({parts[0]})", f"d ({parts[1]})"]
 
 
 @pytest.fixture
@@ -347,6 +363,9 @@ def test_a_checkpoint_lacks_parts(indexed: Path, capsys: pytest.CaptureFixture[s
             "b.safetensors); need all of them; fetch the rest, or name the files to inspect"
         )
     assert tensors_of(indexed / "a.safetensors", capsys) == ["a"]
+    other = indexed / "a.safetensors.index.json"  # of a variant that is whole
+    other.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    assert f"file = {index} (1 of its 3" in refusal(capsys, "inspect", str(indexed))
 
 
 def test_the_index_of_a_variant_that_was_left_out(

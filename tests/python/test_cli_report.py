@@ -210,6 +210,8 @@ def test_long_names_leave_the_panels_their_size(
         assert axes.bbox.width > 0.4 * whole.width
         assert axes.bbox.height > 3.5 * figures[0].dpi
         assert axes.bbox.y0 > legend.y1
+    handles: list[Any] = figures[0].legends[0].legend_handles
+    assert len({(each.get_color(), each.get_marker()) for each in handles}) == count
 
 
 def test_diverged_loss_survives_the_file(tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ import blockscale as bs
 from blockscale.cli.errors import CliError, nearest, path_text, printable
 from blockscale.cli.files import check_writable
 from blockscale.cli.output import (
-    COLOURS,
-    MARKERS,
     Output,
+    colour_and_marker,
     shared_legend,
     shortened,
     write_picture,
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     skipped: list[tuple[str, str]] = []
     with contextlib.ExitStack() as stack:
-        # Opens all of them first: a bad file is reported before the long work.
+        # Opens all of them first, each once: a bad file is reported before the long work.
         files = {path: stack.enter_context(open_file(path)) for path in paths_of(args.files)}
         named = [(name, path) for path, file in files.items() for name in [*file.keys()]]
         named.sort(key=lambda each: (by_number(each[0]), each))
@@ -152,7 +151,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def paths_of(given: Sequence[str]) -> list[str]:
-    """The files, each once, with folders replaced by their files, and indexes by their parts."""
+    """The files, with folders replaced by their files, and indexes by their parts."""
     found: list[str] = []
     for path in given:
         if not os.path.isdir(path):
@@ -169,7 +168,7 @@ def paths_of(given: Sequence[str]) -> list[str]:
                 "folder of some; check the path"
             )
         found += within
-    return list(dict.fromkeys(found))
+    return found
 
 
 def whole_parts(index: Path) -> list[str]:
@@ -348,9 +347,8 @@ def draw(results: Sequence[Result], specs: Sequence[bs.Spec]) -> bytes:
         ours = [r for r in results if r.spec == spec.text]
         columns = ([r.sqnr for r in ours], [100 * r.underflow for r in ours],
                    [100 * r.saturation for r in ours])  # fmt: skip
-        style = {"linestyle": "", "fillstyle": "none", "markeredgewidth": 1.5}
-        style |= {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-        style |= {"markersize": 10 - 5 * index / len(specs)}
+        style: dict[str, Any] = {"linestyle": "", "fillstyle": "none", "markeredgewidth": 1.5}
+        style |= {"markersize": 10 - 5 * index / len(specs), **colour_and_marker(index)}
         for axes, values in zip(panels, columns, strict=True):
             axes.plot(values, rows, label=spec.text, **style)
             mark_at_edge(axes, values, style)

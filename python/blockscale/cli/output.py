@@ -25,6 +25,15 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 CHARACTERS_PER_INCH = 10  # of a legend's text, at least
 
 
+def colour_and_marker(index: int) -> dict[str, str]:
+    """How a plot shows one of many: after the last colour, the markers go on shifted by one."""
+    shift = index // len(COLOURS)
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[(index + shift) % len(MARKERS)],
+    }
+
+
 class Output(Console):
     """Standard output. Paths and tensor names are printed as they are: nothing in them is taken for
     an emoji, nor brackets for markup unless `markup` is set, nor for commands to the terminal. A

@@ -18,7 +18,7 @@ from blockscale._errors import counted
 from blockscale.cli.data import Corpus, bits_per_byte
 from blockscale.cli.doctor import processor_name
 from blockscale.cli.files import write_atomically
-from blockscale.cli.output import COLOURS, MARKERS, shared_legend, write_picture
+from blockscale.cli.output import colour_and_marker, shared_legend, write_picture
 from blockscale.cli.run_folder import Cell, RunFolder
 
 if TYPE_CHECKING:
@@ -221,9 +221,7 @@ def draw(folder: RunFolder, unigram: float) -> bytes:
     left, right = figure.subplots(1, 2)
     compared = {*settings["recipes"]} - {BASELINE} if BASELINE in settings["recipes"] else set()
     for index, recipe in enumerate(settings["recipes"]):
-        colour = COLOURS[index % len(COLOURS)]
-        marker = MARKERS[index % len(MARKERS)]
-        style = {"color": colour, "marker": marker}
+        style = colour_and_marker(index)
         # Hollow markers that shrink and lines that thin out, since most of them coincide.
         shrink = 1.0 - index / (len(settings["recipes"]) + 3)
         draw_losses(left, folder, recipe, style, shrink)
