@@ -170,7 +170,10 @@ def test_each_spec_is_drawn_with_its_own_figures(figures: list[Figure]) -> None:
     of |= {("b", 0): (35.0, 0.0, 0.5), ("b", 1): (25.0, 0.6, 0.7)}
     found = [inspect.Result(n, (2, 2), specs[i].text, 1.0, *share) for (n, i), share in of.items()]
     inspect.draw(found, specs)
+    quantities = ("SQNR (dB)", "underflow (%", "saturation (%")
     for panel, (axes, factor) in enumerate(zip(figures[0].axes, (1, 100, 100), strict=True)):
+        assert axes.get_xlabel().startswith(quantities[panel])
+        assert axes.get_ylim() == figures[0].axes[0].get_ylim()  # where the names are
         for index, line in enumerate(axes.lines):
             want = [factor * of[name, index][panel] for name in "ab"]
             x, y = np.asarray(line.get_xydata()).T.tolist()

@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 POWERS = ["mxfp8", "mxfp6", "mxfp4", *(f"mxfp8[scale_rule={r}]" for r in ("floor", "ceil", "even"))]
 SPECS = [*POWERS, "fp8_1x128"]
@@ -77,7 +78,11 @@ def exchange_and_compare(device: str) -> None:
     y.nan_to_num().sum().backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     first = dist.new_group([0])
-    if rank != 0:
+    if rank == 0:
+        own = xs[rank].detach()
+        y = bs.quantized_all_to_all(own, "mxfp8", (len(own),), (len(own),), first)
+        assert equal(y, through(own, "mxfp8"))
+    else:
         with pytest.raises(ValueError, match=r"group = one without this rank; need a group that"):
             bs.quantized_all_to_all(xs[rank], "mxfp8", [20], [20], first)
     # No rows, from anybody or of no width.
@@ -139,6 +144,7 @@ def test_in_compiled_code(one_rank: DeviceMesh) -> None:
         ({"group": 3}, r"group = an int; need a ProcessGroup, a DeviceMesh"),
         ({"x": None}, r"x = None; need a tensor"),
         ({"x": torch.zeros(4)}, r"x.shape = \[4\]; need rank 2, \[T, K\]"),
+        ({"x": torch.zeros(4, 4, 32)}, r"x.shape = \[4, 4, 32\]; need rank 2, \[T, K\]"),
         ({"x": torch.zeros(4, 4, dtype=torch.float16)}, r"x.dtype = torch.float16; need torch.fl"),
         ({"input_splits": [3]}, r"input_splits = \[3\]; need 4 in all, the rows of x"),
         ({"input_splits": [2, 2]}, r"input_splits = \[2, 2\]; need 1 numbers of rows"),
@@ -152,6 +158,20 @@ def test_refusals(change: dict[str, Any], said: str, one_rank: DeviceMesh) -> No
     call = {"x": torch.zeros(4, 32), "spec": "mxfp8", "output_splits": [4], "input_splits": [4]}
     with pytest.raises((TypeError, ValueError), match=f"^quantized_all_to_all: {said}"):
         bs.quantized_all_to_all(**call | change)  # type: ignore[arg-type]
+
+
+def test_what_ranks_have_cut_is_refused(one_rank: DeviceMesh) -> None:
+    x = distribute_tensor(torch.zeros(4, 32), one_rank, [Shard(0)])
+    with pytest.raises(ValueError, match=r"^quantized_all_to_all: x = a DTensor; need a plain t"):
+        bs.quantized_all_to_all(x, "mxfp8", [4], [4])
+
+
+def test_second_derivatives_are_refused(one_rank: DeviceMesh) -> None:
+    x = torch.zeros(4, 32, requires_grad=True)
+    y = bs.quantized_all_to_all(x, "mxfp8", [4], [4])
+    said = "^quantized_all_to_all: create_graph = True; need False: second derivatives"
+    with pytest.raises(ValueError, match=said):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
 def test_within_a_transform_of_functions(one_rank: DeviceMesh) -> None:
