@@ -216,13 +216,13 @@ def test_bench_into_a_folder_that_takes_nothing(capsys: pytest.CaptureFixture[st
 
 
 def test_out_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "thesis.tex").write_text("kept")
-    line = refusal(capsys, "train", "--out", str(tmp_path))
-    assert line == (
-        f"blockscale train: --out = {tmp_path} (holds thesis.tex); need a new or empty folder; "
-        "choose another"
-    )
-    assert os.listdir(tmp_path) == ["thesis.tex"]
+    for name in ("thesis.tex", "notes", ".hidden"):
+        (tmp_path / name).write_text("kept")
+        assert refusal(capsys, "train", "--out", str(tmp_path)) == (
+            f"blockscale train: --out = {tmp_path} (holds {name}); need a new or empty folder; "
+            "choose another"
+        )
+    assert sorted(os.listdir(tmp_path)) == [".hidden", "notes", "thesis.tex"]
 
 
 SHAPE = (

@@ -24,12 +24,14 @@ from blockscale.cli.errors import CliError
 from blockscale.cli.files import temporary_of, write_atomically
 from blockscale.cli.main import main
 from blockscale.cli.model import PRESETS, Experts, LanguageModel
+from blockscale.cli.progress import LiveProgress
 from blockscale.cli.provenance import ORIGIN
 from blockscale.cli.run_folder import Cell, RunFolder, create_run, run_id
 from blockscale.cli.trainer import Trainer, learning_rate, reproducible_kernels
 from commands import Command, refusal
 from rich.console import Console
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 RECIPES = "bf16,nvfp4"
 SMALL = ["--recipes", RECIPES, "--seq-len", "32", "--batch-size", "2", "--steps", "16"]
@@ -204,6 +206,56 @@ def test_learns_more_than_byte_frequencies(tmp_path: Path) -> None:
     baseline = load_corpus(words[1:], 64).unigram_loss()
     (final,) = (r["validation_loss"] for r in metrics(out) if "validation_loss" in r)
     assert final < baseline - 0.1
+
+
+def test_a_training_is_this_loop(tmp_path: Path, text: str) -> None:
+    """Written out, for the second of two seeds."""
+    values = {"preset": "tiny-moe", "recipes": ["nvfp4"], "seed": 4, "seeds": 2, "steps": 12}
+    values |= {"lr": 0.05, "batch_size": 2, "seq_len": 16, "device": "cpu"}
+    folder = create_run(tmp_path / "run", values | {"eval_every": 5, "checkpoint_every": 5})
+    cell, corpus = Cell(5, "nvfp4"), load_corpus([text], 16)
+    with reproducible_kernels("cpu"):
+        Trainer(folder, cell, corpus).run(LiveProgress(Console(file=io.StringIO()), 12, 0))
+
+    model = LanguageModel(PRESETS["tiny-moe"], 16)
+    model.initialize(5)
+    bs.convert(model, "nvfp4", skip=["lm_head", "router"], seed=5)
+    decay = {"matrices": 0.1, "norms": 0.0}
+    groups: dict[str, list[torch.Tensor]] = {kind: [] for kind in decay}
+    for parameter in model.parameters():
+        groups["matrices" if parameter.dim() > 1 else "norms"].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[kind], "weight_decay": decay[kind]} for kind in decay],
+        betas=(0.9, 0.95), fused=True,
+    )  # fmt: skip
+    in_bf16 = torch.autocast("cpu", torch.bfloat16)
+    for step in range(1, 13):
+        bs.set_step(model, step - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, 12, 0.05)
+        with in_bf16:
+            loss = model(*corpus.batch(5, step, 2, 16))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        row = folder.rows.pop(0)
+        assert (row["train_loss"], row["grad_norm"]) == (loss.item(), norm.item())
+        if step not in (5, 10, 12):
+            continue
+        total, count = 0.0, 0
+        model.eval()
+        with torch.no_grad(), in_bf16:
+            for tokens, targets in corpus.validation_batches(2, 16):
+                total += model(tokens, targets, "sum").item()
+                count += tokens.numel()
+        model.train()
+        row = folder.rows.pop(0)
+        assert (row["step"], row["validation_loss"]) == (step, total / count)
+    assert folder.rows == []
+    trained = load_file(folder.weights_path(cell))
+    for name, value in model.state_dict().items():
+        assert torch.equal(trained[name], value), name
 
 
 def test_batches_depend_on_seed_and_step_alone() -> None:
@@ -469,11 +521,21 @@ def test_settings_alone_are_text(tmp_path: Path) -> None:
 
 
 def test_metrics_reach_as_far_as_the_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint is never ahead of the metrics on disk."""
+    """Neither a checkpoint nor the final weights are ahead of the metrics on disk, and the
+    checkpoint stays until the weights are there."""
     folder: RunFolder = create_run(tmp_path / "run", {"recipes": ["bf16"], "seeds": 1, "seed": 4})
     cell = Cell(4, "bf16")
     folder.append(cell, 1, train_loss=1.0, seconds=1.0)
     folder.save_checkpoint(cell, {"step": 1})
-    assert metrics(tmp_path / "run") == [
-        {"seed": 4, "recipe": "bf16", "step": 1, "train_loss": 1.0}
-    ]
+    want = [{"seed": 4, "recipe": "bf16", "step": 1, "train_loss": 1.0}]
+    assert metrics(tmp_path / "run") == want
+    folder.append(cell, 2, train_loss=0.5, seconds=1.0)
+    folder.weights_path(cell).mkdir()  # a file cannot take its place
+    with pytest.raises(IsADirectoryError):
+        folder.finish(cell, {})
+    assert metrics(tmp_path / "run") == [*want, {**want[0], "step": 2, "train_loss": 0.5}]
+    assert folder.checkpoint_path(cell).exists()
+    folder.weights_path(cell).rmdir()
+    folder.finish(cell, {})
+    assert folder.finished(cell)
+    assert not folder.checkpoint_path(cell).exists()

@@ -223,10 +223,15 @@ def test_experts_divided_over_ranks(one_rank: DeviceMesh) -> None:
     w = made.up.weight
     with pytest.raises(ValueError, match=r"grouped_linear: w = a DTensor; .*w.to_local\(\)"):
         bs.grouped_linear(x, w, ENDS, "mxfp8")
-    made.up.weight = nn.Parameter(distribute_tensor(w.to_local().detach(), one_rank, [Shard(1)]))  # type: ignore[attr-defined]
-    said = r"GroupedLinear: weight.placements = \(Shard\(dim=1\),\); need Shard\(0\): other whole"
-    with pytest.raises(ValueError, match=said):
-        made(x)
+    square, values = init_device_mesh("cpu", (1, 1)), w.to_local().detach()  # type: ignore[attr-defined]
+    for mesh, places, got_places in (
+        (one_rank, [Shard(1)], r"\(Shard\(dim=1\),\)"),
+        (square, [Shard(0), Shard(1)], r"\(Shard\(dim=0\), Shard\(dim=1\)\)"),
+    ):
+        made.up.weight = nn.Parameter(distribute_tensor(values, mesh, places))
+        said = rf"GroupedLinear: weight.placements = {got_places}; need Shard\(0\): other whole"
+        with pytest.raises(ValueError, match=said):
+            made(x)
 
 
 def divided_and_compare(device: str, want: dict[str, list[torch.Tensor]]) -> None:

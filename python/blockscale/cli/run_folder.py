@@ -265,18 +265,19 @@ def open_run(path: Path, settings: dict[str, Any]) -> RunFolder:
             state = folder.load_checkpoint(cell)
             reached[cell] = state["step"] if state else 0
     metrics = folder.metrics_path
-    folder.rows = covered_rows(metrics, reached)
+    held = metrics.read_bytes() if metrics.exists() else b""
+    folder.rows = covered_rows(held, reached)
     check_rows(folder, reached)
     content = b"".join(encode_row(row) for row in folder.rows)
-    if not metrics.exists() or metrics.read_bytes() != content:
+    if held != content:
         write_atomically(metrics, lambda file: file.write(content))
     return folder
 
 
-def covered_rows(metrics: Path, reached: dict[Cell, int]) -> list[Row]:
+def covered_rows(metrics: bytes, reached: dict[Cell, int]) -> list[Row]:
     """The lines of metrics.jsonl up to the steps reached."""
     rows: list[Row] = []
-    for line in metrics.read_bytes().splitlines() if metrics.exists() else []:
+    for line in metrics.splitlines():
         try:
             row = decode_row(line)
             keep = row["step"] <= reached[Cell(row["seed"], row["recipe"])]
