@@ -86,7 +86,7 @@ def linear_over_mesh(
     of_x, of_dx, of_bias, of_y = plans[cut]
     local = (
         _placed(x, of_x).to_local(grad_placements=[of_dx]),
-        w.to_local(grad_placements=[placement]),
+        w.to_local(),
         None if row is None else _placed(row, of_bias).to_local(),
     )
     needs = tuple(grad and t is not None and t.requires_grad for t in local)

@@ -294,6 +294,7 @@ def read_values(device: str, x: torch.Tensor) -> None:
         )
         refused(lambda: bs.quantize_weight(layer.weight), r"w = a GatheredWeight; need a plain t")
         assert torch.equal(torch.zeros_like(layer.weight).cpu(), torch.zeros(512, 256))
+        refused(lambda: layer.weight.view(-1), r"weight = read by aten.view.*; need nothing but")
         torch.sum(layer.weight)
 
     model = sharded(device, "nvfp4", True)

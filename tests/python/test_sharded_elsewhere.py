@@ -118,6 +118,31 @@ def test_a_weight_without_gradient_stays_so() -> None:
         assert not made.weight.requires_grad
 
 
+def test_a_weight_keeps_its_strides() -> None:
+    layer = bs.nn.Linear(64, 32, recipe="nvfp4")
+    values = torch.randn(64, 32).T
+    layer.weight = nn.Parameter(values)
+    want = layer(torch.ones(2, 64))
+    bs.quantized_all_gather(layer)
+    for weight in (layer.weight, layer.weight.detach(), copy.deepcopy(layer.weight)):
+        assert weight.stride() == (1, 32)
+        assert torch.equal(weight + 0, values)
+    assert torch.equal(layer(torch.ones(2, 64)), want)
+
+
+def test_a_copy_and_its_optimizer_belong_together() -> None:
+    layer = bs.nn.Linear(64, 64, recipe="nvfp4")
+    bs.quantized_all_gather(layer)
+    layer.weight.grad = torch.ones(64, 64)
+    before = layer.weight.detach() + 0
+    copied, optimizer = copy.deepcopy((layer, torch.optim.SGD([layer.weight], 0.5)))
+    optimizer.step()
+    assert torch.equal(copied.weight + 0, before - 0.5)
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(layer.weight + 0, before)
+    assert bool((layer.weight.grad == 1).all())
+
+
 def test_a_single_rank_gathers_nothing(one_rank: DeviceMesh) -> None:
     """Its piece is the whole weight, and its layer quantizes that."""
     seen = []

@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import blockscale as bs
 import pytest
@@ -31,6 +32,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -347,6 +349,8 @@ def mixed_and_composed() -> None:
         assert want["y"].isnan().any()
         for name, value in want.items():
             assert torch.equal(got[name].isnan(), value.isnan()), name
+        y = poisoned(inputs(cut, "cpu"))
+        assert (y.shape, y.stride()) == (want["y"].shape, want["y"].stride())
     one, cut_layer = layer("nvfp4", "rows", "cpu"), layer("nvfp4", "rows", "cpu")
     parallelize_module(cut_layer, mesh["tp"], {"0": CUTS["rows"]})
     for model in (one, cut_layer):
@@ -361,6 +365,28 @@ def mixed_and_composed() -> None:
     bias = distribute_tensor(torch.randn(10), mesh["tp"], [Replicate()])
     want_y = bs.linear(whole(x), whole(w), whole(bias), recipe="mxfp8")
     assert torch.equal(whole(bs.linear(x, w, bias, recipe="mxfp8")), want_y)
+
+
+def test_operands_are_made_for_gradients_that_are_recorded(one_rank: DeviceMesh) -> None:
+    made = layer("nvfp4", "columns", "cpu")
+    parallelize_module(made, one_rank, {"0": CUTS["columns"]})
+    seen: list[tuple[bool, bool]] = []
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func is torch.ops.blockscale.linear_piece.default:
+                seen.append(args[4:6])
+            return func(*args, **(kwargs or {}))
+
+    x = inputs("columns", "cpu")
+    with Watch():  # type: ignore[no-untyped-call]
+        made(x)
+        made(x.detach())
+        with torch.no_grad():
+            made(x)
+    assert seen == [(True, True), (False, True), (False, False)]
 
 
 class Checkpointed(nn.Module):
