@@ -116,13 +116,13 @@ def listed(items: Sequence[str]) -> str:
 
 
 def origin(of: dict[str, Row]) -> str:
-    """Machine, versions and date of runs once, where they are the same, and the commit of each."""
+    """Machine and versions of runs once, where they are the same; the date and commit of each."""
     told = {what: where(result, with_copy=False) for what, result in of.items()}
-    machine, *others = dict.fromkeys(text.partition(", commit ")[0] for text in told.values())
+    machine, *others = dict.fromkeys(text.rsplit(", ", 2)[0] for text in told.values())
     if others:
         return " ".join(f"{what}: {text}" for what, text in told.items())
-    commits = (f"{what}: {text.removeprefix(f'{machine}, ')[:-1]}" for what, text in told.items())
-    return f"{machine}. {'; '.join(commits)}."
+    runs = (f"{what}: {text.removeprefix(f'{machine}, ')[:-1]}" for what, text in told.items())
+    return f"{machine}. {'; '.join(runs)}."
 
 
 # --- goals ---------------------------------------------------------------------------------------
