@@ -21,7 +21,7 @@ from blockscale.cli.report import (
     results,
     smoothed,
 )
-from blockscale.cli.run_folder import Cell, RunFolder, create_run
+from blockscale.cli.run_folder import Cell, RunFolder, create_run, decode_row, encode_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -214,10 +214,9 @@ def test_long_names_leave_the_panels_their_size(
     assert len({(each.get_color(), each.get_marker()) for each in handles}) == count
 
 
-def test_diverged_loss_survives_the_file(tmp_path: Path) -> None:
-    from blockscale.cli.run_folder import decode_row, encode_row
-
-    line = encode_row({"step": 3, "train_loss": math.nan})
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_diverged_loss_survives_the_file(loss: float) -> None:
+    line = encode_row({"step": 3, "train_loss": loss})
     assert json.loads(line) == {"step": 3, "train_loss": None}
     assert math.isnan(decode_row(line)["train_loss"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import json
@@ -12,6 +13,7 @@ import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import blockscale as bs
@@ -256,6 +258,23 @@ def test_a_training_is_this_loop(tmp_path: Path, text: str) -> None:
     trained = load_file(folder.weights_path(cell))
     for name, value in model.state_dict().items():
         assert torch.equal(trained[name], value), name
+
+
+def test_noise_is_the_median_of_what_is_finite(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exact product has none, and one of zeros no number."""
+    values = {"preset": "tiny", "recipes": ["mxfp8"], "seed": 0, "seeds": 1, "steps": 1, "lr": 0.1}
+    values |= {"batch_size": 1, "seq_len": 16, "device": "cpu", "eval_every": 1}
+    folder = create_run(tmp_path / "run", values | {"checkpoint_every": 1})
+    of = {"y": (10.0, math.inf, 12.0, 30.0, math.inf), "dx": (math.nan, 7.0), "dw": (math.inf,)}
+    found = [SimpleNamespace(gemm=gemm, sqnr=value) for gemm in of for value in of[gemm]]
+    measured = contextlib.nullcontext(SimpleNamespace(products=found))
+    monkeypatch.setattr(bs, "measure", lambda model: measured)
+    trainer = Trainer(folder, Cell(0, "mxfp8"), load_corpus([text], 16))
+    trainer.run(LiveProgress(Console(file=io.StringIO()), 1, 0))
+    noise = {key: value for key, value in folder.rows[-1].items() if key.endswith("_db")}
+    assert noise == {"y_db": 12.0, "dx_db": 7.0}
 
 
 def test_batches_depend_on_seed_and_step_alone() -> None:

@@ -176,7 +176,7 @@ def test_a_backward_reads_what_was_gathered_for_it(device: str, tmp_path: Path) 
 
 def exchanged(device: str) -> None:
     """Weights that are gathered together have their maxima exchanged together, each under its own
-    recipe, and with weights that have none between them."""
+    recipe, and with weights that have none between them, or one for each expert."""
     sent: list[int] = []
     mesh = init_device_mesh(device, (2,))
 
@@ -189,6 +189,9 @@ def exchanged(device: str) -> None:
         made = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to(device)
         extents = (256, 256, 256, 256, 8, 256)  # pieces of the 8 rows are no whole blocks
         made.insert(0, nn.Sequential(*map(nn.Linear, extents, extents[1:])).to(device))
+        experts = bs.nn.GroupedLinear(2, 256, 256, device=device)
+        experts.register_forward_pre_hook(lambda _, rows: (*rows, ends))
+        made[0].append(experts)  # type: ignore[operator]
         rules = {"0.1": "fp8_blockwise", "0.2": "amdfp4", "2": "bf16"}
         bs.convert(made, "nvfp4", rules=rules)
         if codes:
@@ -199,7 +202,7 @@ def exchanged(device: str) -> None:
         return made
 
     torch.manual_seed(dist.get_rank())
-    x = torch.randn(64, 256, device=device)
+    x, ends = torch.randn(64, 256, device=device), torch.tensor([32, 64], device=device)
     seen = []
     with mock.patch("blockscale.sharded.largest_of_ranks", count):
         for made in (model(False), model(True)):
