@@ -1,8 +1,9 @@
 // matmul. On a CPU, and on a GPU for FP32 scales and MXFP4, it is the core's GEMM. The other specs
-// on a GPU are decoded to BF16. What needs outer scales, or more than PyTorch's GEMM does after its
-// sums, mostly goes to the core's BF16 GEMM where there is one, and so does what takes so little
-// time that the host's counts; else (few tiles with a long K) PyTorch multiplies with FP32 sums
-// (over groups it writes them in BF16 only), and one pass over them does the rest.
+// on a GPU are decoded to BF16, b within the core's BF16 GEMM where few rows of a meet it. Else
+// what needs outer scales, or more than PyTorch's GEMM does after its sums, mostly goes to the
+// core's BF16 GEMM where there is one, and so does what takes so little time that the host's
+// counts; else (few tiles with a long K) PyTorch multiplies with FP32 sums (over groups it writes
+// them in BF16 only), and one pass over them does the rest.
 #include "matmul.h"
 
 #include <algorithm>
@@ -93,7 +94,7 @@ Decoded left_decoded(const Context& at, const ConstQuantized& a, const Stream& s
 bool may_decode_within(const QuantSpec& spec) {
   constexpr int64_t kSide = 4096;
   const ConstQuantized b{.spec = spec, .rows = kSide, .columns = kSide};
-  return gpu::decodes_within(without_outer(b), {1, kSide, kSide, 0, false});
+  return gpu::decodes_within(without_outer(b), {1, kSide, kSide, 0, false}, spec.outer);
 }
 // As PyTorch's products read them: a, [lines, extent], and the transpose of b, with `batched` a
 // batch. The core's read the memory itself, as a tensor costs the host more than a microsecond.
@@ -211,25 +212,36 @@ gpu::Epilogue epilogue_of(const Context& at, const ConstQuantized& a, const Cons
   return epilogue;
 }
 
-// Decoded, and all of the rest in one kernel; b `within` that kernel, or before.
-Tensor bf16_matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
-                   const std::optional<Tensor>& bias, const Target& target, const Decoded* given,
-                   bool within, const Stream& stream) {
-  std::optional<Decoded> made;
-  if (!given) made.emplace(within ? left_decoded(at, a, stream) : decoded(at, a, b, stream));
-  const Decoded& values = given ? *given : *made;
+// What the core's BF16 GEMM makes of them, with all that follows the sums: multiply(d, epilogue).
+Tensor from_bf16(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
+                 const std::optional<Tensor>& bias, const Target& target, const auto& multiply) {
   std::optional<Tensor> row;
   gpu::Epilogue epilogue = epilogue_of(at, a, b, bias, row);
   epilogue.accumulate = target.into.has_value();
-  const ConstMatrix left = as_const(values.left);
-  return from_core(at, target, [&](Tensor& out) {
-    const Matrix d = result_view(at, a, b, out);
-    if (within)
-      gpu::multiply_bf16(left, without_outer(b), d, a.groups, a.rows, epilogue, stream);
-    else
-      gpu::multiply_bf16(left, as_const(values.right), d, a.groups, a.rows,
-                         b.groups ? a.spec.unit() : 0, epilogue, stream);
-  });
+  return from_core(at, target,
+                   [&](Tensor& out) { multiply(result_view(at, a, b, out), epilogue); });
+}
+// Both decoded before.
+Tensor bf16_matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
+                   const std::optional<Tensor>& bias, const Target& target, const Decoded* given,
+                   const Stream& stream) {
+  std::optional<Decoded> made;
+  const Decoded& values = given ? *given : made.emplace(decoded(at, a, b, stream));
+  const auto multiply = [&](const Matrix& d, const gpu::Epilogue& epilogue) {
+    gpu::multiply_bf16(as_const(values.left), as_const(values.right), d, a.groups, a.rows,
+                       b.groups ? a.spec.unit() : 0, epilogue, stream);
+  };
+  return from_bf16(at, a, b, bias, target, multiply);
+}
+// Only a.
+Tensor coded_matmul(const Context& at, const ConstQuantized& a, const ConstQuantized& b,
+                    const std::optional<Tensor>& bias, const Target& target, const Stream& stream) {
+  const Decoded values = left_decoded(at, a, stream);
+  const auto multiply = [&](const Matrix& d, const gpu::Epilogue& epilogue) {
+    gpu::multiply_bf16(as_const(values.left), without_outer(b), d, a.groups, a.rows, epilogue,
+                       stream);
+  };
+  return from_bf16(at, a, b, bias, target, multiply);
 }
 
 // Decoded, groups along the contraction axis are read as they lie in linear storage.
@@ -288,9 +300,10 @@ Tensor matmul_on_gpu(const Context& at, const ConstQuantized& a, const ConstQuan
   const bool f32 = target.into || target.dtype != ScalarType::BFloat16;
   if (sa.lines * sb.lines * sa.extent != 0) {
     const gpu::ProductSize size{sa.lines, sb.lines, sa.extent, a.groups.count, f32};
-    const bool within = !given && !b.groups && gpu::decodes_within(without_outer(b), size);
-    if (within || gpu::multiplies_bf16(size, !finished))
-      return bf16_matmul(at, a, b, bias, target, given, within, stream);
+    if (!given && !b.groups && gpu::decodes_within(without_outer(b), size, !finished))
+      return coded_matmul(at, a, b, bias, target, stream);
+    if (gpu::multiplies_bf16(size, !finished))
+      return bf16_matmul(at, a, b, bias, target, given, stream);
   }
 
   std::optional<Ends> ends;

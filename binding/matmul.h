@@ -9,7 +9,8 @@
 
 namespace blockscale::binding {
 
-// Two operands as values in BF16 without their outer scales, [lines, extent].
+// Two operands as values in BF16 without their outer scales, [lines, extent]; no `right` where the
+// product decodes it.
 struct Decoded {
   std::optional<Allocation> memory;  // of large ones; small ones are the call's
   Matrix left, right;

@@ -276,7 +276,8 @@ def matmul(
     the smallest values of "mxfp8", and multiplied with FP32 sums, to which outer scales and bias
     are applied. That is done by our own BF16 GEMM or PyTorch's on compute capability 9.0 (H100,
     H200), by PyTorch's on other GPUs (docs/numerics.md says which and why). Where few rows of `a`
-    meet `b`, our GEMM decodes `b` itself, and its values are written nowhere.
+    meet a `b` of "nvfp4", "amdfp4", "mxfp8" or "mxfp6", our GEMM decodes `b` itself, and its values
+    are written nowhere; `b` must be linear, with a contraction axis that 64 divides.
 
     Specs with FP32 block scales (`fp8_1x128`, `fp8_128x128`) do not fit in BF16: they run in a
     block-scaled FP8 GEMM on compute capability 9.0, and other GPUs refuse them. That GEMM also

@@ -22,7 +22,7 @@ void check_gemm_device() { fail("gemm", "device", "cuda", "cpu", unavailable());
 
 bool multiplies_bf16(const ProductSize&, bool) { return false; }
 
-bool decodes_within(const ConstQuantized&, const ProductSize&) { return false; }
+bool decodes_within(const ConstQuantized&, const ProductSize&, bool) { return false; }
 
 void multiply_bf16(const ConstMatrix&, const ConstMatrix&, const Matrix&, const Groups&, int64_t,
                    int64_t, const Epilogue&, const Stream&) {

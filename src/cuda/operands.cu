@@ -207,13 +207,13 @@ bool multiplies_bf16(const ProductSize& s, bool needs_pass) {
   return needs_pass ? sm90::pays(g) : sm90::is_brief(g);
 }
 
-bool decodes_within(const ConstQuantized& b, const ProductSize& s) {
+bool decodes_within(const ConstQuantized& b, const ProductSize& s, bool needs_pass) {
   if (s.groups > sm90::kMaxGroups || s.k >= int64_t{1} << 30 || !has_gemm_device()) return false;
   if (!sm90::takes_coded(b)) return false;
   sm90::CodedGemm g;
   g.m = s.m, g.n = s.n, g.k = s.k, g.d_f32 = s.f32, g.coded = b;
   if (s.groups) g.grouping = sm90::Grouping::rows, g.groups = static_cast<int>(s.groups);
-  return sm90::pays(g);
+  return sm90::pays(g, needs_pass);
 }
 
 void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,

@@ -45,7 +45,7 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const double tensor = t.rows() * t.columns() / 32.0;
   const double wgmmas = t.groups * t.waves;
   const double arriving = (t.rows() + t.columns()) * 128.0;
-  const double lines = s.code_bytes > 0 ? t.columns() : 0;  // to decode
+  const double lines = s.code_bytes > 0 ? t.columns() : 0;  // of B, to decode
   const double decoding = lines * (s.code_bytes < 1 ? kDecodeHalf : kDecodeByte);
   const double codes = lines * (s.code_bytes < 1 ? kLoadHalf : kLoadByte);
   const double shared = (wgmmas * (64 + t.n) * 128.0 + arriving) / kSharedBytes + codes;
@@ -56,11 +56,12 @@ double step_cost(const TileShape& t, const GemmSize& s, double l2_bytes) {
   const int rows = static_cast<int>(std::min<int64_t>(t.rows(), s.rows));
   const double own =
       t.pairs_columns() ? t.columns() + rows / t.sharing() : rows + t.columns() / t.sharing();
+  const double asked = own * 128 - lines * (128 - kStageValues * s.code_bytes);
   const double promoting =
       square || !s.scaled ? 0 : t.rows() * t.columns() * (t.waves == 2 ? kInTurn : kPromotion);
   // Two warpgroups contend for the tensor cores now and then; of three, one is always ready.
   const double meeting = t.groups == 2 ? kMeeting : 1;
-  return std::max({tensor, shared, chain, promoting, decoding, own * 128.0 / l2_bytes}) * meeting;
+  return std::max({tensor, shared, chain, promoting, decoding, asked / l2_bytes}) * meeting;
 }
 
 // Cycles in which a tile of output is written and nothing else happens.
@@ -75,11 +76,6 @@ double store_cost(const TileShape& t, const GemmSize& s) {
 std::span<const TileShape> tiles_of(const GemmSize& s) {
   if (s.scaled) return kTiles;
   return s.code_bytes > 0 ? std::span<const TileShape>(kCodedTiles) : kBf16Tiles;
-}
-
-// The cost of a product with the tile that is chosen for it.
-double least_cost(const GemmSize& s) {
-  return tile_cost(tiles_of(s)[static_cast<size_t>(choose_tile(s))], s);
 }
 
 }  // namespace
@@ -100,42 +96,60 @@ double tile_cost(const TileShape& t, const GemmSize& s) {
          (t.sharing() > 1 ? kGather : 0);
 }
 
-int choose_tile(const GemmSize& s) {
+namespace {
+
+struct Choice {
+  int tile;
+  double cost;
+};
+Choice cheapest(const GemmSize& s) {
   const std::span<const TileShape> tiles = tiles_of(s);
-  int best = 0;
-  double least = tile_cost(tiles[0], s);
+  Choice best{0, tile_cost(tiles[0], s)};
   for (int i = 1; i < static_cast<int>(tiles.size()); ++i) {
     const TileShape& tile = tiles[static_cast<size_t>(i)];
     if (!tile.compiled(s.square, s.a_e5m2, s.b_e5m2)) continue;
-    if (const double cost = tile_cost(tile, s); cost < least) best = i, least = cost;
+    if (const double cost = tile_cost(tile, s); cost < best.cost) best = {i, cost};
   }
   return best;
 }
 
-bool pays(const GemmSize& s) {
+// What another library takes for a dense product of BF16: it may divide K.
+double library_cost(const GemmSize& s) {
   constexpr double kTensor = 1.3, kMemory = 1.1;  // actual cycles relative to the least possible
-  constexpr double kPasses = 14600;               // kernels that add the parts and finish the sums
-  constexpr double kPassBytes = 10;               // that those kernels move per element
   const auto rows = static_cast<double>(s.rows), columns = static_cast<double>(s.columns);
   const double tensor = rows * columns / 32, memory = (rows + columns) * 128 / kMemoryBytes;
-  const double divided =
-      std::max(kTensor * tensor, kMemory * memory) * static_cast<double>(s.blocks);
-  const double passes = rows * columns * kPassBytes / kMemoryBytes;
-  return least_cost(s) <= (divided + passes) / s.multiprocessors + kPasses;
+  return std::max(kTensor * tensor, kMemory * memory) * static_cast<double>(s.blocks) /
+         s.multiprocessors;
 }
+// And for adding up the parts and finishing the sums.
+double passes_cost(const GemmSize& s) {
+  constexpr double kPasses = 14600;
+  constexpr double kPassBytes = 10;  // that those kernels move per element
+  return static_cast<double>(s.rows * s.columns) * kPassBytes / kMemoryBytes / s.multiprocessors +
+         kPasses;
+}
+constexpr double kBrief = 8000;  // 4.5 us
 
-bool pays_to_decode(const GemmSize& s) {
+}  // namespace
+
+int choose_tile(const GemmSize& s) { return cheapest(s).tile; }
+
+bool pays(const GemmSize& s) { return cheapest(s).cost <= library_cost(s) + passes_cost(s); }
+
+bool is_brief(const GemmSize& s) { return cheapest(s).cost < kBrief; }
+
+bool pays_to_decode(const GemmSize& s, bool needs_pass) {
+  constexpr double kMargin = 1.1;  // estimates are no better than that
   GemmSize values = s;
   values.code_bytes = 0;
-  if (!s.grouped && !pays(values)) return false;
-  const auto codes = static_cast<double>(s.groups * s.columns * s.blocks * 64);
-  const double pass = codes * (s.code_bytes + 2) / kMemoryBytes / s.multiprocessors;
-  return least_cost(s) < least_cost(values) + pass;
-}
-
-bool is_brief(const GemmSize& s) {
-  constexpr double kCycles = 8000;  // 4.5 us
-  return least_cost(s) < kCycles;
+  double before = cheapest(values).cost;
+  if (!s.grouped && needs_pass)
+    before = std::min(before, library_cost(values) + passes_cost(values));
+  else if (!s.grouped && before >= kBrief)
+    before = library_cost(values);
+  const auto codes = static_cast<double>(s.groups * s.columns * s.blocks * kStageValues);
+  before += codes * (s.code_bytes + 2) / kMemoryBytes / s.multiprocessors;
+  return kMargin * cheapest(s).cost < before;
 }
 
 int choose_band(const TileShape& t, const GemmSize& s) {

@@ -8,6 +8,8 @@ namespace blockscale::cuda {
 
 // Shared memory that a thread block may ask for, in bytes.
 inline constexpr int kMostSharedBytes = 227 * 1024;
+// BF16 values of a line in a stage of 128 bytes.
+inline constexpr int kStageValues = 64;
 
 struct TileShape {
   int groups;         // math warpgroups
@@ -35,6 +37,11 @@ struct TileShape {
     if (square) return t;
     t.stages = line_stages;
     if (waves == 2) t.side_by_side = true, t.waves = 4, t.n = n / 2;
+    return t;
+  }
+  constexpr TileShape that_decodes() const {
+    TileShape t = *this;
+    t.decodes = true;
     return t;
   }
   constexpr int rows() const { return 64 * waves * (side_by_side ? 1 : groups); }
@@ -83,12 +90,12 @@ inline constexpr TileShape kBf16Tiles[] = {
 };
 inline constexpr int kBf16TileCount = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
 
-// The same where B is decoded in the kernel: two tiles for many rows, two for few.
+// The same where B is decoded in the kernel (that_decodes()): two tiles for many rows, two for few.
 inline constexpr TileShape kCodedTiles[] = {
-    {2, false, 2, 128, 4, 1, false, 0, false, true},  // 256 x 128
-    {2, false, 1, 128, 6, 1, false, 0, false, true},  // 128 x 128
-    {2, true, 1, 32, 12, 1, false, 0, false, true},   // 64 x 64
-    {2, true, 1, 16, 16, 1, false, 0, false, true},   // 64 x 32
+    {2, false, 2, 128, 4, 1, false},  // 256 x 128
+    {2, false, 1, 128, 6, 1, false},  // 128 x 128
+    {2, true, 1, 32, 12, 1, false},   // 64 x 64
+    {2, true, 1, 16, 16, 1, false},   // 64 x 32
 };
 inline constexpr int kCodedTileCount = sizeof(kCodedTiles) / sizeof(kCodedTiles[0]);
 
@@ -113,12 +120,14 @@ int choose_tile(const GemmSize& size);
 // Whether a dense BF16 product with these tiles is likely to take no longer than another library's
 // plus a pass over its sums. For few tiles with a long K that library splits K.
 bool pays(const GemmSize& size);
-// Whether a product that decodes B itself is likely to take less time than a pass that decodes B
-// and then this GEMM, where that one is the choice for B's values.
-bool pays_to_decode(const GemmSize& size);
 // Whether the product takes the device less time than the host needs to find and launch a library's
 // kernel.
 bool is_brief(const GemmSize& size);
+// Whether a product that decodes B itself is clearly faster than a pass that decodes B and what
+// would multiply its values then: these tiles or, of dense products, another library, whichever
+// pays; if not `needs_pass`, these tiles where the product is brief. (Over groups a library that
+// needs no pass is as fast as these tiles.)
+bool pays_to_decode(const GemmSize& size, bool needs_pass);
 // How many units along M are walked together, so that units that run at the same time share both
 // operands in L2.
 int choose_band(const TileShape& tile, const GemmSize& size);

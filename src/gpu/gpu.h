@@ -148,11 +148,13 @@ void multiply_bf16(const ConstMatrix& a, const ConstMatrix& b, const Matrix& d,
                    const Groups& groups, int64_t rows, int64_t unit, const Epilogue& e,
                    const Stream& stream);
 // The same with a B that is decoded as it is multiplied, without its outer scale and its transform:
-// [n, k], or a batch of them. D is the same to the bit, and B's values are written nowhere.
+// [n, k], or a batch of them. D is the same to the bit, and B's values are written nowhere. The
+// preceding launch has written A alone.
 void multiply_bf16(const ConstMatrix& a, const ConstQuantized& b, const Matrix& d,
                    const Groups& groups, int64_t rows, const Epilogue& e, const Stream& stream);
-// Whether that runs on the current GPU and is likely to be faster than decoding B before.
-bool decodes_within(const ConstQuantized& b, const ProductSize& size);
+// Whether that runs on the current GPU and is clearly faster than decoding B before; `needs_pass`
+// as for multiplies_bf16().
+bool decodes_within(const ConstQuantized& b, const ProductSize& size, bool needs_pass);
 
 // After a GEMM over groups of `rows` rows, or of the contraction axis: with `clear`, the rows of D
 // behind the last group, or the matrices of empty groups, become 0; where the offsets are wrong,

@@ -14,6 +14,7 @@
 #include "cuda/sm90/gemm.h"
 #include "cuda/tiles.h"
 #include "gemm_device.h"
+#include "gpu/gpu.h"
 
 namespace blockscale::testing {
 namespace {
@@ -251,11 +252,63 @@ TEST_F(Bf16GemmTest, EveryTileEveryTail) {
   }
 }
 
+constexpr const char* kCodedSpecs[] = {"nvfp4", "nvfp4[block=16x16]", "amdfp4",
+                                       "mxfp8", "mxfp8[block=32x32]", "mxfp6"};
+
+// Whatever codes and scales there are, NaN and Inf included, the bits of D are those for B decoded
+// before.
+TEST_F(Bf16GemmTest, CodedIsDecodedThenMultiplied) {
+  constexpr int64_t kM = 300, kN = 190, kK = 320, kGroups = 4;
+  const TestStream stream;
+  for (const char* spec : kCodedSpecs) {
+    SCOPED_TRACE(spec);
+    Random random(1);
+    ConstQuantized b;
+    b.spec = parse_spec(spec), b.spec.outer = false;
+    b.batch = kGroups, b.rows = kN, b.columns = kK;
+    const StoredShape s = b.shape();
+    std::vector<uint16_t> a(kM * kK);
+    for (uint16_t& v : a) v = to_bf16(static_cast<float>(random.normal()));
+    std::vector<uint8_t> codes(static_cast<size_t>(kGroups * s.code_bytes));
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(random.below(256));
+    std::vector<uint8_t> scales(static_cast<size_t>(kGroups * s.scale_count));
+    const uint32_t one = encode(b.spec.scale, 1.0f);
+    for (uint8_t& scale : scales)
+      scale = static_cast<uint8_t>(random.one_in(40) ? random.below(256) : one + random.below(3));
+    const Memory on_a(a), on_codes(codes), on_scales(scales), values(kGroups * kN * kK * 2);
+    const Memory ends(std::vector<int32_t>{90, 90, 91, 290});
+    b.codes = on_codes.as<uint8_t>(), b.scales = on_scales.as<uint8_t>();
+    gpu::dequantize(b, {values.as<void>(), DType::bf16, kN, kK, kK, 1, kGroups, kN * kK}, stream);
+    stream.wait();
+    for (const bool grouped : {false, true}) {
+      CodedGemm g;
+      g.m = kM, g.n = kN, g.k = kK, g.stride = kK, g.d_stride = kN, g.d_f32 = true;
+      g.a = on_a.as<void>(), g.b = values.as<void>(), g.coded = b;
+      if (grouped) {
+        g.grouping = Grouping::rows, g.groups = kGroups, g.group_rows = kM;
+        g.offsets = ends.as<void>();
+      } else {
+        g.coded.batch = 1;
+      }
+      const auto bits_of = [&](const auto& multiply) {
+        const Memory d(std::vector<float>(kM * kN, 7));
+        g.d = d.as<void>();
+        EXPECT_EQ(multiply(g, nullptr), cudaSuccess);
+        std::vector<uint32_t> found(kM * kN);
+        d.read(found.data(), kM * kN * 4);
+        return found;
+      };
+      const auto want = bits_of(sm90::bf16_gemm);
+      for (g.tile = 0; g.tile < cuda::kCodedTileCount; ++g.tile)
+        ASSERT_EQ(bits_of(sm90::coded_gemm), want)
+            << "tile " << g.tile << (grouped ? ", groups" : "");
+    }
+  }
+}
+
 // B in every format that is decoded, in rows and in squares.
 TEST_F(Bf16GemmTest, Coded) {
-  constexpr const char* kSpecs[] = {"nvfp4", "nvfp4[block=16x16]", "amdfp4",
-                                    "mxfp8", "mxfp8[block=32x32]", "mxfp6"};
-  for (const char* spec : kSpecs) {
+  for (const char* spec : kCodedSpecs) {
     for (int tile = -1; tile < cuda::kCodedTileCount; ++tile) {
       for (uint64_t seed = 0; seed < 6; ++seed) {
         Random random(seed * 100 + static_cast<uint64_t>(tile + 1));
@@ -285,13 +338,18 @@ TEST_F(Bf16GemmTest, EverySchedule) {
     run(c, 1);
     c.groups = {400, 0, 1, 499, 200}, c.behind = 37;
     run(c, 2);
-    for (int tile = 0; tile < cuda::kCodedTileCount; ++tile) {
-      Case coded = c;
-      coded.tile = tile, coded.coded = "nvfp4", coded.k = 128;
-      run(coded, 4);
-      coded.groups.clear(), coded.m = 1100;
-      run(coded, 5);
-    }
+    for (int tile = 0; tile < cuda::kCodedTileCount; ++tile)
+      for (const char* spec : {"nvfp4", "mxfp8"})
+        for (const int64_t k : {64, 320}) {  // no multiples of a ring, or of what warps are dealt
+          const bool large = cuda::kCodedTiles[tile].rows() > 64;
+          Case coded = c;
+          coded.tile = tile, coded.coded = spec, coded.k = k;
+          coded.n = large ? 1450 : 700;
+          coded.groups = {large ? 1700 : 300, 0, 1, large ? 900 : 200, 200};
+          run(coded, 4);
+          coded.groups.clear(), coded.behind = 0, coded.m = large ? 2900 : 800;
+          run(coded, 5);
+        }
     c.groups = {30, 0, 5, 35}, c.unit = 16, c.m = 300;
     run(c, 3);
   }

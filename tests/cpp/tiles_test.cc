@@ -273,20 +273,30 @@ TEST(Tiles, ThatDecode) {
   EXPECT_EQ(shape(8192, 768, 2048, 128), std::pair(128, 128));
   EXPECT_EQ(shape(128, 4096, 4096, 0), std::pair(64, 64));
   EXPECT_EQ(shape(16, 4096, 4096, 0), std::pair(64, 32));
-  const auto pays_of = [&](int64_t m, int64_t n, int64_t k, int64_t groups, double code_bytes) {
-    return pays_to_decode(size(m, n, k, groups, code_bytes));
+  const auto pays_of = [&](int64_t m, int64_t n, int64_t k, int64_t groups, double code_bytes,
+                           bool needs_pass = true) {
+    return pays_to_decode(size(m, n, k, groups, code_bytes), needs_pass);
   };
-  for (const double bytes : {0.5, 1.0}) {
-    EXPECT_TRUE(pays_of(16, 4096, 4096, 0, bytes)) << bytes;
-    EXPECT_TRUE(pays_of(128, 14336, 4096, 0, bytes)) << bytes;
-    EXPECT_TRUE(pays_of(4096, 4096, 4096, 8, bytes)) << bytes;
-    EXPECT_TRUE(pays_of(8192, 768, 2048, 128, bytes)) << bytes;
-    EXPECT_FALSE(pays_of(256, 4096, 4096, 0, bytes)) << bytes;
-    EXPECT_FALSE(pays_of(8192, 8192, 8192, 0, bytes)) << bytes;
-    EXPECT_FALSE(pays_of(128, 512, 8192, 0, bytes)) << bytes;  // another library divides K
-  }
-  EXPECT_TRUE(pays_of(16384, 4096, 4096, 8, 0.5));
-  EXPECT_FALSE(pays_of(16384, 4096, 4096, 8, 1));
+  for (const double bytes : {0.5, 1.0})
+    for (const bool needs_pass : {false, true}) {
+      const auto what = std::pair(bytes, needs_pass);
+      EXPECT_TRUE(pays_of(16, 4096, 4096, 0, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_TRUE(pays_of(128, 14336, 4096, 0, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_TRUE(pays_of(4096, 4096, 4096, 8, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_TRUE(pays_of(8192, 768, 2048, 128, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_FALSE(pays_of(256, 4096, 4096, 0, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_FALSE(pays_of(512, 4096, 4096, 0, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_FALSE(pays_of(2048, 4096, 4096, 0, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_FALSE(pays_of(8192, 8192, 8192, 0, bytes, needs_pass)) << what.first << what.second;
+      EXPECT_FALSE(pays_of(16384, 4096, 4096, 8, bytes, needs_pass)) << what.first << what.second;
+      // Another library divides K.
+      EXPECT_FALSE(pays_of(128, 512, 8192, 0, bytes, needs_pass)) << what.first << what.second;
+    }
+  EXPECT_TRUE(pays_of(1024, 4096, 4096, 0, 0.5));
+  EXPECT_TRUE(pays_of(8192, 4096, 4096, 8, 0.5));
+  // Without a pass the other library's product is faster by more than decoding takes.
+  EXPECT_TRUE(pays_of(640, 8192, 4096, 0, 0.5));
+  EXPECT_FALSE(pays_of(640, 8192, 4096, 0, 1, false));
 }
 
 }  // namespace

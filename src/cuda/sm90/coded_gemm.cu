@@ -22,7 +22,7 @@ constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
 template <int kIndex, int kFormat>
 struct CodedShape {
-  static constexpr cuda::TileShape kShape = cuda::kCodedTiles[kIndex];
+  static constexpr cuda::TileShape kShape = cuda::kCodedTiles[kIndex].that_decodes();
   static constexpr CodedFormat kCoded = kFormats[kFormat];
 };
 
@@ -47,9 +47,9 @@ int format_of(const QuantSpec& spec) {
 }
 
 cuda::GemmSize coded_size(const CodedGemm& g, int multiprocessors) {
-  cuda::GemmSize size = size_of(g, kBlock / 2, multiprocessors);
+  cuda::GemmSize size = size_of(g, cuda::kStageValues, multiprocessors);
   size.scaled = false;
-  size.code_bytes = g.coded.spec.element == Format::e2m1 ? 0.5 : 1;
+  size.code_bytes = 1.0 / codes_per_byte(g.coded.spec.element);
   return size;
 }
 
@@ -62,13 +62,13 @@ bool takes_coded(const ConstQuantized& b) {
   };
   // Lines of scales, one to a byte, then hold whole pairs where a block has 16 codes.
   return format_of(b.spec) < kFormatCount && b.layout == StorageLayout{} && !b.groups &&
-         s.extent % (kBlock / 2) == 0 && starts_at(b.codes, 16) && starts_at(b.scales, 2);
+         s.extent % (cuda::kStageValues) == 0 && starts_at(b.codes, 16) && starts_at(b.scales, 2);
 }
 
-bool pays(const CodedGemm& g) {
+bool pays(const CodedGemm& g, bool needs_pass) {
   int device = 0, multiprocessors = 0;
   return current(device, multiprocessors) == cudaSuccess &&
-         cuda::pays_to_decode(coded_size(g, multiprocessors));
+         cuda::pays_to_decode(coded_size(g, multiprocessors), needs_pass);
 }
 
 cudaError_t coded_gemm(const CodedGemm& g, cudaStream_t stream) {

@@ -1,9 +1,10 @@
 // A BF16 product of which B is still in its codes: a warpgroup decodes B's tiles where the copy
 // engine would bring their values. The math warpgroups see no difference, nor do the bits.
 //
-// A warp decodes 32 lines of a stage at a time, 64 codes of each. Its lanes load 16 bytes each, of
-// as many neighbouring lines as there are bytes for, since the cache takes one line per cycle: the
-// multiprocessor's shared memory, of which that cache is a part, is what limits the large tiles.
+// A warp decodes 32 lines of a stage at a time, 64 codes of each, while A may still be written. Its
+// lanes load 16 bytes each, of as many neighbouring lines as there are bytes for, since the cache
+// takes one line per cycle: the multiprocessor's shared memory, of which that cache is a part, is
+// what limits the large tiles.
 #pragma once
 
 #include "cuda/sm90/kernel.h"
@@ -11,12 +12,13 @@
 
 namespace blockscale::sm90 {
 
-// Loads that stay after before_operands(), see load_after().
+// Loads that stay behind a wait, as load_after() does.
 BLOCKSCALE_DEVICE uint4 load_codes(const uint8_t* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
+               : "l"(p)
+               : "memory");
   return v;
 }
 // One scale, or two that lie at a multiple of two.
@@ -24,17 +26,13 @@ template <int kCount>
 BLOCKSCALE_DEVICE uint16_t load_scales(const uint8_t* p) {
   uint16_t v;
   if constexpr (kCount == 2)
-    asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(v) : "l"(p));
+    asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
   else
     asm volatile("{ .reg .b32 one;\n ld.global.nc.b8 one, [%1];\n cvt.u16.u32 %0, one; }"
                  : "=h"(v)
-                 : "l"(p));
+                 : "l"(p)
+                 : "memory");
   return v;
-}
-BLOCKSCALE_DEVICE void store_shared16(uint32_t address, const uint4& v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
 }
 
 // What a lane loads for one line of a stage: 16 bytes of codes, and the scales that belong to them.
@@ -42,8 +40,8 @@ template <class T>
 struct CodedPiece {
   static constexpr int kCodes = 4 * gpu::codes_per_word(T::kCoded.codec);
   static constexpr int kScales = kCodes > T::kCoded.block ? kCodes / T::kCoded.block : 1;
-  static constexpr int kInLine = 64 / kCodes;  // lanes to a line
-  static constexpr int kLines = 32 / kInLine;  // lines that a warp loads at once
+  static constexpr int kInLine = cuda::kStageValues / kCodes;  // lanes to a line
+  static constexpr int kLines = 32 / kInLine;                  // lines that a warp loads at once
   static_assert(kScales <= 2);
   uint4 codes;
   uint16_t scales;
@@ -69,11 +67,13 @@ BLOCKSCALE_DEVICE void store_values(const CodedPiece<T>& piece, uint32_t line, i
     else
       values = gpu::decode_bf16x8<T::kCoded.codec>(kElement, uint2{words[2 * i], words[2 * i + 1]},
                                                    factor, nans);
-    store_shared16(line + ((first + i) ^ swizzle) * 16, values);
+    store_shared4(line + ((first + i) ^ swizzle) * 16, values);
   }
 }
 
 // Fills B's part of the ring for all units of this CTA; called by a warpgroup, warp `warp` of it.
+// All units have equally many blocks, so that no warp is a whole turn of the ring behind, which a
+// barrier's parity would not show.
 template <class T, bool kSquare>
 BLOCKSCALE_DEVICE void decode_tiles(const GemmParams& p, const Shared<T, kSquare>& shared,
                                     const Mailbox& mailbox, int warp) {
@@ -90,7 +90,7 @@ BLOCKSCALE_DEVICE void decode_tiles(const GemmParams& p, const Shared<T, kSquare
   for (int turn = 0;; ++turn) {
     const Work w = mailbox.read(turn);
     if (w.blocks < 0) break;
-    if (turn == 0) before_operands(p.problem);
+    if (turn == 0) before_units(p.problem);  // codes are as old as offsets (CodedGemm)
     const int batch = p.problem.grouping == Grouping::rows ? w.group : 0;
     const uint8_t *codes[kLoads], *scales[kLoads];
 #pragma unroll
@@ -102,7 +102,7 @@ BLOCKSCALE_DEVICE void decode_tiles(const GemmParams& p, const Shared<T, kSquare
           b.scales + batch * b.scale_batch + int64_t{1} * (line >> b.line_shift) * b.scale_line;
     }
     const auto load = [&](Piece(&to)[kLoads], int block) {
-      const int scale = (block * 64 + first_code) / T::kCoded.block;
+      const int scale = (block * cuda::kStageValues + first_code) / T::kCoded.block;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         to[i].codes = load_codes(codes[i] + block * (Piece::kInLine * 16));

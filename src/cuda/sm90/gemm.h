@@ -78,16 +78,17 @@ struct Bf16Gemm : Gemm {
   int tile = -1;  // index into kBf16Tiles; negative: chosen
 };
 
-// The same with B in its codes, which the kernel decodes: `b` is not used, nor are groups of the
-// contraction axis. The product is that of B decoded to BF16, to the bit.
+// The same with B in its codes, which the kernel decodes: `b` is not used, `tile` is an index into
+// kCodedTiles, and groups are of rows. The product is that of B decoded to BF16, to the bit. Of the
+// operands, Previous::operands is about A alone.
 struct CodedGemm : Bf16Gemm {
   ConstQuantized coded;
 };
-// Whether coded_gemm takes this B: linear, with whole stages of 64 codes in every line.
+// Whether coded_gemm takes this B: a format that it decodes, linear, with whole stages of 64 codes
+// in every line, from multiples of 16 bytes on.
 bool takes_coded(const ConstQuantized& b);
-// Whether that is likely to be faster than a pass that decodes B and then bf16_gemm, where that is
-// the choice for B's values.
-bool pays(const CodedGemm& g);
+// Whether that is likely to be faster than what it replaces, see cuda::pays_to_decode().
+bool pays(const CodedGemm& g, bool needs_pass);
 
 // Whether this GEMM is likely to be faster than another library's plus a pass over its sums; and
 // whether it finishes before the host has launched the other.

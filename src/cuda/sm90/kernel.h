@@ -8,7 +8,8 @@
 // cores busy. CTAs stay on their multiprocessor and walk over the tiles.
 //
 // In BF16 a stage has 64 values, and the tensor cores add up all stages; there are no scales, and
-// `kSquare` says nothing.
+// `kSquare` says nothing. Where B is in codes, one more warpgroup fills its half of each stage
+// (decode.h).
 //
 // Words: a unit is the tile of a CTA, or what a cluster computes (problem.h); a wave, 64 rows of a
 // tile, the M of one wgmma (not a round of tiles over the chip); a band, units along M that are

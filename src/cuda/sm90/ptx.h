@@ -177,6 +177,11 @@ BLOCKSCALE_DEVICE void store_shared4(uint32_t address, float x, float y, float z
                "f"(w)
                : "memory");
 }
+BLOCKSCALE_DEVICE void store_shared4(uint32_t address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
 // Four 8 x 8 matrices of 16-bit words; lane l gives the address of row l % 8 of matrix l / 8.
 BLOCKSCALE_DEVICE void store_matrices(uint32_t address, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
