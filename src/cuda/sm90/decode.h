@@ -1,10 +1,9 @@
 // A BF16 product of which B is still in its codes: a warpgroup decodes B's tiles where the copy
 // engine would bring their values. The math warpgroups see no difference, nor do the bits.
 //
-// A warp decodes 32 lines of a stage at a time, 64 codes of each, while A may still be written. Its
-// lanes load 16 bytes each, of as many neighbouring lines as there are bytes for, since the cache
-// takes one line per cycle: the multiprocessor's shared memory, of which that cache is a part, is
-// what limits the large tiles.
+// A warp decodes 32 lines of a stage at a time, 64 codes of each. Its lanes load 16 bytes each, of
+// as few lines at once as that allows, since the cache takes one line per cycle: the
+// multiprocessor's shared memory, of which that cache is a part, is what limits the large tiles.
 #pragma once
 
 #include "cuda/sm90/kernel.h"
@@ -90,7 +89,7 @@ BLOCKSCALE_DEVICE void decode_tiles(const GemmParams& p, const Shared<T, kSquare
   for (int turn = 0;; ++turn) {
     const Work w = mailbox.read(turn);
     if (w.blocks < 0) break;
-    if (turn == 0) before_units(p.problem);  // codes are as old as offsets (CodedGemm)
+    if (turn == 0) before_operands(p.problem);
     const int batch = p.problem.grouping == Grouping::rows ? w.group : 0;
     const uint8_t *codes[kLoads], *scales[kLoads];
 #pragma unroll

@@ -79,8 +79,7 @@ struct Bf16Gemm : Gemm {
 };
 
 // The same with B in its codes, which the kernel decodes: `b` is not used, `tile` is an index into
-// kCodedTiles, and groups are of rows. The product is that of B decoded to BF16, to the bit. Of the
-// operands, Previous::operands is about A alone.
+// kCodedTiles, and groups are of rows. The product is that of B decoded to BF16, to the bit.
 struct CodedGemm : Bf16Gemm {
   ConstQuantized coded;
 };
