@@ -17,7 +17,7 @@ constexpr auto table(std::integer_sequence<int, kIndex...>) {
 }
 
 cuda::GemmSize bf16_size(const Bf16Gemm& g, int multiprocessors) {
-  cuda::GemmSize size = size_of(g, kBlock / 2, multiprocessors);
+  cuda::GemmSize size = size_of(g, cuda::kStageValues, multiprocessors);
   size.scaled = false;
   return size;
 }

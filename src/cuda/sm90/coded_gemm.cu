@@ -12,11 +12,14 @@ namespace {
 using Launch = cudaError_t (*)(const CodedGemm&, int device, int multiprocessors, cudaStream_t);
 using Launches = std::array<Launch, cuda::kCodedTileCount>;
 
+constexpr CodedFormat coded(const QuantSpec& spec, gpu::Codec codec) {
+  return {codec, spec.element, spec.scale, spec.block};
+}
 constexpr CodedFormat kFormats[] = {
-    {gpu::Codec::fp4, Format::e2m1, Format::e4m3, 16},       // NVFP4
-    {gpu::Codec::fp4, Format::e2m1, Format::ue5m3, 16},      // AMD-FP4
-    {gpu::Codec::e4m3fn, Format::e4m3fn, Format::e8m0, 32},  // MXFP8
-    {gpu::Codec::e2m3, Format::e2m3, Format::e8m0, 32},      // MXFP6
+    coded(kNvfp4, gpu::Codec::fp4),
+    coded(kAmdfp4, gpu::Codec::fp4),
+    coded(kMxfp8, gpu::Codec::e4m3fn),
+    coded(kMxfp6, gpu::Codec::e2m3),
 };
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
@@ -62,7 +65,7 @@ bool takes_coded(const ConstQuantized& b) {
   };
   // Lines of scales, one to a byte, then hold whole pairs where a block has 16 codes.
   return format_of(b.spec) < kFormatCount && b.layout == StorageLayout{} && !b.groups &&
-         s.extent % (cuda::kStageValues) == 0 && starts_at(b.codes, 16) && starts_at(b.scales, 2);
+         s.extent % cuda::kStageValues == 0 && starts_at(b.codes, 16) && starts_at(b.scales, 2);
 }
 
 bool pays(const CodedGemm& g, bool needs_pass) {
